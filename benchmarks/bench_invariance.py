@@ -5,7 +5,7 @@ torch reads the workspace of cuBLASLt once. The processes count side by side, an
 
 - How many of the log-probabilities of --tokens tokens, and of their entropies, have other bits in another row: documents
   in random order, in rows of random capacity down to one document, with random chunks of the vocabulary, beside the first
-  row that each was in.
+  row that each was in. "claimed" is what check_invariance says of the layers as they run.
 - What a training step costs, forward and backward of one row, eager and with compiled decoder layers.
 """
 
@@ -166,6 +166,8 @@ def measure(name: str, device: str, mode: bool, tokens: int, steps: int, lock: s
             tokens //= 4
         with turn(lock, fcntl.LOCK_SH):
             compared, differ = count_differing(model, tokens, device)
+            if mode and layers == "compiled":  # apply_packing_ops saw the eager layers
+                why = "; ".join(po.check_invariance(model).why_not())
         with turn(lock, fcntl.LOCK_EX):
             times = sorted(step_times(model, steps, device))
         rows.append(

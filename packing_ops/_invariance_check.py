@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from packing_ops._invariance_refusals import is_compiled
 from packing_ops.boundaries import position_ids_from_cu_seqlens
 from packing_ops.logps import token_logps
 
@@ -69,7 +70,7 @@ Calls = dict[str, list[Call]]
 
 @contextmanager
 def recorded(model: torch.nn.Module, total: int) -> Iterator[Calls]:
-    """The calls of every module in the block, by its name."""
+    """The calls of every module in the block, by its name. Those in a compiled layer are left out, as its graph has no hooks."""
     calls: Calls = {}
     hooks = []
 
@@ -83,8 +84,12 @@ def recorded(model: torch.nn.Module, total: int) -> Iterator[Calls]:
         hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(module.register_forward_hook(after))
 
+    within: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
-        listen(name, module)
+        if name and is_compiled(module):
+            within.update(module.modules())
+        if module not in within:
+            listen(name, module)
     try:
         yield calls
     finally:

@@ -79,9 +79,12 @@ def _ranks(module: torch.nn.Module) -> int:
     return int(getattr(config, "tensor_model_parallel_size", 1) or 1)
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
 def _compiled(module: torch.nn.Module) -> str | None:
-    compiled = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-    if not compiled:
+    if not is_compiled(module):
         return None
     first = next(iter(module.parameters()), None)
     if first is None or first.is_cpu:
@@ -90,6 +93,13 @@ def _compiled(module: torch.nn.Module) -> str | None:
 
     if config.max_autotune or config.max_autotune_gemm:
         return "max-autotune picks a product by the number of rows: compile without it"
+    names = {type(inner).__name__ for inner in module.modules() if not hasattr(inner, _invariant.ANY_ORDER)}
+    norm = next((name for name in sorted(names) if name.endswith("Norm")), None)
+    if norm is not None and not hasattr(config, "batch_invariant"):
+        return (
+            f"torch.compile before 2.13 sums a row of {norm} in an order that depends on the number of rows: compile after "
+            f"apply_packing_ops(invariant=True), which serves RMSNorm, or wrap the forward of {norm} in torch.compiler.disable"
+        )
     return None
 
 
@@ -97,6 +107,11 @@ def reason_of(module: torch.nn.Module | None, like: torch.Tensor) -> str:
     """Why a module that is not refused gives other bits, or what to set."""
     if not _invariant.active():
         return "run it within packing_ops.invariant()"
+    if module is not None and any(map(is_compiled, module.modules())):
+        return (
+            "it has compiled layers, whose kernels may depend on the number of rows: compile them after "
+            "apply_packing_ops(invariant=True), or run it eagerly to see which layer differs"
+        )
     weights = [] if module is None else [t for t in module.parameters(recurse=False) if t.dim() > 1]
     if like.is_cuda and weights and like.dtype == torch.float32:
         return "cuBLASLt's float32 products of up to 16 rows have other bits: use bfloat16 or float16"

@@ -1,4 +1,5 @@
-"""The state of the mode packing_ops.invariant(): who holds it, what it sets in torch, and products by whole blocks."""
+"""The state of the mode packing_ops.invariant(): who holds it, what it sets in torch, products by whole blocks, and sums that
+have the same bits in any order."""
 
 import os
 import weakref
@@ -13,8 +14,13 @@ GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the
 ROWS = 16
 COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
 FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
+ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are sum_in_any_order under torch.compile
 
-Before = tuple[Any, int | None] | None  # torch's settings before the mode; None where it sets none
+# Of torch.compile, where it has them. emulate_precision_casts: elementwise code rounds as eager code does, without fused
+# multiply-adds, however a graph is cut into kernels. batch_invariant, from torch 2.13 on: most sums over a row go by its size alone.
+COMPILER = ("emulate_precision_casts", "batch_invariant")
+
+Before = tuple[Any, int | None, dict[str, bool]] | None  # torch's settings before the mode; None where it sets none
 # {holder: (the settings before the mode, what ends it when the holder goes)}
 _holders: "weakref.WeakKeyDictionary[object, tuple[Before, Callable[[], object]]]" = weakref.WeakKeyDictionary()
 
@@ -28,7 +34,7 @@ def hold(holder: object) -> None:
     if holder in _holders:
         return
     other = next(iter(_holders.values()), None)
-    before = _set_products() if other is None else other[0]
+    before = _set() if other is None else other[0]
     end = weakref.finalize(holder, _restore_if_free, before)
     end.atexit = False
     _holders[holder] = before, end
@@ -42,7 +48,7 @@ def release(holder: object) -> None:
 
 def _restore_if_free(before: Before) -> None:
     if before is not None and not active():
-        _restore_products(*before)
+        _restore(*before)
 
 
 class Held:
@@ -55,10 +61,10 @@ class Held:
         return Held, ()
 
 
-# --- products on a GPU: cuBLASLt without a workspace cannot split the sums of few rows ---
+# --- settings for a GPU: cuBLASLt without a workspace cannot split the sums of few rows ---
 
 
-def _set_products() -> Before:
+def _set() -> Before:
     if not torch.cuda.is_available():
         return None
     cuda = torch.backends.cuda
@@ -70,18 +76,47 @@ def _set_products() -> Before:
         os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")  # KiB; read at the first product
     library = cuda.preferred_blas_library()
     cuda.preferred_blas_library("cublaslt")
-    return library, size
+    return library, size, _set_compiler(dict.fromkeys(COMPILER, True))
 
 
-def _restore_products(library: Any, size: int | None) -> None:
+def _restore(library: Any, size: int | None, of_compiler: dict[str, bool]) -> None:
     torch.backends.cuda.preferred_blas_library(library)
     if size is not None:
         torch.backends.cuda.cublaslt_workspace_size(size)
+    _set_compiler(of_compiler)
+
+
+def _set_compiler(values: dict[str, bool]) -> dict[str, bool]:
+    """The values before, of those that this torch has."""
+    from torch._inductor import config
+
+    before = {name: getattr(config, name) for name in values if hasattr(config, name)}
+    for name in before:
+        setattr(config, name, values[name])
+    return before
 
 
 def has_setter() -> bool:
     """Newer torch sets the workspace while it runs; older ones read the environment once."""
     return hasattr(torch.backends.cuda, "cublaslt_workspace_size")
+
+
+# --- sums over a row whose bits do not depend on the order of the terms ---
+
+
+def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
+    """Sums over the last dimension ``[..., 1]`` of float32 or float64: the largest term, and the sum of all as integers of up
+    to 62 bits in units of it. torch.compile picks an order by the number of rows; no order changes either.
+
+    A term is rounded once to the dtype, and by less than ``2**-46`` of the largest in rows of up to 65,536. A sum with a term
+    of ``2**120`` or more is infinite.
+    """
+    bits = 62 - (int(x.shape[-1]) - 1).bit_length()  # a number in a trace of other sizes too
+    largest = x.abs().amax(-1, keepdim=True)
+    unit = largest.clamp(min=2.0**-100)
+    integers = (x * (1 / unit) * 2.0**bits).round().long()
+    total = integers.sum(-1, keepdim=True).to(x.dtype) * 2.0**-bits * unit
+    return torch.where(largest < 2.0**120, total, largest * torch.inf)
 
 
 # --- products of few rows: with rows of zeros ---

@@ -24,6 +24,8 @@ class invariant:
     - CUDA: products are cuBLASLt's, with a workspace of 1 KiB, so that no sum is split for few rows. A torch without
       ``torch.backends.cuda.cublaslt_workspace_size`` reads the size from the environment at its first product: there
       ``CUBLASLT_WORKSPACE_SIZE=1`` must be set before it, and entering the mode sets it where it is not too late.
+    - torch.compile for CUDA: code that is compiled in the mode rounds as eager code does (``emulate_precision_casts``), and
+      from torch 2.13 on most sums over a row go by its size alone (``batch_invariant``).
     - CPU: products of the calling thread take their rows in whole blocks of 16.
     - token_logps, chunked_cross_entropy and token_kl: sums and products go by 4,096 entries of the vocabulary, whatever the
       chunk; float32 products on CUDA have at least 32 rows.
@@ -156,8 +158,9 @@ def check_invariance(
     """Runs a model on the same documents in many rows and compares the bits of every module's output, slot by slot.
 
     Each document alone, several in other orders and company, and prefixes of the longest. A module that was given the
-    same bits and gave others is named. It shows what the model does as it is called here: within packing_ops.invariant()
-    with the mode, elsewhere without. Equal bits on these rows are a proof by example, for this device and torch.
+    same bits and gave others is named. Compiled layers run as they are, as part of the module around them. It shows
+    what the model does as it is called here: within packing_ops.invariant() with the mode, elsewhere without. Equal bits on
+    these rows are a proof by example, for this device and torch.
 
     Args:
         model: any module whose layers are modules. It runs without gradients of parameters, in the mode that it is in.

@@ -195,6 +195,63 @@ def test_rows_of_batches_and_leading_dims():
         assert (w.t() @ x[0, 0, 0]).shape == (8,)
 
 
+# --- sums over a row ---
+
+SUM_DTYPES = [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+@given(
+    size=st.integers(1, 5000),
+    spread=st.sampled_from([0, 3, 30]),
+    scale=st.sampled_from([1e-30, 1e-12, 1, 1e12, 1e28]),
+    seed=st.integers(0, 99),
+)
+def test_no_order_changes_a_sum(device, dtype, size, spread, scale, seed):
+    """Terms of both signs and many sizes; the error is that of rounding each of them once or twice."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(3, size, generator=generator, dtype=torch.float64)
+    factors = 10.0 ** (-spread * torch.rand(3, size, generator=generator, dtype=torch.float64))
+    x = (normal * factors * scale).to(device, dtype)
+    found = _invariant.sum_in_any_order(x)
+    assert found.shape == (3, 1)
+    assert found.dtype == dtype
+    order = torch.randperm(size, generator=generator).to(device)
+    assert_same(_invariant.sum_in_any_order(x[:, order]), found)
+    assert_same(_invariant.sum_in_any_order(x[:1]), found[:1])
+    exact = x.double().sum(-1, keepdim=True)
+    lost = size * 2.0**-46 * x.double().abs().amax(-1, keepdim=True) + size * 2.0**-146
+    rounded = 2 * torch.finfo(dtype).eps * x.double().abs().sum(-1, keepdim=True)
+    assert ((found.double() - exact).abs() <= lost + rounded).all()
+
+
+def test_a_plain_sum_has_other_bits_in_another_order():
+    """What the test above would say of it."""
+    x = torch.randn(50, 1024)
+    order = torch.randperm(1024)
+    assert not torch.equal(sum(x.unbind(1)), sum(x[:, order].unbind(1)))
+    assert_same(_invariant.sum_in_any_order(x), _invariant.sum_in_any_order(x[:, order]))
+
+
+@pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
+def test_sums_of_what_is_no_number_and_of_nothing(device, dtype):
+    rows = [
+        [0.0, 0.0],
+        [1.0, float("inf")],
+        [1.0, float("nan")],
+        [float("-inf"), 2.0],
+        [2.0**121, 1.0],
+        [2.0**119, 1.0],
+    ]
+    found = _invariant.sum_in_any_order(torch.tensor(rows, dtype=dtype, device=device))[:, 0].tolist()
+    assert found[0] == 0
+    assert found[1] == found[3] == found[4] == float("inf")
+    assert found[2] != found[2]
+    assert found[5] == 2.0**119
+    assert _invariant.sum_in_any_order(torch.zeros(0, 8, dtype=dtype, device=device)).shape == (0, 1)
+    assert_same(_invariant.sum_in_any_order(torch.ones(1, 4096, dtype=dtype)), torch.full((1, 1), 4096, dtype=dtype))
+
+
 # --- the mode ---
 
 
@@ -244,6 +301,14 @@ class Settings:
 
 @pytest.mark.parametrize("setter", [False, True])
 def test_what_is_set_on_a_gpu(monkeypatch, setter):
+    from torch._inductor import config
+
+    def of_compiler():
+        return [
+            getattr(config, name) for name in ("emulate_precision_casts", "batch_invariant") if hasattr(config, name)
+        ]
+
+    assert of_compiler()
     cuda = Settings(setter)
     monkeypatch.setattr(torch.backends, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -253,7 +318,13 @@ def test_what_is_set_on_a_gpu(monkeypatch, setter):
         assert cuda.library == "cublaslt"
         assert (cuda.size == 1024) == setter
         assert (os.environ.get("CUBLASLT_WORKSPACE_SIZE") == "1") != setter
+        assert all(of_compiler())
     assert (cuda.library, cuda.size) == ("cublas", 4096)
+    assert not any(of_compiler())
+    with config.patch(emulate_precision_casts=True):
+        with po.invariant():
+            pass
+        assert config.emulate_precision_casts
 
 
 @pytest.mark.parametrize("last", ["first", "second"])

@@ -1,13 +1,16 @@
 """check_invariance: it names the layer that gives other bits, and what cannot be claimed."""
 
 import itertools
+import types
 
 import pytest
 import torch
 from torch import nn
 
 import packing_ops as po
-from packing_ops._invariance_check import bits_of_rows
+from packing_ops import _invariant
+from packing_ops._invariance_check import bits_of_rows, recorded
+from packing_ops._invariance_refusals import reason_of, refusals
 
 LENGTHS = (1, 5, 7, 16, 40)
 
@@ -158,6 +161,49 @@ def test_refused_where_it_is_compiled_for_the_cpu():
     compiled = nn.Linear(24, 24)
     compiled.compile()
     assert "torch.compile" in check(compiled).refused["layers.0"]
+
+
+class RowsNorm(nn.Module):
+    """By its name a sum over a row."""
+
+
+def test_compiled_sums_over_a_row_are_refused_where_torch_cannot_fix_their_order(monkeypatch):
+    """Parameters on meta: they stand for those of a GPU."""
+    from torch._inductor import config
+
+    def found(*layers, batch_invariant=False):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), *layers)).to("meta")
+        model[1].compile()
+        with monkeypatch.context() as patch:
+            fake = types.SimpleNamespace(max_autotune=False, max_autotune_gemm=False)
+            if batch_invariant:
+                fake.batch_invariant = True
+            patch.setattr(torch._inductor, "config", fake)
+            return refusals(model)
+
+    assert config is torch._inductor.config
+    assert found() == {}
+    refused = found(nn.LayerNorm(4), RowsNorm())
+    assert set(refused) == {"1"}
+    assert "sums a row of LayerNorm in an order" in refused["1"]
+    assert "sums a row of RowsNorm" in found(RowsNorm())["1"]
+    ours = RowsNorm()
+    vars(ours)[_invariant.ANY_ORDER] = True
+    assert found(ours) == {}
+    assert found(nn.LayerNorm(4), batch_invariant=True) == {}
+
+
+def test_no_hook_is_put_into_a_compiled_layer():
+    """With hooks its graph would be another one than the one that trains."""
+    model = nn.Sequential(nn.Linear(24, 24), nn.Sequential(nn.Linear(24, 24), nn.ReLU()), nn.ReLU())
+    model[1].compile(backend="eager")
+    with recorded(model, 5) as calls:
+        model(torch.randn(5, 24))
+        assert not any(module._forward_hooks for module in model[1].modules())
+    assert set(calls) == {"", "0", "2"}
+    with po.invariant():
+        assert "it has compiled layers" in reason_of(model, model[0].weight)
+        assert "compiled" not in reason_of(model[0], model[0].weight)
 
 
 def test_bad_input():

@@ -117,7 +117,8 @@ def apply_packing_ops(
         invariant: the mode packing_ops.invariant() until it is reverted: a token's results have the same bits in any pack
             and micro-batch. check_invariance runs the model once to prove it. ``skipped`` names the layer for which it
             cannot be claimed, and what to set. On a GPU RMSNorm is swapped too, whose stock formula depends on the number
-            of rows. On the CPU products take whole blocks of rows, and torch.compile of the model is an error.
+            of rows. Layers that are compiled afterwards, on a GPU and without max-autotune, keep it if check_invariance says
+            so of them. On the CPU products take whole blocks of rows, and torch.compile of the model is an error.
         strict: if anything cannot be swapped, raise and change nothing. Otherwise the rest is swapped, and a warning
             names what was not.
 
@@ -196,7 +197,7 @@ def apply_packing_ops(
     rotated = rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0
     if invariant and "invariant" not in skipped and any(p.is_cuda for p in model.parameters()):
         rms_norm = True  # the stock formula's mean has other bits in fewer than 16 rows
-    normed = rms_norm_patch.apply_to_model(model) if rms_norm else 0
+    normed = rms_norm_patch.apply_to_model(model, invariant and "invariant" not in skipped) if rms_norm else 0
     for host in losses:
         fused_loss_patch.apply_to_model(host)
     if balance_loss and "balance_loss" not in skipped:

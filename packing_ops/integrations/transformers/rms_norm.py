@@ -1,11 +1,18 @@
-"""RMSNorm of transformers by torch.nn.functional.rms_norm, with the formula of the model's module."""
+"""RMSNorm of transformers by torch.nn.functional.rms_norm, with the formula of the model's module.
+
+In the mode invariant=True the modules have the attribute ANY_ORDER. Under torch.compile, which picks the order of
+rms_norm's sums by the number of rows, these take sums that no order changes.
+"""
 
 import functools
 import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from packing_ops._arguments import sum_dtype
+from packing_ops._invariant import ANY_ORDER, sum_in_any_order
 from packing_ops.integrations._patching import function_of, put, put_class, stock_of
 from packing_ops.integrations._trial import agree, alike, attempt, bare, numbers, quiet, with_gradients
 from packing_ops.integrations.transformers.rope import HOSTS
@@ -18,7 +25,7 @@ def _eps(module):
 def _weight(self, hidden_states):
     # Stock: the normalised value is rounded to the dtype of the input, then the product with the weight.
     dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
-    return _rms_norm(hidden_states.to(dtype), self.weight.to(dtype), _eps(self))
+    return _rms_norm(self, hidden_states.to(dtype), self.weight.to(dtype))
 
 
 def _weight_in_fp32(self, hidden_states):
@@ -27,17 +34,42 @@ def _weight_in_fp32(self, hidden_states):
 
 def _one_plus_weight(self, x):
     # fp32, since 1 + weight in a half type loses most of a small weight.
-    return _rms_norm(x.float(), 1.0 + self.weight.float(), _eps(self)).to(x.dtype)
+    return _rms_norm(self, x.float(), 1.0 + self.weight.float()).to(x.dtype)
 
 
 def _no_weight(self, x):
-    return _rms_norm(x, None, _eps(self))
+    return _rms_norm(self, x, None)
 
 
-def _rms_norm(x, weight, eps):
+def _rms_norm(self, x, weight):
     # Rows, since torch's fake kernel gives the gradient the strides of x while the CUDA kernel gives it those of rows:
     # in a compiled model a view of it would fail.
-    return F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], weight, eps).view(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.compiler.is_compiling() and getattr(self, ANY_ORDER, False):
+        return _InAnyOrder.apply(rows, weight, _eps(self)).view(x.shape)
+    return F.rms_norm(rows, x.shape[-1:], weight, _eps(self)).view(x.shape)
+
+
+class _InAnyOrder(torch.autograd.Function):
+    """F.rms_norm ``[rows, size]`` whose rows have the same bits, forward and backward, whatever order a kernel sums in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        values = x.to(sum_dtype(x.dtype))
+        rstd = (sum_in_any_order(values * values) / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        out = values * rstd
+        return (out if weight is None else out * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        grad, normalised = grad.to(rstd.dtype), x.to(rstd.dtype) * rstd
+        of_normalised = grad if weight is None else grad * weight
+        along = sum_in_any_order(of_normalised * normalised) / x.shape[-1]
+        of_x = ((of_normalised - normalised * along) * rstd).to(x.dtype)
+        of_weight = None if weight is None else (grad * normalised).sum(0).to(weight.dtype)
+        return of_x, of_weight, None
 
 
 FORWARDS = {
@@ -94,10 +126,12 @@ def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in norms(model) if _is_ours(_forward_of(module))]
 
 
-def apply_to_model(model: torch.nn.Module) -> int:
-    """Returns the number of modules that run ours from now on."""
+def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:
+    """Returns the number of modules that run ours from now on. any_order: with ANY_ORDER."""
     found = norms(model)
     for module in found:
+        if any_order:
+            vars(module)[ANY_ORDER] = True
         forward, name = FORWARDS[_formula_of(module)], _forward_attribute(module)
         if name not in vars(module):
             put_class(module, forward)
