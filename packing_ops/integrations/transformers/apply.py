@@ -228,6 +228,7 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
         _invariant.release(held)
     for module in model.modules():
         take_out(module, PACKAGE)
+        vars(module).pop(_invariant.ANY_ORDER, None)
     rope_patch.release(model)
     for host, before in befores.items():
         host.set_attn_implementation(before)
