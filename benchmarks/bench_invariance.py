@@ -1,4 +1,4 @@
-"""python benchmarks/bench_invariance.py [--device cpu|cuda] [--tokens 1000000] [--steps 10]
+"""python benchmarks/bench_invariance.py [--device cpu|cuda] [--tokens 1000000] [--steps 10] [--layers eager compiled]
 
 The mode apply_packing_ops(model, invariant=True) beside the same model without it, each in a process of its own, since
 torch reads the workspace of cuBLASLt once. The processes count side by side, and time one after the other. Two questions:
@@ -11,6 +11,7 @@ torch reads the workspace of cuBLASLt once. The processes count side by side, an
 
 import argparse
 import contextlib
+import csv
 import fcntl
 import json
 import random
@@ -53,6 +54,7 @@ CAPACITIES = {"cuda": (4096, 8192, 20_000), "cpu": (30, 100)}  # of rows, beside
 CHUNKS = (None, 1000, 4096, 12_000, 65_536)
 ROW = {"cuda": 16_384, "cpu": 128}  # tokens of a training step
 ROUNDS = 8
+LAYERS = ["eager", "compiled"]
 
 
 def model_of(name: str, device: str) -> torch.nn.Module:
@@ -151,13 +153,15 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(name: str, device: str, mode: bool, tokens: int, steps: int, lock: str | None) -> list[dict]:
+def measure(
+    name: str, device: str, mode: bool, kinds: list[str], tokens: int, steps: int, lock: str | None
+) -> list[dict]:
     from packing_ops.integrations.transformers import apply_packing_ops
 
     model = model_of(name, device)
     why = apply_packing_ops(model, invariant=mode).skipped.get("invariant", "")
     rows = []
-    for layers in ("eager", "compiled"):
+    for layers in kinds:
         if layers == "compiled":
             if device == "cpu":
                 break  # not served there
@@ -166,10 +170,10 @@ def measure(name: str, device: str, mode: bool, tokens: int, steps: int, lock: s
             tokens //= 4
         with turn(lock, fcntl.LOCK_SH):
             compared, differ = count_differing(model, tokens, device)
-            if mode and layers == "compiled":  # apply_packing_ops saw the eager layers
-                why = "; ".join(po.check_invariance(model).why_not())
         with turn(lock, fcntl.LOCK_EX):
             times = sorted(step_times(model, steps, device))
+        if mode and layers == "compiled":  # apply_packing_ops saw the eager layers
+            why = "; ".join(po.check_invariance(model).why_not())
         rows.append(
             {
                 **{"model": name, "mode": "invariant" if mode else "without", "layers": layers},
@@ -192,7 +196,7 @@ def started(name: str, mode: bool, lock: str, arguments: argparse.Namespace) -> 
         variables.append(f"CUDA_VISIBLE_DEVICES={list(MODELS[arguments.device]).index(name) % gpus}")
     command = ["env", *variables, sys.executable, __file__, "--only", name]
     command += ["--device", arguments.device, "--tokens", str(arguments.tokens), "--steps", str(arguments.steps)]
-    command += ["--lock", lock, *(["--mode"] if mode else [])]
+    command += ["--lock", lock, *(["--mode"] if mode else []), "--layers", *arguments.layers]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -201,25 +205,32 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--layers", nargs="+", choices=LAYERS, default=LAYERS, help="the CSV keeps its rows of the others"
+    )
     parser.add_argument("--only", help="one model, in this process: prints its rows as JSON")
     parser.add_argument("--mode", action="store_true", help="with --only: the mode")
     parser.add_argument("--lock", help="with --only: a file that processes beside it lock too")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     if arguments.only:
-        of_run = arguments.tokens, arguments.steps, arguments.lock
+        of_run = arguments.layers, arguments.tokens, arguments.steps, arguments.lock
         print(json.dumps(measure(arguments.only, arguments.device, arguments.mode, *of_run)))
         return
     with tempfile.NamedTemporaryFile() as lock:
         runs = [
             started(name, mode, lock.name, arguments) for name in MODELS[arguments.device] for mode in (False, True)
         ]
+        path = arguments.results / f"invariance_{arguments.device}.csv"
         rows, failed = [], []
+        if path.exists():
+            with path.open(newline="") as file:
+                rows = [row for row in csv.DictReader(file) if row["layers"] not in arguments.layers]
         for run in runs:
             output = run.communicate()[0]
             rows += [] if run.returncode else json.loads(output.splitlines()[-1])
             failed += [" ".join(run.args)] if run.returncode else []
-            write_csv(arguments.results / f"invariance_{arguments.device}.csv", rows, show=run is runs[-1])
+            write_csv(path, rows, show=run is runs[-1])
     if failed:
         raise SystemExit("\n".join(["failed:", *failed]))
 
