@@ -1,5 +1,6 @@
 """Fixtures that every test file shares."""
 
+import gc
 import os
 
 # Before torch: its threads would spin while they wait, and where several processes share the cores that takes most of
@@ -23,6 +24,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("packing_ops")
+
+
+def pytest_collection_finish():
+    """A million objects that stay, of libraries and of tests: transformers and TRL collect often, and would visit them all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=DEVICES)

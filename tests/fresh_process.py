@@ -5,6 +5,7 @@ changed. multiprocessing's start method "forkserver" takes its processes from th
 """
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -81,6 +82,7 @@ def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
 
 def _main(command, rank, folder, address, options):
     """In the process: becomes what ``python *command`` would be."""
+    gc.freeze()  # a collection need not visit, and so copy, what the server has imported
     # By itself it would start a server of its own.
     forkserver._forkserver._forkserver_address, forkserver._forkserver.ensure_running = address, lambda: None
     for number, name in ((1, "stdout"), (2, "stderr")):

@@ -93,6 +93,7 @@ MORE = {  # what the recipe does not guess
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 64},
     "flaubert": {"emb_dim": 32},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "xlm": {"emb_dim": 32},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 0, "num_key_value_heads": 4},

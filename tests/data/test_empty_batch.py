@@ -1,14 +1,11 @@
 """empty_like_batch: a rank without sequences takes part in a step and changes nothing in it."""
 
-import os
-import subprocess
-import sys
-
+import fresh_process
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, assert_same, cu_seqlens_of
+from helpers import assert_same, cu_seqlens_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -246,11 +243,5 @@ print(f"rank {rank} equal")
 
 
 def test_two_ranks_one_without_sequences(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "rank 0 equal" in done.stdout
-    assert "rank 1 equal" in done.stdout
+    printed = fresh_process.run_ranks(2, "-c", WORKER, folder=tmp_path)
+    assert printed == ["rank 0 equal\n", "rank 1 equal\n"]

@@ -1,7 +1,6 @@
 #include "emulator.h"
 
 #include <cuda.h>
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -26,8 +25,16 @@ unsigned seed = 0;
 namespace {
 
 constexpr size_t kStack = 256 << 10;
+constexpr size_t kStackStep = 7 * 64;        // their tops are in sets of the cache of their own
 constexpr int kDeadlock = 200'000;           // turns of warps without a meeting, a barrier or an end
 constexpr size_t kStaticShared = 256 << 10;  // of all kernels together, each at a place of its own
+
+// Of __builtin_setjmp: swapcontext would ask the system for the signal mask each time. Its longjmp must be in another
+// function, which the compiler does not look into.
+using Place = void* [5];
+[[gnu::noipa]] void go_to(Place& place) {
+  __builtin_longjmp(place, 1);
+}
 
 struct Copy {
   uint8_t* to;
@@ -40,7 +47,7 @@ struct Copy {
 
 struct Fiber {
   ucontext_t start;
-  jmp_buf place;  // where it gave way: swapcontext would ask the system for the signal mask each time
+  Place place;  // where it gave way
   std::unique_ptr<char[]> stack{new char[kStack]};
   bool started = false;
   bool done = false;
@@ -79,7 +86,7 @@ struct Block {
 
 Block* here = nullptr;  // whose fiber runs
 int current = 0;        // that fiber
-jmp_buf scheduler;
+Place scheduler;
 const std::function<void()>* body = nullptr;
 
 Fiber& this_fiber() {
@@ -98,8 +105,8 @@ void begin() {
 
 // Until it gives way.
 [[gnu::noinline]] void resume(Fiber& fiber) {
-  if (_setjmp(scheduler) != 0) return;
-  if (fiber.started) _longjmp(fiber.place, 1);
+  if (__builtin_setjmp(scheduler) != 0) return;
+  if (fiber.started) go_to(fiber.place);
   fiber.started = true;
   setcontext(&fiber.start);
 }
@@ -130,7 +137,7 @@ void start_block(Block& block, unsigned index) {
     fiber.written.clear();
     getcontext(&fiber.start);
     fiber.start.uc_stack.ss_sp = fiber.stack.get();
-    fiber.start.uc_stack.ss_size = kStack;
+    fiber.start.uc_stack.ss_size = kStack - i % 128 * kStackStep;
     makecontext(&fiber.start, begin, 0);
     if (i % 32 == 0) block.left.emplace_back();
     block.left.back().push_back(i);
@@ -282,8 +289,8 @@ uint32_t place_in_static_shared(size_t bytes, size_t alignment) {
   return static_cast<uint32_t>(kSharedBytes + place);
 }
 
-void give_way() {
-  if (_setjmp(this_fiber().place) == 0) _longjmp(scheduler, 1);
+[[gnu::noinline]] void give_way() {
+  if (__builtin_setjmp(this_fiber().place) == 0) go_to(scheduler);
 }
 
 void run(dim3 grid, dim3 block, const std::function<void()>& thread) {

@@ -48,25 +48,32 @@ float element(uint32_t word, int i) {
   return static_cast<float>(emulator::bits_of<T>(static_cast<uint16_t>(word >> 16 * i)));
 }
 
+using Four = float __attribute__((vector_size(16)));  // products and sums of each by itself
+
 template <class T>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   Words mine{{a[0], a[1], a[2], a[3], b0, b1}};
   std::memcpy(&mine.word[6], c, sizeof(c));
   const Words got = emulator::with_warp(~0u, mine, [](const Words(&in)[32], Words(&out)[32]) {
     float left[16][16];
-    float right[16][8];
+    Four right[2][16];
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 2; ++i) {
         const int column = 2 * (lane % 4) + i;
         for (int m = 0; m < 4; ++m) left[lane / 4 + m % 2 * 8][column + m / 2 * 8] = element<T>(in[lane].word[m], i);
-        for (int m = 0; m < 2; ++m) right[column + 8 * m][lane / 4] = element<T>(in[lane].word[4 + m], i);
+        for (int m = 0; m < 2; ++m)
+          right[lane / 16][column + 8 * m][lane / 4 % 4] = element<T>(in[lane].word[4 + m], i);
       }
     }
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 4; ++i) {
-        float sum = 0;  // of its own, so that results depend on which 16 terms an instruction has
-        for (int k = 0; k < 16; ++k) sum += left[lane / 4 + i / 2 * 8][k] * right[k][2 * (lane % 4) + i % 2];
-        out[lane].word[i] = emulator::bits_of<uint32_t>(emulator::bits_of<float>(in[lane].word[6 + i]) + sum);
+    for (int row = 0; row < 16; ++row) {
+      for (int column = 0; column < 8; column += 4) {
+        Four sums{};  // of their own, so that results depend on which 16 terms an instruction has
+        for (int k = 0; k < 16; ++k) sums += left[row][k] * right[column / 4][k];
+        for (int j = 0; j < 4; ++j) {
+          const int lane = row % 8 * 4 + (column + j) / 2;
+          const int i = row / 8 * 2 + j % 2;
+          out[lane].word[i] = emulator::bits_of<uint32_t>(emulator::bits_of<float>(in[lane].word[6 + i]) + sums[j]);
+        }
       }
     }
   });

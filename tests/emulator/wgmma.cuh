@@ -32,51 +32,53 @@ inline void wgmma_wait_group_after(bool) {
 template <int kCount>
 void fence_operands(float (&)[kCount]) {}
 
-// The 16 elements that the product sums over, in row or column `other`.
-template <class T>
-void matrix_elements(uint64_t descriptor, bool trans, int other, float* out) {
+// f(k, element) for the 16 elements that the product sums over, in row or column `other`.
+template <class T, bool kTrans, class F>
+void for_each_element(uint64_t descriptor, int other, F&& f) {
   const uint32_t start = (descriptor & 0x3fff) << 4;
   const uint32_t panel = (descriptor >> 16 & 0x3fff) << 4;
   const uint32_t eight_rows = (descriptor >> 32 & 0x3fff) << 4;
-  const int together = trans ? 1 : 8;  // elements beside each other: a chunk of 16 bytes
-  for (int first = 0; first < 16; first += together) {
-    const int row = trans ? first : other;
-    const int column = trans ? other : first;
+  constexpr int kTogether = kTrans ? 1 : 8;  // elements beside each other: a chunk of 16 bytes
+  for (int first = 0; first < 16; first += kTogether) {
+    const int row = kTrans ? first : other;
+    const int column = kTrans ? other : first;
     uint32_t address = start + row / 8 * eight_rows + row % 8 * 128 + column / 64 * panel + column % 64 * 2;
     address ^= address >> 3 & 0x70;
     emulator::check_fenced(address);
-    T elements[8];
-    std::memcpy(elements, emulator::shared + address, together * sizeof(T));
-    for (int i = 0; i < together; ++i) out[first + i] = static_cast<float>(elements[i]);
+    T elements[kTogether];
+    std::memcpy(elements, emulator::shared + address, sizeof(elements));
+    for (int i = 0; i < kTogether; ++i) f(first + i, static_cast<float>(elements[i]));
   }
 }
 
-struct RowsOfA {
-  float elements[2][16];  // of this thread's two rows
-};
+// Of each of 16 elements of A and B what a thread multiplies: two rows of A, two columns of B, in the order of its
+// sums.
+using Operand = std::array<Four, 16>;
 
 template <class T, bool kTrans, int kCount>
-void multiply(float (&d)[kCount], const RowsOfA& a, uint64_t b, bool add) {
+void multiply(float (&d)[kCount], const Operand& rows, uint64_t b, bool add) {
   const int quad_lane = emulator::lane() % 4;
   for (int block = 0; block < kCount / 4; ++block) {
+    Operand columns;
     for (int i = 0; i < 2; ++i) {
-      float right[16];
-      matrix_elements<T>(b, kTrans, 8 * block + 2 * quad_lane + i, right);
-      for (int half = 0; half < 2; ++half) {
-        float sum = 0;  // of its own, so that results depend on which 16 terms an instruction has
-        for (int k = 0; k < 16; ++k) sum += a.elements[half][k] * right[k];
-        d[4 * block + 2 * half + i] = add ? d[4 * block + 2 * half + i] + sum : sum;
-      }
+      for_each_element<T, kTrans>(b, 8 * block + 2 * quad_lane + i,
+                                  [&](int k, float x) { columns[k][i] = columns[k][2 + i] = x; });
     }
+    Four sums{};  // of their own, so that results depend on which 16 terms an instruction has
+    for (int k = 0; k < 16; ++k) sums += rows[k] * columns[k];
+    for (int i = 0; i < 4; ++i) d[4 * block + i] = add ? d[4 * block + i] + sums[i] : sums[i];
   }
 }
 
 template <class T, bool kTrans, bool kTransA = false, int kCount>
 void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
   emulator::start_products([&d, a, b, add] {
-    RowsOfA rows;
+    Operand rows;
     const int row = 16 * (threadIdx.x / 32 % 4) + emulator::lane() / 4;
-    for (int half = 0; half < 2; ++half) matrix_elements<T>(a, kTransA, row + 8 * half, rows.elements[half]);
+    for (int half = 0; half < 2; ++half) {
+      for_each_element<T, kTransA>(a, row + 8 * half,
+                                   [&](int k, float x) { rows[k][2 * half] = rows[k][2 * half + 1] = x; });
+    }
     multiply<T, kTrans>(d, rows, b, add);
   });
 }
@@ -89,9 +91,13 @@ void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
       for (int i = 0; i < 16; ++i) out[lane].word[i] = in[lane / 4 * 4 + i % 4].word[i / 4];
     }
   });
-  RowsOfA rows;  // word 4 m + t of matrix m: row 8 (m % 2), columns 8 (m / 2) + 2 t
+  Operand rows;  // word 4 m + t of matrix m: row 8 (m % 2), columns 8 (m / 2) + 2 t
   for (int i = 0; i < 16; ++i) {
-    for (int j = 0; j < 2; ++j) rows.elements[i / 4 % 2][i / 8 * 8 + 2 * (i % 4) + j] = element<T>(got.word[i], j);
+    for (int j = 0; j < 2; ++j) {
+      Four& of_both = rows[i / 8 * 8 + 2 * (i % 4) + j];
+      const int half = i / 4 % 2;
+      of_both[2 * half] = of_both[2 * half + 1] = element<T>(got.word[i], j);
+    }
   }
   const std::array<uint32_t, 4> before = {a[0], a[1], a[2], a[3]};
   emulator::start_products([&d, &a, rows, before, b, add] {

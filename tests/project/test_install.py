@@ -19,6 +19,11 @@ import packing_ops as po
 USE = "import torch, packing_ops as po; print(po.__file__, po.position_ids_from_cu_seqlens(po.cu_seqlens_from_lengths([2, 1])).tolist())"
 
 
+def pip(python, *arguments):
+    """The command, in an environment without a pip of its own: to put one there takes seconds."""
+    return [sys.executable, "-m", "pip", "--python", python, *arguments]
+
+
 def run(*command, **options):
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -72,13 +77,11 @@ def environment(tmp_path_factory):
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """Of an environment that has torch and no packing_ops: links to what is installed here."""
-    folder = tmp_path_factory.mktemp("environment")
-    run(sys.executable, "-m", "venv", folder)
-    site = next(folder.glob("lib/python*/site-packages"))
+    python, site = venv(tmp_path_factory.mktemp("environment"), sys.executable)
     for path in Path(torch.__file__).parent.parent.iterdir():
         if not (path.suffix == ".pth" or re.match(r"packing_ops|setuptools|ninja|wheel|pip|_", path.name)):
             (site / path.name).symlink_to(path)
-    return folder / "bin" / "python"
+    return python
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,7 @@ def installed(sources, environment, python):
     """Where; with a module that is not there any more when the next wheel is built."""
     gone = sources / "packing_ops" / "gone.py"
     gone.touch()
-    run(python, "-m", "pip", "install", "-q", ".", cwd=sources, env=environment)
+    run(*pip(python, "install", "-q", "."), cwd=sources, env=environment)
     gone.unlink()
     return next(python.parent.parent.glob("lib/python*/site-packages/packing_ops"))
 
@@ -95,7 +98,7 @@ def installed(sources, environment, python):
 def wheel(sources, environment, python, installed, tmp_path_factory):
     """From the same folder: nothing is compiled twice."""
     folder = tmp_path_factory.mktemp("wheel")
-    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, sources, env=environment)
+    run(*pip(python, "wheel", "-q", "--no-deps", "-w", folder, sources), env=environment)
     return next(folder.glob("*.whl"))
 
 
@@ -231,16 +234,16 @@ def test_pip_finds_the_torch_below_and_stops_before_it_compiles(sources, environ
     _, site = venv(tmp_path / "below", sys.executable)
     (site / "torch").mkdir()
     (site / "torch" / "__init__.py").write_text("__version__ = '2.9.1'")
-    run(sys.executable, "-m", "venv", tmp_path / "above")
-    (next((tmp_path / "above").glob("lib/python*/site-packages")) / "below.pth").write_text(f"{site}\n")
-    said = refused([tmp_path / "above" / "bin" / "python", "-m", "pip", "install", sources], environment)
+    python, above = venv(tmp_path / "above", sys.executable)
+    (above / "below.pth").write_text(f"{site}\n")
+    said = refused(pip(python, "install", sources), environment)
     assert f"expected torch 2.10 or later, got 2.9.1 in {site / 'torch'}" in said
 
 
 def test_without_torch_the_error_says_what_to_do(sources, environment, tmp_path):
     """Before pip downloads a torch."""
-    run(sys.executable, "-m", "venv", tmp_path / "env")
-    said = refused([tmp_path / "env" / "bin" / "python", "-m", "pip", "install", sources], environment)
+    python, _ = venv(tmp_path / "env", sys.executable)
+    said = refused(pip(python, "install", sources), environment)
     assert "no torch was found" in said
     assert "pip install torch" in said
     assert "--no-build-isolation" in said
