@@ -38,7 +38,7 @@ __device__ __forceinline__ void wgmma_wait_group() {
 }
 
 // Waits for all of them after the instructions that give `value`, the same for the warp. ptxas moves a wait before the
-// arithmetic of its basic block, which then does not run beside the products: so it stands behind a branch.
+// arithmetic of its basic block, which then does not run beside wgmma: so it stands behind a branch.
 __device__ __forceinline__ void wgmma_wait_group_after(bool value) {
   if (value) {
     asm volatile("wgmma.wait_group.sync.aligned 0;  // true" ::: "memory");  // unequal, or the compiler joins them

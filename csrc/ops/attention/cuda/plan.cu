@@ -83,8 +83,7 @@ struct TileLister {
       constexpr int64_t kFixed = 8;  // cost of a block of rows before its first key, in blocks of 16 keys
       return ceil_div(end - first, kResidentRowTile) * (kFixed + ceil_div(visible.end, kResidentRowTile));
     }
-    const int32_t keys = plan.tiles.forward_keys;
-    return ceil_div(visible.end, keys) - visible.begin / keys;
+    return ceil_div(visible.end, plan.tiles.forward_keys) - visible.begin / plan.tiles.forward_keys;
   }
 
   // Whether all tiles of a document are next to each other in the list. The ring of partial dq needs it; and the
@@ -92,10 +91,7 @@ struct TileLister {
   __device__ bool contiguous() const {
     return list == PlanView::kBackward || (list == PlanView::kForward && plan.tiles.forward_by_document);
   }
-  // Which of a document's contiguous tiles says what they cost: the costliest.
-  __device__ int32_t costliest_tile(const DocumentWithEnds& d) const { return is_forward() ? tiles(d) - 1 : 0; }
   __device__ uint32_t partial_dq_tiles(const DocumentWithEnds& d) const {
-    if (is_forward()) return 0;
     return static_cast<uint32_t>(
         row_tiles_with_partial_dq(d, plan.tiles.group, plan.tiles.backward_rows, plan.tiles.backward_keys).size());
   }
@@ -105,15 +101,13 @@ struct TileLister {
   __device__ PlanEntry entry(int64_t document, const DocumentWithEnds& d, int32_t index, uint32_t sums) const {
     const bool ascend = is_forward() ? !contiguous() : plan.tiles.start_at_last_row(d.keys);
     const int32_t tile = ascend ? index : tiles(d) - 1 - index;
-    PlanEntry entry;
+    PlanEntry entry{};
     entry.document = static_cast<int32_t>(document);
     entry.tile = tile;
     entry.start_q = static_cast<int32_t>(d.start_q);
     entry.tokens = d.tokens;
     entry.start_k = static_cast<int32_t>(d.start_k);
     entry.keys = d.keys;
-    entry.first_token = 0;
-    entry.head_offset = 0;
     if (list == PlanView::kBackward) {
       entry.first_ring_index = sums * static_cast<uint32_t>(plan.num_kv_heads);
     } else if (list == PlanView::kForwardResident) {
@@ -124,11 +118,8 @@ struct TileLister {
     } else if (is_forward()) {
       const int64_t row = first_row(d, tile);
       entry.first_token = static_cast<int32_t>(row / plan.tiles.group);
-      if (contiguous()) {
-        entry.document_tiles = tiles(d);
-      } else {
-        entry.head_offset = static_cast<int32_t>(row % plan.tiles.group);
-      }
+      entry.head_offset = static_cast<int32_t>(row % plan.tiles.group);
+      if (contiguous()) entry.document_tiles = tiles(d);
     }
     return entry;
   }
@@ -173,7 +164,7 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
       const DocumentWithEnds d = document_with_ends(documents_q, documents_k, base + lane, lister.plan);
       tiles = lister.tiles(d);
       if (lister.contiguous() && tiles > 0) {
-        const int bucket = cost_bucket(lister.cost(d, lister.costliest_tile(d)));
+        const int bucket = cost_bucket(lister.cost(d, lister.is_forward() ? tiles - 1 : 0));  // the costliest
         first_entry = position_of(atomicAdd(&counters[bucket], counter_of({tiles, lister.partial_dq_tiles(d)})));
       }
     }
@@ -193,9 +184,8 @@ __device__ void for_each_tile(const TileLister& lister, const Documents& documen
       const int32_t first = __shfl_sync(0xffffffffu, end - tiles, owner);
       ListPosition position{__shfl_sync(0xffffffffu, first_entry.entry, owner),
                             __shfl_sync(0xffffffffu, first_entry.sums, owner)};
-      const bool active = i < count;
-      const unsigned taking = __ballot_sync(0xffffffffu, active);
-      if (active) {
+      const unsigned taking = __ballot_sync(0xffffffffu, i < count);
+      if (i < count) {
         const DocumentWithEnds d = document_with_ends(documents_q, documents_k, base + owner, lister.plan);
         if (lister.contiguous()) {
           position.entry += i - first;
