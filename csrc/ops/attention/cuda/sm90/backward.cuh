@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (Shape::kByColumns ? warp == warp_of(Role::kSendDq) : threadIdx.x == first_thread_of(Role::kSendDq)) {
       send_dq<Shape>(args, barriers, base);
     }
-  } else if (Shape::kByPanels && Shape::kPanelsV < Shape::kPanels && warp >= kWarpgroupWarps * (1 + Shape::kPanelsV)) {
+  } else if (Shape::kNarrowValues && warp >= kWarpgroupWarps * (1 + Shape::kPanelsV)) {
     ptx::setmaxnreg_inc<kPanelsConsumerRegisters>();  // in either branch: in front of both, registers spill
-    if constexpr (Shape::kByPanels) {
+    if constexpr (Shape::kNarrowValues) {
       BackwardPanel<T, Shape, kTransform, false>(args, barriers, base, Shape::kPanelsV).run();
     }
   } else {

@@ -34,8 +34,9 @@ struct BackwardShape {
   static constexpr int kStoredKeys = kByPanels ? kUnitKeys : 64;  // of dk and dv, by a thread
   static constexpr int kPanels = kDim / 64;
   static constexpr int kPanelsV = kDimV / 64;
-  static constexpr int kPanelQ = kRows * 128;       // and dout's
-  static constexpr int kTileQ = kPanels * kPanelQ;  // bytes
+  static constexpr bool kNarrowValues = kPanelsV < kPanels;  // a warpgroup has a panel of dk and none of dv
+  static constexpr int kPanelQ = kRows * 128;                // and dout's
+  static constexpr int kTileQ = kPanels * kPanelQ;           // bytes
   static constexpr int kTileDout = kPanelsV * kPanelQ;
   static constexpr int kPanelK = kUnitKeys * 128;  // and v's
   static constexpr int kTileK = kPanels * kPanelK;
@@ -50,7 +51,7 @@ struct BackwardShape {
   static constexpr int kKeyBytes = kKvStages * (kTileK + kTileV);
   static constexpr int kShared = kKeyBytes + kRowBytes + 2 * kTileDs + (kByColumns ? 0 : kDqStages * kTileDq) + 1024;
   static_assert(!kByColumns || kTileDq == kTileQ + kTileDout);
-  static_assert(!kByPanels || (kPanels == 3 && kTiles == 1 && kDqStages == 1));
+  static_assert(kByPanels ? kPanels == 3 && kTiles == 1 && kDqStages == 1 : !kNarrowValues);
 
   static __device__ __forceinline__ uint32_t tile_k(uint32_t base, int stage) {
     return base + stage * (kTileK + kTileV);
