@@ -186,7 +186,7 @@ const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
 }
 
 int64_t attention_scratch_cuda(const VarlenAttentionParams& p) {
-  return forward_runs_on_wgmma(p) ? sizeof(int32_t) : 0;
+  return runs_on_wgmma(p) ? sizeof(int32_t) : 0;
 }
 
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
