@@ -1,4 +1,5 @@
-// Backward of head_dim up to 256 in the half types on compute capability 9.0: documents of more than 64 keys.
+// Backward of head_dim up to 128, and from 193 to 256, in the half types on compute capability 9.0: documents of more
+// than 64 keys.
 #pragma once
 
 #include <cuda.h>
@@ -16,7 +17,7 @@ struct BackwardArgs {
 };
 
 // kTransform: scores pass through softcap, or softmax_scale is not positive.
-template <class T, int kDim, int kDimV, bool kTransform>
+template <class T, int kDim, bool kTransform>
 void run_backward(const Args& args, DType dtype, cudaStream_t stream);
 
 }  // namespace packing_ops::attention::sm90
