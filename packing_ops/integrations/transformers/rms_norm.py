@@ -6,6 +6,7 @@ rms_norm's sums by the number of rows, these take sums that no order changes.
 
 import functools
 import inspect
+import operator
 from typing import Any
 
 import torch
@@ -44,10 +45,14 @@ def _no_weight(self, x):
 def _rms_norm(self, x, weight):
     # Rows, since torch's fake kernel gives the gradient the strides of x while the CUDA kernel gives it those of rows:
     # in a compiled model a view of it would fail.
-    rows = x.reshape(-1, x.shape[-1])
     if torch.compiler.is_compiling() and getattr(self, ANY_ORDER, False):
-        return _InAnyOrder.apply(rows, weight, _eps(self)).view(x.shape)
-    return F.rms_norm(rows, x.shape[-1:], weight, _eps(self)).view(x.shape)
+        return _norm_in_any_order(x, weight, _eps(self))
+    return F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], weight, _eps(self)).view(x.shape)
+
+
+def _norm_in_any_order(x, weight, eps):
+    # index: a number, also where a trace has other sizes. torch before 2.13 cannot trace a Function with such a size.
+    return _InAnyOrder.apply(x.reshape(-1, operator.index(x.shape[-1])), weight, eps).view(x.shape)
 
 
 class _InAnyOrder(torch.autograd.Function):

@@ -19,7 +19,7 @@ from packing_ops.integrations.transformers import apply_packing_ops, revert_pack
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(OLD, reason="the mode is tried with transformers 5")
-norm_of = rms_norm_patch._InAnyOrder.apply
+norm_of = rms_norm_patch._norm_in_any_order
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
