@@ -172,6 +172,25 @@ def pages() -> str:
     return by_provider("pages_cuda")
 
 
+def generate() -> str:
+    """Tokens a second of generate_batch and generate."""
+    if not is_measured("generate_cuda"):
+        return "Not run yet: `benchmarks/bench_generate.py`."
+    rows = rows_of("generate_cuda")
+    cells = [
+        [
+            f"`{row['call']}`",
+            row["provider"],
+            f"{float(row['tokens_per_second']):,.0f}",
+            f"{float(row['ratio_to_ours']):.2f}",
+        ]
+        for row in rows
+    ]
+    size = "{requests} prompts of {prompt_tokens} tokens together, {new_tokens} new tokens".format(**rows[0])
+    header = ["", "attention", "tokens a second", "times of ours"]
+    return f"{markdown(header, cells)}\n\n{prose(f'{size}. {origin(rows)}.')}"
+
+
 def logps_masked() -> str:
     return by_provider("logps_cuda", "masked")
 
@@ -186,4 +205,4 @@ def trees() -> str:
     return by_provider("trees_cuda", label=label, ours="as a tree")
 
 
-TABLES = {"ops": ops, "cpu": cpu, "pages": pages, "logps-masked": logps_masked, "trees": trees}
+TABLES = {"ops": ops, "cpu": cpu, "pages": pages, "generate": generate, "logps-masked": logps_masked, "trees": trees}
