@@ -182,7 +182,7 @@ def generate() -> str:
             f"`{row['call']}`",
             row["provider"],
             f"{float(row['tokens_per_second']):,.0f}",
-            f"{float(row['ratio_to_ours']):.2f}",
+            f"{float(row['times_of_ours']):.2f}",
         ]
         for row in rows
     ]

@@ -14,8 +14,8 @@ from packing_ops.integrations import trl as integration  # noqa: E402
 from packing_ops.integrations.transformers import continuous_batching  # noqa: E402
 
 
-def reward_of_length(completions, **kwargs):
-    return [float(len(completion) % 7) for completion in completions]
+def reward_of_text(completions, **kwargs):
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
 
 
 def kto_trainer(tmp_path, device, **more):
@@ -44,7 +44,7 @@ def online_trainer(kind, tmp_path, device, **more):
     if kind == "Distillation":
         given["teacher_model"] = models[1]
     else:
-        given["reward_funcs"] = reward_of_length
+        given["reward_funcs"] = reward_of_text
         more = {"num_generations": 2, "beta": 0.0, **more}
         if more["beta"]:  # TRL loads the reference by the name of the model
             models[1].save_pretrained(tmp_path / "reference")
@@ -173,17 +173,21 @@ def test_training_that_generates(kind, more, device, tmp_path):
     if more and not continuous_batching.PATCHES:
         pytest.skip(f"transformers {transformers.__version__} batches in another way")
     options = {"num_train_epochs": 2, "learning_rate": 1e-2, "optim": "sgd", "logging_steps": 1}
-    losses = []
+    losses, weights = [], []
     for enabled in (False, True):
         trainer = online_trainer(kind, tmp_path, device, **options, **more)
+        untrained = trainer.model.lm_head.weight.detach().clone()
         stock = trainer.model.forward, trainer.model.base_model.forward
         if enabled:
             without_padding(trainer)
         trainer.train()
         losses.append([e["loss"] for e in trainer.state.log_history if "loss" in e])
+        weights.append(trainer.model.lm_head.weight.detach())
+        assert not torch.equal(weights[-1], untrained)  # losses of equal lengths are 0, their gradients are not
         if enabled and more:
             assert trainer.model.config._attn_implementation == "packing_ops"
         integration.disable_padding_free(trainer)
         assert (trainer.model.forward, trainer.model.base_model.forward) == stock
     assert len(losses[0]) >= 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-5)
+    torch.testing.assert_close(*weights, **CLOSE)
