@@ -4,7 +4,6 @@
 #include "core/ptx/barrier.cuh"
 #include "core/ptx/bulk_copy.cuh"
 #include "ops/attention/cuda/mask.cuh"
-#include "ops/attention/cuda/persistent.cuh"
 #include "ops/attention/cuda/sm90/copies.cuh"
 #include "ops/attention/cuda/sm90/forward.h"
 #include "ops/attention/cuda/sm90/roles.cuh"
