@@ -11,7 +11,6 @@ torch reads the workspace of cuBLASLt once. The processes count side by side, an
 
 import argparse
 import contextlib
-import csv
 import fcntl
 import json
 import random
@@ -26,6 +25,7 @@ from pathlib import Path
 import torch
 from harness import device_name, write_csv
 from provenance import commit
+from result_rows import read_rows
 
 import packing_ops as po
 
@@ -222,10 +222,8 @@ def main(argv: list[str] | None = None) -> None:
             started(name, mode, lock.name, arguments) for name in MODELS[arguments.device] for mode in (False, True)
         ]
         path = arguments.results / f"invariance_{arguments.device}.csv"
-        rows, failed = [], []
-        if path.exists():
-            with path.open(newline="") as file:
-                rows = [row for row in csv.DictReader(file) if row["layers"] not in arguments.layers]
+        kept = read_rows(path) if path.exists() else []
+        rows, failed = [row for row in kept if row["layers"] not in arguments.layers], []
         for run in runs:
             output = run.communicate()[0]
             rows += [] if run.returncode else json.loads(output.splitlines()[-1])

@@ -1,6 +1,7 @@
 """The same bits, however a row is computed: a mode for one's own model, and a proof on its own layers."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
@@ -11,7 +12,7 @@ import torch
 from packing_ops import _invariant
 from packing_ops._arguments import dtype_name
 from packing_ops._invariance_check import Comparison, Head, longest_of, rows_to_compare, run_of_transformers
-from packing_ops._invariance_refusals import reason_of, refusals
+from packing_ops._invariance_refusals import is_compiled, reason_of, refusals
 
 
 class invariant:
@@ -209,8 +210,7 @@ def check_with_progress(
     documents = _documents_of(model, documents, rows, first.device)
     comparison = Comparison(model, run or run_of_transformers(model), documents, gradients)
     ways = list(rows_to_compare(list(map(len, documents))))
-    # The rows beside those that compiled layers have run: none of them may end as eager code.
-    with torch._dynamo.config.patch(recompile_limit=64):
+    with _no_limit_of_compilations(model):
         for way, parts in ways:
             comparison.compare(way, parts)
             advance(1 / len(ways))
@@ -222,6 +222,14 @@ def check_with_progress(
             reason = reason_of(modules.get(name), first) if found.packs + found.prefixes else ""
             layers.append(LayerInvariance(name, kind, found.tried, found.packs, found.prefixes, reason))
     return Invariance(tuple(layers), {}, *known)
+
+
+def _no_limit_of_compilations(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Compiled layers run these rows beside those that they have run: none may end as eager code, as past torch's limit."""
+    if not any(map(is_compiled, model.modules())):
+        return nullcontext()  # nor is torch._dynamo imported
+    config = torch._dynamo.config
+    return config.patch(recompile_limit=max(64, config.recompile_limit))
 
 
 def _documents_of(

@@ -195,9 +195,10 @@ def apply_packing_ops(
         sequence_patch.apply_to_model(found, attentions(model), sequence_group, sequence_scheme)
     # RoPE, RMSNorm, loss
     rotated = rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0
-    if invariant and "invariant" not in skipped and any(p.is_cuda for p in model.parameters()):
+    claimed = invariant and "invariant" not in skipped
+    if claimed and any(p.is_cuda for p in model.parameters()):
         rms_norm = True  # the stock formula's mean has other bits in fewer than 16 rows
-    normed = rms_norm_patch.apply_to_model(model, invariant and "invariant" not in skipped) if rms_norm else 0
+    normed = rms_norm_patch.apply_to_model(model, any_order=claimed) if rms_norm else 0
     for host in losses:
         fused_loss_patch.apply_to_model(host)
     if balance_loss and "balance_loss" not in skipped:
@@ -228,7 +229,6 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
         _invariant.release(held)
     for module in model.modules():
         take_out(module, PACKAGE)
-        vars(module).pop(_invariant.ANY_ORDER, None)
     rope_patch.release(model)
     for host, before in befores.items():
         host.set_attn_implementation(before)

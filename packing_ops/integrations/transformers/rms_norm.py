@@ -43,10 +43,10 @@ def _no_weight(self, x):
 
 
 def _rms_norm(self, x, weight):
-    # Rows, since torch's fake kernel gives the gradient the strides of x while the CUDA kernel gives it those of rows:
-    # in a compiled model a view of it would fail.
     if torch.compiler.is_compiling() and getattr(self, ANY_ORDER, False):
         return _norm_in_any_order(x, weight, _eps(self))
+    # Rows, since torch's fake kernel gives the gradient the strides of x while the CUDA kernel gives it those of rows:
+    # in a compiled model a view of it would fail.
     return F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], weight, _eps(self)).view(x.shape)
 
 
