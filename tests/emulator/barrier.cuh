@@ -23,11 +23,17 @@ void setmaxnreg_inc() {}
 template <int kCount>
 void setmaxnreg_dec() {}
 
-// Element (row, 2 t) and the next of matrix m from lane 4 row + t; lane 8 m + row stores the row.
-inline void stmatrix(uint32_t address, const uint32_t (&in)[4]) {
+// Element (row, 2 t) and the next of matrix m from lane 4 row + t; lane 8 m + row stores the row, or that column.
+template <bool kTrans = false>
+void stmatrix(uint32_t address, const uint32_t (&in)[4]) {
   const Words got = emulator::with_warp(~0u, {{in[0], in[1], in[2], in[3]}}, [](const Words(&in)[32], Words(&out)[32]) {
     for (int lane = 0; lane < 32; ++lane) {
-      for (int t = 0; t < 4; ++t) out[lane].word[t] = in[4 * (lane % 8) + t].word[lane / 8];
+      const int row = lane % 8;
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t word = in[kTrans ? 4 * i + row / 2 : 4 * row + i / 2].word[lane / 8];
+        const uint32_t element = word >> 16 * ((kTrans ? row : i) % 2) & 0xffff;
+        out[lane].word[i / 2] = (i % 2 ? out[lane].word[i / 2] : 0) | element << 16 * (i % 2);
+      }
     }
   });
   emulator::written(address);

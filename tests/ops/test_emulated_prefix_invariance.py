@@ -72,6 +72,7 @@ GRADIENTS = {
     "128": (200, [72, 100, 61], {"heads": (2, 2), "dim": 128, "dtype": BF16, "sinks": True}),
     "128, group of 4, from the last row": (540, [28, 100], {"heads": (4, 1), "dim": 96, "dtype": BF16, "window_size": (60, 0)}),
     "192": (200, [72, 61], {"heads": (3, 1), "dim": 192, "dim_v": 128, "dtype": BF16}),
+    "192, from the last row": (140, [12, 30], {"heads": (16, 1), "dim": 160, "dtype": FP16, "window_size": (70, 0)}),
     "256": (170, [42, 9], {"heads": (5, 1), "dim": 256, "dtype": BF16}),
     "256, from the last row": (140, [12, 30], {"heads": (16, 1), "dim": 256, "dtype": BF16, "window_size": (50, 0)}),
     "512": (90, [26, 7], {"heads": (3, 1), "dim": 512, "dtype": BF16}),
@@ -103,9 +104,10 @@ def test_gradients_of_the_last_queries_that_see_blocks(gpu):
 
 
 @pytest.mark.parametrize("gpu", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("dim", [64, 192])
 @pytest.mark.parametrize("queries", [3, 50])  # in one tile of rows, which begins before them, and in several
-def test_the_last_queries_beside_documents_of_nan(gpu, queries):
-    case = Case([9, queries, 40], [9, 150, 40], heads=(5, 1), dim=64, dtype=BF16)
+def test_the_last_queries_beside_documents_of_nan(gpu, dim, queries):
+    case = Case([9, queries, 40], [9, 150, 40], heads=(5, 1), dim=dim, dtype=BF16)
     of_q, of_k = (9, 9 + queries), (9, 159)
     alone = emulated.attention(document_alone(case, *of_q, of_k), HEADERS, gpu, late_copies=False, seed=0)
     for tensors, (start, end) in (((case.q, case.dout), of_q), ((case.k, case.v), of_k)):

@@ -46,6 +46,8 @@ HOPPER = {
     "72 columns, group of 7, fewer queries than keys": ([40, 0, 20], [270, 140, 129], {"heads": (7, 1), "dim": 72, "dtype": FP16, "tail": 3}, []),
     "64, more queries than keys": ([150, 3], [140, 9], {"heads": (6, 1), "dim": 64, "dtype": BF16, "tail": 1}, []),
     "64, from the last row": ([140], None, {"heads": (16, 1), "dim": 64, "dtype": FP16}, [(3, 135)]),
+    "192, images across tiles and units": ([200, 1, 140], None, {"heads": (4, 1), "dim": 192, "dtype": BF16}, [(20, 190), (210, 340)]),
+    "192 and 128 columns, group of 3, window, sinks": ([200, 140], None, {"heads": (3, 1), "dim": 192, "dim_v": 128, "dtype": BF16, "window_size": (60, -1), "sinks": True}, [(100, 164)]),
 }  # fmt: skip
 
 

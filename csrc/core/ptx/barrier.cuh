@@ -43,11 +43,18 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Four 8x8 matrices of 16-bit elements, in the layout of ldmatrix.
+// Four 8x8 matrices of 16-bit elements, in the layout of ldmatrix, or those transposed.
+template <bool kTrans = false>
 __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&in)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(in[0]),
-               "r"(in[1]), "r"(in[2]), "r"(in[3])
-               : "memory");
+  if constexpr (kTrans) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(in[0]),
+                 "r"(in[1]), "r"(in[2]), "r"(in[3])
+                 : "memory");
+  }
 }
 
 }  // namespace packing_ops::ptx

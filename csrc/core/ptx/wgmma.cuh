@@ -65,8 +65,10 @@ __device__ __forceinline__ void fence_operands(float (&sums)[kCount]) {
 #define PACKING_OPS_REGISTERS_64 PACKING_OPS_REGISTERS_32 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define PACKING_OPS_SUMS_OF_64 PACKING_OPS_SUMS_32(0)
-#define PACKING_OPS_REGISTERS_128 PACKING_OPS_REGISTERS_64 \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+#define PACKING_OPS_REGISTERS_96 PACKING_OPS_REGISTERS_64 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define PACKING_OPS_SUMS_OF_96 PACKING_OPS_SUMS_OF_64, PACKING_OPS_SUMS_8(32), PACKING_OPS_SUMS_8(40)
+#define PACKING_OPS_REGISTERS_128 PACKING_OPS_REGISTERS_96 \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PACKING_OPS_SUMS_OF_128 PACKING_OPS_SUMS_OF_64, PACKING_OPS_SUMS_32(32)
 #define PACKING_OPS_REGISTERS_192 PACKING_OPS_REGISTERS_128 \
@@ -98,6 +100,8 @@ PACKING_OPS_WGMMAS(32, __nv_bfloat16, "bf16", "%16", "%18, %19, add, 1, 1, %20, 
 PACKING_OPS_WGMMAS(32, __half, "f16", "%16", "%18, %19, add, 1, 1, %20, %17", "{%18, %19, %20, %21}, %22, add, 1, 1, %17")
 PACKING_OPS_WGMMAS(64, __nv_bfloat16, "bf16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
 PACKING_OPS_WGMMAS(64, __half, "f16", "%32", "%34, %35, add, 1, 1, %36, %33", "{%34, %35, %36, %37}, %38, add, 1, 1, %33")
+PACKING_OPS_WGMMAS(96, __nv_bfloat16, "bf16", "%48", "%50, %51, add, 1, 1, %52, %49", "{%50, %51, %52, %53}, %54, add, 1, 1, %49")
+PACKING_OPS_WGMMAS(96, __half, "f16", "%48", "%50, %51, add, 1, 1, %52, %49", "{%50, %51, %52, %53}, %54, add, 1, 1, %49")
 PACKING_OPS_WGMMAS(128, __nv_bfloat16, "bf16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
 PACKING_OPS_WGMMAS(128, __half, "f16", "%64", "%66, %67, add, 1, 1, %68, %65", "{%66, %67, %68, %69}, %70, add, 1, 1, %65")
 PACKING_OPS_WGMMAS(192, __nv_bfloat16, "bf16", "%96", "%98, %99, add, 1, 1, %100, %97", "{%98, %99, %100, %101}, %102, add, 1, 1, %97")
@@ -111,11 +115,13 @@ PACKING_OPS_WGMMAS(256, __half, "f16", "%128", "%130, %131, add, 1, 1, %132, %12
 #undef PACKING_OPS_SUMS_OF_256
 #undef PACKING_OPS_SUMS_OF_192
 #undef PACKING_OPS_SUMS_OF_128
+#undef PACKING_OPS_SUMS_OF_96
 #undef PACKING_OPS_SUMS_OF_64
 #undef PACKING_OPS_SUMS_OF_32
 #undef PACKING_OPS_REGISTERS_256
 #undef PACKING_OPS_REGISTERS_192
 #undef PACKING_OPS_REGISTERS_128
+#undef PACKING_OPS_REGISTERS_96
 #undef PACKING_OPS_REGISTERS_64
 #undef PACKING_OPS_REGISTERS_32
 #undef PACKING_OPS_SUMS_32

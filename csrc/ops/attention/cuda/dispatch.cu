@@ -68,7 +68,7 @@ struct BackwardScratch {
     const int64_t rows = a.documents_q.total * a.num_heads;
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
     counters = fp32 ? 0 : (4 * (Args::kWorkCounters + a.plan.dq_ring_tiles) + 15) / 16 * 16;
-    const bool wgmma = has_wgmma_backward(a.group, a.head_dim, a.head_dim_v, device);
+    const bool wgmma = has_wgmma(a.group, a.head_dim, a.head_dim_v, device);
     const int64_t tile =
         wgmma
             ? kTileRows * wgmma_dim(std::max(a.head_dim, a.head_dim_v))  // also where a tile has rows that are not used
@@ -124,13 +124,8 @@ bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
 }
 
-bool forward_runs_on_wgmma(const VarlenAttentionParams& p) {
-  return has_wgmma_forward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
-}
-
-bool backward_runs_on_wgmma(const VarlenAttentionParams& p) {
-  return forward_runs_on_wgmma(p) &&
-         has_wgmma_backward(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
+bool runs_on_wgmma(const VarlenAttentionParams& p) {
+  return has_wgmma(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
 }
 
 // f(tier), as a constant.
@@ -183,15 +178,15 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
 }  // namespace
 
 const char* attention_forward_kernels_cuda(const VarlenAttentionParams& p) {
-  return p.dtype == DType::kFloat32 ? "fp32" : forward_runs_on_wgmma(p) ? "sm90" : "sm80";
+  return p.dtype == DType::kFloat32 ? "fp32" : runs_on_wgmma(p) ? "sm90" : "sm80";
 }
 
 const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
-  return p.dtype == DType::kFloat32 ? "fp32" : backward_runs_on_wgmma(p) ? "sm90" : "sm80";
+  return p.dtype == DType::kFloat32 ? "fp32" : runs_on_wgmma(p) ? "sm90" : "sm80";
 }
 
 int64_t attention_scratch_cuda(const VarlenAttentionParams& p) {
-  return forward_runs_on_wgmma(p) ? sizeof(int32_t) : 0;
+  return runs_on_wgmma(p) ? sizeof(int32_t) : 0;
 }
 
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
@@ -214,7 +209,7 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
       }
       return sm80::run_forward_wide<T, SmemTier::k163KB>(args, stream);
     } else {
-      const bool wgmma = forward_runs_on_wgmma(p);
+      const bool wgmma = runs_on_wgmma(p);
       if (wgmma) {
         sm90::run_forward<T, wgmma_dim(kDim), wgmma_dim(kDimV), kTransform>(args, p.dtype, stream);
       } else {
@@ -242,9 +237,9 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr int kDimV = decltype(dims)::v;
       constexpr bool kTransform = decltype(transform)::value;
       run_row_stats<T>(args, stream);
-      const bool wgmma = backward_runs_on_wgmma(p);
-      if constexpr (has_wgmma_backward_of(kDim)) {
-        if (wgmma) sm90::run_backward<T, wgmma_dim(kDim), kTransform>(args, p.dtype, stream);
+      const bool wgmma = runs_on_wgmma(p);
+      if constexpr (!is_wide(kDim)) {
+        if (wgmma) sm90::run_backward<T, wgmma_dim(kDim), wgmma_dim(kDimV), kTransform>(args, p.dtype, stream);
       }
       with_tier<kDim>(backward_tier(kDim, kDimV, static_cast<int>(p.device)), [&](auto constant) {
         constexpr SmemTier kTier = decltype(constant)::value;

@@ -12,6 +12,15 @@
 
 namespace packing_ops::attention {
 
+// row_tiles of tiles that begin at a whole token, without divisions of 64 bits, which take many registers.
+__device__ inline Interval<int32_t> row_tiles(const DocumentView& d, Interval<int32_t> tokens, int32_t,
+                                              const Divisor& tile_tokens) {
+  const int32_t before = d.queries_before();
+  const int32_t begin = static_cast<int32_t>(tile_tokens.quotient(before + tokens.begin));
+  if (tokens.empty()) return {begin, begin};
+  return {begin, static_cast<int32_t>(tile_tokens.quotient(before + tokens.end - 1)) + 1};
+}
+
 // A slot of the ring, and its ticket when it is this unit's turn.
 struct DqTicket {
   int32_t slot = -1;
@@ -33,7 +42,9 @@ struct BackwardWork {
   int32_t kv_head;
   uint32_t ring_index;  // of row tile 0 (as if it had partial dq), for this head
 
-  __device__ BackwardWork(const Args& args, const PlanEntry* entries, int32_t unit, int rows, int keys,
+  // rows: of a row tile, or as a Divisor its tokens.
+  template <class Rows>
+  __device__ BackwardWork(const Args& args, const PlanEntry* entries, int32_t unit, const Rows& rows, int keys,
                           int32_t max_heads = INT32_MAX)
       : entry(entries[unit / args.num_kv_heads]), kv_head(unit % args.num_kv_heads) {
     const DocumentWithEnds d = document_with_ends(entry, args.plan);

@@ -78,8 +78,8 @@ PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles(const DocumentView& d, Inter
 }
 
 // Row tiles whose dq is a sum over several key tiles: those that attend beyond the first `keys` keys.
-template <class View>
-PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles_with_partial_dq(const View& d, int32_t group, int32_t rows,
+template <class View, class Rows>
+PACKING_OPS_HOST_DEVICE Interval<int32_t> row_tiles_with_partial_dq(const View& d, int32_t group, const Rows& rows,
                                                                     int32_t keys) {
   if (d.keys <= keys) return {0, 0};
   return row_tiles(d, d.tokens_attending_to(keys, d.keys - 1), group, rows);

@@ -37,11 +37,11 @@ bool has_resident_forward(int padded, int device) {
   return has_short_forward(padded) && resident_shared(padded) + kResidentRingBytes <= max_shared_memory(device);
 }
 
-static bool has_wgmma(int64_t group, int device) {
+bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
 #if defined(PACKING_OPS_SM90)
   static const char* value = std::getenv("PACKING_OPS_SM90");
   static const bool wanted = value == nullptr || std::string_view(value) != "0";
-  if (!wanted || group > kMaxTileGroup) return false;
+  if (!wanted || group > kMaxTileGroup || is_wide(padded_dims(head_dim, head_dim_v).qk)) return false;
   int major = 0;
   int minor = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
@@ -52,19 +52,11 @@ static bool has_wgmma(int64_t group, int device) {
 #endif
 }
 
-bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
-  return std::max(head_dim, head_dim_v) <= 256 && has_wgmma(group, device);
-}
-
-bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
-  return has_wgmma_backward_of(std::max(head_dim, head_dim_v)) && has_wgmma(group, device);
-}
-
 AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
   const auto [padded, padded_v] = padded_dims(head_dim, head_dim_v);
   AttentionTiles tiles;
   tiles.group = static_cast<int32_t>(group);
-  const bool wgmma = has_wgmma_forward(group, head_dim, head_dim_v, device);
+  const bool wgmma = has_wgmma(group, head_dim, head_dim_v, device);
   tiles.forward_rows = wgmma ? 2 * tile_tokens(group) * tiles.group : forward_rows(padded, padded_v);
   tiles.forward_keys = forward_keys(padded);
   tiles.forward_by_document = wgmma;
@@ -73,13 +65,12 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim
   const int32_t short_max_keys = has_short_forward(padded) && !wgmma ? kShortMaxKeysTimesGroup / tiles.group : -1;
   tiles.short_max_keys = short_max_keys > tiles.resident_max_keys ? short_max_keys : -1;
   const SmemTier tier = backward_tier(padded, padded_v, device);
-  const bool backward = has_wgmma_backward(group, head_dim, head_dim_v, device);
-  tiles.backward_rows = backward ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);
-  tiles.backward_keys = backward ? wgmma_backward_keys(padded) : backward_keys(padded, tier);
+  tiles.backward_rows = wgmma ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);
+  tiles.backward_keys = wgmma ? wgmma_backward_keys(padded) : backward_keys(padded, tier);
   const int small_keys = backward_small_keys(padded, tier);
   tiles.small_keys = std::max(small_keys, 0);
-  const bool wgmma_from_small = backward && small_keys > 0;
-  tiles.single_keys = small_keys >= 0 && !wgmma_from_small ? tiles.backward_keys : 0;
+  const bool wgmma_from_small = wgmma && small_keys > 0;
+  tiles.single_keys = small_keys >= 0 && !wgmma_from_small ? backward_keys(padded, tier) : 0;
   if (is_wide(padded)) {
     tiles.forward_rows = wide_forward_rows(tier);
     tiles.forward_keys = wide_forward_keys(tier);

@@ -121,14 +121,9 @@ constexpr int tile_tokens(int64_t group) {
 constexpr int wgmma_dim(int64_t head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
 }
-// Not from 129 to 192: three panels of 64 do not divide between two warpgroups (sm90/README.md).
-constexpr bool has_wgmma_backward_of(int64_t head_dim) {
-  return head_dim <= 128 || (head_dim > 192 && head_dim <= 256);
-}
 // By geometry and device alone, so that a document's bits do not depend on what it is packed with. The plan of every
 // call with this geometry has these tiles, also where the dtype is float32, which fp32/ serves.
-bool has_wgmma_forward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
-bool has_wgmma_backward(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
+bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
 // Forward. A step's keys: registers hold out and a step's scores.
 constexpr int wgmma_forward_keys(int dim_v) {
@@ -148,29 +143,34 @@ constexpr bool wgmma_forward_streams(int dim) {
   return dim == 64;
 }
 
-// Backward. Above 128 columns dk and dv of 64 keys fill the registers of both consumer warpgroups: they divide the rows
-// of scores and the columns of sums. Below, they divide a unit's keys.
+// Backward. What the consumer warpgroups divide, for all of dk and dv of a unit to fit their registers: up to 128
+// columns its keys; 192, of which there are three, the panels of 64 columns; 256 the rows of scores and the columns of
+// sums.
+constexpr bool wgmma_backward_by_panels(int dim) {
+  return dim == 192;
+}
 constexpr bool wgmma_backward_by_columns(int dim) {
-  return dim > 128;
+  return dim == 256;
 }
 constexpr int wgmma_backward_keys(int dim) {
-  return wgmma_backward_by_columns(dim) ? 64 : 128;
+  return wgmma_backward_by_columns(dim) ? 64 : wgmma_backward_by_panels(dim) ? 96 : 128;
 }
 // kv heads of a document whose units run at the same time: with fewer, more of them read the same rows from L2.
 constexpr int wgmma_backward_heads(int dim) {
   return wgmma_backward_by_columns(dim) ? 2 : INT32_MAX;
 }
 constexpr int wgmma_row_tiles(int dim) {  // of a step
-  return wgmma_backward_by_columns(dim) ? 1 : 128 / dim;
+  return dim > 128 ? 1 : 128 / dim;
 }
-// Stages: descriptions of units, k and v of units, rows of steps, descriptions of steps.
+// Stages: descriptions of units, k and v of units, rows of steps (by panels q alone has them all), descriptions of
+// steps.
 constexpr int kUnitStages = 2;
 constexpr int kKvStages = 1;
 constexpr int kRowStages = 2;
 constexpr int kStepStages = 4;
 // dq of steps. By columns it overwrites its step's q and dout.
 constexpr int wgmma_dq_stages(int dim) {
-  return wgmma_backward_by_columns(dim) ? kRowStages : dim == 64 ? 1 : 2;
+  return dim == 64 || wgmma_backward_by_panels(dim) ? 1 : 2;
 }
 
 // --- backward, mma.sync ---

@@ -1,6 +1,6 @@
-// Backward on wgmma and TMA, for documents of more than 64 keys. A unit is (document, 128 keys, kv head), above
-// 128 columns 64 keys: its dk and dv stay in registers over all rows that attend to its keys. dq of a row tile is
-// summed over key tiles in the fixed order of dq_ring.cuh, which makes it deterministic. Roles of the threads:
+// Backward on wgmma and TMA, for documents of more than 64 keys. A unit is (document, 128 keys, kv head), for 192
+// columns 96 keys, for 256 64: its dk and dv stay in registers over all rows that attend to its keys. dq of a row tile
+// is summed over key tiles in the fixed order of dq_ring.cuh, which makes it deterministic. Roles of the threads:
 // roles.cuh.
 #pragma once
 
@@ -9,6 +9,7 @@
 #include "ops/attention/cuda/sm90/backward_columns.cuh"
 #include "ops/attention/cuda/sm90/backward_copies.cuh"
 #include "ops/attention/cuda/sm90/backward_keys.cuh"
+#include "ops/attention/cuda/sm90/backward_panels.cuh"
 #include "ops/attention/cuda/sm90/maps.h"
 
 namespace packing_ops::attention::sm90 {
@@ -23,20 +24,27 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int warp = threadIdx.x / kWarpThreads;
   ptx::griddepcontrol_launch_dependents();  // backward_single.cuh does not depend on this kernel
   if (threadIdx.x == 0) barriers.init();
-  constexpr int kPanelTiles = 2 * kRowStages * Shape::kPanels * Shape::kTiles;
+  constexpr int kPanelTiles = Shape::kRowBytes / (kTileRows * 128);
   zero_unused_rows(args, Shape::tile_q(base, 0), kPanelTiles, warp, Shape::kThreads / kWarpThreads);
   __syncthreads();
   if (warp < kWarpgroupWarps) {
-    ptx::setmaxnreg_dec<kProducerRegisters>();
+    ptx::setmaxnreg_dec<Shape::kByPanels ? kPanelsProducerRegisters : kProducerRegisters>();
     if (threadIdx.x == first_thread_of(Role::kLoadUnits)) load_units<Shape>(args, barriers, base);
-    if (warp == warp_of(Role::kLoadRowStats)) load_row_stats<Shape>(args, barriers);
+    if (warp == warp_of(Role::kLoadRowStats)) load_row_stats<Shape>(args, barriers, base);
     if (threadIdx.x == first_thread_of(Role::kWaitForTickets)) wait_for_dq_tickets<Shape>(args, barriers);
     if (Shape::kByColumns ? warp == warp_of(Role::kSendDq) : threadIdx.x == first_thread_of(Role::kSendDq)) {
       send_dq<Shape>(args, barriers, base);
     }
+  } else if (Shape::kNarrowValues && warp >= kWarpgroupWarps * (1 + Shape::kPanelsV)) {
+    ptx::setmaxnreg_inc<kPanelsConsumerRegisters>();  // in either branch: in front of both, registers spill
+    if constexpr (Shape::kNarrowValues) {
+      BackwardPanel<T, Shape, kTransform, false>(args, barriers, base, Shape::kPanelsV).run();
+    }
   } else {
-    ptx::setmaxnreg_inc<kConsumerRegisters>();
-    if constexpr (Shape::kByColumns) {
+    ptx::setmaxnreg_inc<Shape::kByPanels ? kPanelsConsumerRegisters : kConsumerRegisters>();
+    if constexpr (Shape::kByPanels) {
+      BackwardPanel<T, Shape, kTransform, true>(args, barriers, base, warp / kWarpgroupWarps - 1).run();
+    } else if constexpr (Shape::kByColumns) {
       attend_by_columns<T, Shape, kTransform>(args, barriers, base, warp / kWarpgroupWarps - 1);
     } else {
       attend_to_keys<T, Shape, kTransform>(args, barriers, base, warp / kWarpgroupWarps - 1);
@@ -45,13 +53,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-template <class T, int kDim, bool kTransform>
+template <class T, int kDim, int kDimV, bool kTransform>
 void run_backward(const Args& args, DType dtype, cudaStream_t stream) {
-  using Shape = BackwardShape<kDim>;
+  using Shape = BackwardShape<kDim, kDimV>;
   static_assert(Shape::kShared + sizeof(BackwardBarriers<Shape>) <= 227 << 10);
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_sm90_kernel<T, Shape, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_sm90_kernel"};
-  const BackwardArgs backward = backward_args(args, dtype, Shape::kUnitKeys);
+  const BackwardArgs backward = backward_args(args, dtype, Shape::kUnitKeys, Shape::kStoredKeys);
   launch_persistent(kernel, &backward, args.plan.backward_capacity() * args.num_kv_heads, stream);
 }
 

@@ -1,5 +1,4 @@
-// Backward of head_dim up to 128, and from 193 to 256, in the half types on compute capability 9.0: documents of more
-// than 64 keys.
+// Backward of head_dim up to 256 in the half types on compute capability 9.0: documents of more than 64 keys.
 #pragma once
 
 #include <cuda.h>
@@ -17,7 +16,7 @@ struct BackwardArgs {
 };
 
 // kTransform: scores pass through softcap, or softmax_scale is not positive.
-template <class T, int kDim, bool kTransform>
+template <class T, int kDim, int kDimV, bool kTransform>
 void run_backward(const Args& args, DType dtype, cudaStream_t stream);
 
 }  // namespace packing_ops::attention::sm90

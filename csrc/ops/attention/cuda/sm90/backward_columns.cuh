@@ -1,4 +1,4 @@
-// What the backward's consumer warpgroups do above 128 columns, where dk and dv of 64 keys fill the registers of both:
+// What the backward's consumer warpgroups do with 256 columns, where dk and dv of 64 keys fill the registers of both:
 // half of a step's rows each for scores, then half of the columns each for sums. A step:
 //
 //   s^T = k q^T, dp^T = v dout^T   of 32 rows; p^T and ds^T go to shared memory, where sums need those of both
@@ -30,7 +30,7 @@ struct BackwardColumns {
                                              int w)
       : args(args), shared(shared), base(base), w(w), transform{args.common}, scale(transform.unit() * kLog2e) {}
 
-  __device__ __forceinline__ int first_row() const { return w * Shape::kScoreRows; }
+  __device__ __forceinline__ int first_row() const { return w * Shape::kScoreColumns; }
   __device__ __forceinline__ int first_panel() const { return w * (Shape::kPanels / 2); }
   __device__ __forceinline__ uint32_t tile_k() const { return Shape::tile_k(base, 0); }
   __device__ __forceinline__ uint32_t tile_v() const { return Shape::tile_v(base, 0); }

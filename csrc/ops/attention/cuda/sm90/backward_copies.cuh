@@ -9,8 +9,7 @@ namespace packing_ops::attention::sm90 {
 template <class Shape>
 __device__ __forceinline__ BackwardUnit describe_unit(const BackwardArgs& args, int32_t index) {
   const Args& common = args.common;
-  const int32_t rows = static_cast<int32_t>(args.tile_tokens.value) * common.group;
-  const BackwardWork work(common, common.plan.entries[PlanView::kBackward], index, rows, Shape::kUnitKeys,
+  const BackwardWork work(common, common.plan.entries[PlanView::kBackward], index, args.tile_tokens, Shape::kUnitKeys,
                           wgmma_backward_heads(Shape::kDim));
   BackwardUnit unit;
   const DocumentWithEnds d = document_with_ends(work.entry, common.plan);
@@ -20,11 +19,7 @@ __device__ __forceinline__ BackwardUnit describe_unit(const BackwardArgs& args, 
   unit.ring_index = work.ring_index;
   const int32_t last_key = unit.first_key + Shape::kUnitKeys;
   const int32_t end_key = last_key < unit.d.keys ? last_key : unit.d.keys;
-  const Interval<int32_t> tokens = d.tokens_attending_to(unit.first_key, end_key - 1);
-  const int32_t before = d.queries_before();
-  unit.tiles.begin = static_cast<int32_t>(args.tile_tokens.quotient(before + tokens.begin));
-  unit.tiles.end =
-      tokens.empty() ? unit.tiles.begin : static_cast<int32_t>(args.tile_tokens.quotient(before + tokens.end - 1)) + 1;
+  unit.tiles = row_tiles(d, d.tokens_attending_to(unit.first_key, end_key - 1), common.group, args.tile_tokens);
   unit.steps = (unit.tiles.size() + Shape::kTiles - 1) / Shape::kTiles;
   return unit;
 }
@@ -76,7 +71,7 @@ __device__ __forceinline__ BackwardTile describe_tile(const BackwardArgs& args, 
   return t;
 }
 
-// Bit w: some row of the tile does not see some of the unit's w-th 64 keys.
+// Bit w: some row of the tile does not see some of the unit's w-th kMaskedKeys keys.
 template <class Shape>
 __device__ __forceinline__ uint32_t masked(const BackwardArgs& args, const BackwardUnit& unit, int32_t token,
                                            const TileEnds& ends) {
@@ -84,9 +79,9 @@ __device__ __forceinline__ uint32_t masked(const BackwardArgs& args, const Backw
   const int32_t last = (next < unit.d.tokens ? next : unit.d.tokens) - 1;
   uint32_t bits = 0;
 #pragma unroll
-  for (int w = 0; w < Shape::kUnitKeys / 64; ++w) {
-    const int32_t key = unit.first_key + w * 64;
-    if (!unit.d.all_visible(ends.first, last, key, key + 63)) bits |= 1u << w;
+  for (int w = 0; w < Shape::kUnitKeys / Shape::kMaskedKeys; ++w) {
+    const int32_t key = unit.first_key + w * Shape::kMaskedKeys;
+    if (!unit.d.all_visible(ends.first, last, key, key + Shape::kMaskedKeys - 1)) bits |= 1u << w;
   }
   return bits;
 }
@@ -95,55 +90,66 @@ template <class Shape>
 __device__ __forceinline__ void load_keys(const BackwardArgs& args, const BackwardUnit& unit, uint32_t tile_k,
                                           uint64_t* full) {
   const DocumentTokens tokens(unit.d.start_k, unit.d.keys);
-  ptx::mbarrier_arrive_expect_tx(full, 2 * Shape::kTileK);
+  ptx::mbarrier_arrive_expect_tx(full, Shape::kTileK + Shape::kTileV);
 #pragma unroll
   for (int panel = 0; panel < Shape::kPanels; ++panel) {
     const ptx::TmaCoords start = {64 * panel, tokens.before_end + unit.first_key, unit.kv_head, tokens.to_end,
                                   kMapTokens};
     ptx::tma_load(tile_k + panel * Shape::kPanelK, args.k, start, full);
-    ptx::tma_load(tile_k + Shape::kTileK + panel * Shape::kPanelK, args.v, start, full);
+    if (panel < Shape::kPanelsV) {
+      ptx::tma_load(tile_k + Shape::kTileK + panel * Shape::kPanelK, args.v, start, full);
+    }
   }
 }
+
+// q or dout of a step.
+struct RowsCopy {
+  const CUtensorMap& map;
+  const CUtensorMap& token_map;
+  uint32_t tile;
+  uint64_t* full;
+};
 
 // Of a row tile that begins before its document, at a negative token: tokens before the first lie outside of the map,
 // which makes them zeros.
-template <class Shape>
+template <class Shape, int kPanels>
 __device__ __forceinline__ void load_token_by_token(const BackwardArgs& args, const DocumentTokens& tokens,
-                                                    int32_t first_head, int32_t token, uint32_t tile_q,
-                                                    uint64_t* full) {
+                                                    int32_t first_head, int32_t token, RowsCopy to) {
   const int32_t end = token + static_cast<int32_t>(args.tile_tokens.value);
 #pragma unroll 1
-  for (; token < end; ++token, tile_q += args.common.group * 128) {
+  for (; token < end; ++token, to.tile += args.common.group * 128) {
 #pragma unroll 1
-    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+    for (int panel = 0; panel < kPanels; ++panel) {
       const ptx::TmaCoords start = {64 * panel, first_head, token < 0 ? kMapTokens : tokens.before_end + token,
                                     tokens.to_end, kMapTokens};
-      const uint32_t to = tile_q + panel * Shape::kPanelQ;
-      ptx::tma_load(to, args.q_token, start, full);
-      ptx::tma_load(to + Shape::kTileQ, args.dout_token, start, full);
+      ptx::tma_load(to.tile + panel * Shape::kPanelQ, to.token_map, start, to.full);
     }
   }
 }
 
+// Bytes of as many panels of a step's rows.
 template <class Shape>
-__device__ __forceinline__ void load_rows(const BackwardArgs& args, const BackwardUnit& unit,
-                                          const BackwardStep<Shape>& step, uint32_t tile_q, uint64_t* full) {
-  const DocumentTokens tokens(unit.d.start_q, unit.d.tokens);
-  const int bytes = 2 * Shape::kTiles * Shape::kPanels * 128;
+__device__ __forceinline__ void expect_rows(const BackwardArgs& args, uint64_t* full, int panels) {
+  const int bytes = Shape::kTiles * panels * 128;
   ptx::mbarrier_arrive_expect_tx(full, bytes * static_cast<int>(args.tile_tokens.value) * args.common.group);
+}
+
+template <class Shape, int kPanels>
+__device__ __forceinline__ void load_rows(const BackwardArgs& args, const DocumentView& d,
+                                          const BackwardStep<Shape>& step, const RowsCopy& to) {
+  const DocumentTokens tokens(d.start_q, d.tokens);
 #pragma unroll
   for (int r = 0; r < Shape::kTiles; ++r) {
     const int32_t token = step.tiles[r].token;
+    const RowsCopy tile{to.map, to.token_map, to.tile + r * kTileRows * 128, to.full};
     if (token < 0) {
-      load_token_by_token<Shape>(args, tokens, step.first_head, token, tile_q + r * kTileRows * 128, full);
+      load_token_by_token<Shape, kPanels>(args, tokens, step.first_head, token, tile);
       continue;
     }
 #pragma unroll
-    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+    for (int panel = 0; panel < kPanels; ++panel) {
       const ptx::TmaCoords start = {64 * panel, step.first_head, tokens.before_end + token, tokens.to_end, kMapTokens};
-      const uint32_t to = tile_q + panel * Shape::kPanelQ + r * kTileRows * 128;
-      ptx::tma_load(to, args.q, start, full);
-      ptx::tma_load(to + Shape::kTileQ, args.dout, start, full);
+      ptx::tma_load(tile.tile + panel * Shape::kPanelQ, tile.map, start, tile.full);
     }
   }
 }
@@ -203,7 +209,14 @@ __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBar
       const int row_stage = stage_of(step_idx, kRowStages);
       ptx::mbarrier_wait(&shared.q_empty[row_stage], parity_of(step_idx, kRowStages) ^ 1);
       ptx::mbarrier_arrive(&shared.described[stage_of(step_idx, kStepStages)]);
-      load_rows<Shape>(args, unit, step, Shape::tile_q(base, row_stage), &shared.q_full[row_stage]);
+      uint64_t* full = &shared.q_full[row_stage];
+      expect_rows<Shape>(args, full, Shape::kPanels + (Shape::kByPanels ? 0 : Shape::kPanelsV));
+      load_rows<Shape, Shape::kPanels>(args, unit.d, step,
+                                       {args.q, args.q_token, Shape::tile_q(base, row_stage), full});
+      if constexpr (!Shape::kByPanels) {
+        load_rows<Shape, Shape::kPanelsV>(args, unit.d, step,
+                                          {args.dout, args.dout_token, Shape::tile_dout(base, row_stage), full});
+      }
       ++step_idx;
     }
   }
@@ -241,10 +254,12 @@ __device__ __forceinline__ void load_first_tokens(const VisibleEnd& ends, const 
   }
 }
 
-// By a warp: zeros where there is no row.
+// By a warp: zeros where there is no row. By panels its first lane loads dout too, which has a stage less than q.
 template <class Shape>
-__device__ __forceinline__ void load_row_stats(const BackwardArgs& args, BackwardBarriers<Shape>& shared) {
+__device__ __forceinline__ void load_row_stats(const BackwardArgs& args, BackwardBarriers<Shape>& shared,
+                                               uint32_t base) {
   const Args& common = args.common;
+  int32_t unit = 0;  // in `units`, which keep it until consumers have left its last step
   for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t step_idx) {
     const int stage = stage_of(step_idx, kRowStages);
     if (step.opens >= 0 && common.plan.ends.first_token != nullptr) {
@@ -264,6 +279,15 @@ __device__ __forceinline__ void load_row_stats(const BackwardArgs& args, Backwar
       ptx::cp_async_4(ptx::shared_address(&shared.row_sum[stage][to]), from + 1, valid);
     }
     ptx::cp_async_mbarrier_arrive(&shared.q_full[stage]);
+    if constexpr (Shape::kByPanels) {
+      if (step.opens >= 0) unit = step.opens;
+      ptx::mbarrier_wait(&shared.dout_empty, parity_of(step_idx, 1) ^ 1);
+      if ((threadIdx.x & 31) == 0) {
+        expect_rows<Shape>(args, &shared.dout_full, Shape::kPanelsV);
+        load_rows<Shape, Shape::kPanelsV>(args, shared.units[unit].d, step,
+                                          {args.dout, args.dout_token, Shape::tile_dout(base, 0), &shared.dout_full});
+      }
+    }
   });
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();

@@ -10,12 +10,12 @@ namespace packing_ops::attention::sm90 {
 
 template <class T, class Shape>
 struct BackwardMath {
-  static constexpr int kRows = Shape::kScoreRows;
+  static constexpr int kRows = Shape::kScoreColumns;
   static constexpr int kQueryColumns = Shape::kByColumns ? Shape::kSumColumns : 64;
-  using Scores = float[kRows / 2];                // [64 keys, rows] of a warpgroup
-  using KeySums = float[Shape::kSumColumns / 2];  // [64 keys, columns]
-  using Queries = float[kQueryColumns / 2];       // [64 rows, columns]
-  using Weights = uint32_t[kRows / 16][4];
+  using Scores = float[Shape::kScoreColumns / 2];  // [64 keys, rows] of a warpgroup; by panels [64 rows, keys]
+  using KeySums = float[Shape::kSumColumns / 2];   // [64 keys, columns]; by panels [64 columns, keys]
+  using Queries = float[kQueryColumns / 2];        // [64 rows, columns]
+  using Weights = uint32_t[Shape::kScoreColumns / 16][4];
 
   // scores = keys rows^T.
   static __device__ __forceinline__ void multiply(Scores& scores, uint32_t tile_keys, uint32_t tile_rows) {

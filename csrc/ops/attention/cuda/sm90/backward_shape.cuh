@@ -1,6 +1,8 @@
 // What lies where in the backward's shared memory, its barriers, and what a step is.
 #pragma once
 
+#include <type_traits>
+
 #include "core/ptx/barrier.cuh"
 #include "core/ptx/bulk_copy.cuh"
 #include "ops/attention/cuda/dq_ring.cuh"
@@ -11,44 +13,61 @@
 namespace packing_ops::attention::sm90 {
 
 // Tiles are panels of 64 columns, a row 128 bytes whose 16-byte chunks are swizzled by the row: TMA writes and wgmma
-// reads this layout. A step takes kTiles row tiles of the plan. The two consumer warpgroups divide a unit's keys, or by
-// columns the rows of scores and the columns of sums (tiles.h).
-template <int kDim_>
+// reads this layout. A step takes kTiles row tiles of the plan. What the consumer warpgroups divide: tiles.h.
+template <int kDim_, int kDimV_>
 struct BackwardShape {
-  static constexpr int kDim = kDim_;
-  static constexpr int kThreads = kBlockThreads;
+  static constexpr int kDim = kDim_;    // of q and k
+  static constexpr int kDimV = kDimV_;  // of v and dout
   static constexpr bool kByColumns = wgmma_backward_by_columns(kDim);
+  static constexpr bool kByPanels = wgmma_backward_by_panels(kDim);
+  static constexpr int kConsumerWarpgroups = kByPanels ? 3 : sm90::kConsumerWarpgroups;
+  static constexpr int kConsumerWarps = kConsumerWarpgroups * kWarpgroupWarps;
+  static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;
   static constexpr int kUnitKeys = wgmma_backward_keys(kDim);
   static constexpr int kTiles = wgmma_row_tiles(kDim);
   static constexpr int kRows = kTiles * kTileRows;
-  static constexpr int kScoreRows = kByColumns ? kRows / 2 : kRows;  // of a warpgroup
-  static constexpr int kSumColumns = kByColumns ? kDim / 2 : kDim;
+  // Columns of a warpgroup's products: of scores they are rows of the step, by panels keys; of dk and dv columns, by
+  // panels keys.
+  static constexpr int kScoreColumns = kByPanels ? kUnitKeys / 3 : kByColumns ? kRows / 2 : kRows;
+  static constexpr int kSumColumns = kByPanels ? kUnitKeys : kByColumns ? kDim / 2 : kDim;
+  static constexpr int kMaskedKeys = kByPanels ? kUnitKeys : 64;  // of a bit of BackwardStep::masked
+  static constexpr int kStoredKeys = kByPanels ? kUnitKeys : 64;  // of dk and dv, by a thread
   static constexpr int kPanels = kDim / 64;
-  static constexpr int kPanelQ = kRows * 128;
-  static constexpr int kTileQ = kPanels * kPanelQ;  // bytes
-  static constexpr int kPanelK = kUnitKeys * 128;
+  static constexpr int kPanelsV = kDimV / 64;
+  static constexpr bool kNarrowValues = kPanelsV < kPanels;  // a warpgroup has a panel of dk and none of dv
+  static constexpr int kPanelQ = kRows * 128;                // and dout's
+  static constexpr int kTileQ = kPanels * kPanelQ;           // bytes
+  static constexpr int kTileDout = kPanelsV * kPanelQ;
+  static constexpr int kPanelK = kUnitKeys * 128;  // and v's
   static constexpr int kTileK = kPanels * kPanelK;
-  static constexpr int kPanelDs = kUnitKeys * 128;  // of a row tile: a key's row has its 64 rows. By columns, p's too
+  static constexpr int kTileV = kPanelsV * kPanelK;
+  static constexpr int kDoutStages = kByPanels ? 1 : kRowStages;
+  static constexpr int kRowBytes = kRowStages * kTileQ + kDoutStages * kTileDout;
+  static constexpr int kPanelDs = kUnitKeys * 128;  // and p's. Of a row tile: a key's row has its 64 rows
   static constexpr int kTileDs = kTiles * kPanelDs;
   static constexpr int kRingFloats = kTileRows * kDim;  // partial dq of a row tile
   static constexpr int kTileDq = kTiles * kRingFloats * 4;
   static constexpr int kDqStages = wgmma_dq_stages(kDim);
-  static constexpr int kShared =
-      2 * kKvStages * kTileK + 2 * kRowStages * kTileQ + 2 * kTileDs + (kByColumns ? 0 : kDqStages * kTileDq) + 1024;
-  static_assert(!kByColumns || kTileDq == 2 * kTileQ);
+  static constexpr int kKeyBytes = kKvStages * (kTileK + kTileV);
+  static constexpr int kShared = kKeyBytes + kRowBytes + 2 * kTileDs + (kByColumns ? 0 : kDqStages * kTileDq) + 1024;
+  static_assert(!kByColumns || kTileDq == kTileQ + kTileDout);
+  static_assert(kByPanels ? kPanels == 3 && kTiles == 1 && kDqStages == 1 : !kNarrowValues);
 
-  static __device__ __forceinline__ uint32_t tile_k(uint32_t base, int stage) { return base + 2 * stage * kTileK; }
+  static __device__ __forceinline__ uint32_t tile_k(uint32_t base, int stage) {
+    return base + stage * (kTileK + kTileV);
+  }
   static __device__ __forceinline__ uint32_t tile_v(uint32_t base, int stage) { return tile_k(base, stage) + kTileK; }
+  // A step's q and dout are beside each other, by panels all of q and then dout.
   static __device__ __forceinline__ uint32_t tile_q(uint32_t base, int stage) {
-    return base + 2 * kKvStages * kTileK + 2 * stage * kTileQ;
+    return base + kKeyBytes + stage * (kByPanels ? kTileQ : kTileQ + kTileDout);
   }
   static __device__ __forceinline__ uint32_t tile_dout(uint32_t base, int stage) {
-    return tile_q(base, stage) + kTileQ;
+    return kByPanels ? tile_q(base, kRowStages) : tile_q(base, stage) + kTileQ;
   }
   static __device__ __forceinline__ uint32_t tile_ds(uint32_t base, int stage) {
-    return base + 2 * kKvStages * kTileK + 2 * kRowStages * kTileQ + stage * kTileDs;
+    return base + kKeyBytes + kRowBytes + stage * kTileDs;
   }
-  static __device__ __forceinline__ uint32_t tile_p(uint32_t base) { return tile_ds(base, 1); }  // by columns
+  static __device__ __forceinline__ uint32_t tile_p(uint32_t base) { return tile_ds(base, 1); }  // where it is shared
   static __device__ __forceinline__ uint32_t tile_dq(uint32_t base, int stage) {
     return kByColumns ? tile_q(base, stage) : tile_ds(base, 2) + stage * kTileDq;
   }
@@ -95,13 +114,20 @@ struct BackwardStep {
   int32_t start_q;  // of the document
   int32_t first_head;
   int32_t opens;    // index in `units` of the unit whose first step this is; -1: not a first step
-  uint32_t masked;  // bit w: some pair of rows and the unit's w-th 64 keys is
+  uint32_t masked;  // bit w: some pair of rows and the unit's w-th kMaskedKeys keys is
   bool exists;      // if not, none after it does
 };
 
+// Where dout has fewer stages than q. Elsewhere q_full and q_empty are dout's too, and a block has no byte left.
+struct DoutBarriers {
+  uint64_t dout_full;
+  uint64_t dout_empty;
+};
+struct NoBarriers {};
+
 // full: copies have written it. empty: all readers are done.
 template <class Shape>
-struct BackwardBarriers {
+struct BackwardBarriers : std::conditional_t<Shape::kByPanels, DoutBarriers, NoBarriers> {
   float lse[kRowStages][Shape::kRows];      // times log2(e)
   float row_sum[kRowStages][Shape::kRows];  // rowsum(dout * out) - dlse
   BackwardStep<Shape> steps[kStepStages];
@@ -117,19 +143,19 @@ struct BackwardBarriers {
   uint64_t dq_ticket_ready[kStepStages];      // the step's dq may be added
   uint64_t dq_ticket_published[kStepStages];  // its next ticket is in memory
   uint64_t dq_full[Shape::kDqStages];
-  uint64_t dq_empty[Shape::kDqStages];  // by columns q_empty says it
-  uint64_t rows_read;                   // by columns: wgmma has read q and dout, dq may overwrite them
-  uint64_t keys_read;                   // by the unit's last wgmma
-  uint64_t staged[2];                   // dk and dv of a warpgroup
+  uint64_t dq_empty[Shape::kDqStages];          // by columns q_empty says it
+  uint64_t rows_read;                           // by columns: wgmma has read q and dout, dq may overwrite them
+  uint64_t keys_read;                           // by the unit's last wgmma
+  uint64_t staged[Shape::kConsumerWarpgroups];  // dk and dv of a warpgroup
 
   __device__ void init() {
     for (int i = 0; i < kKvStages; ++i) {
       ptx::mbarrier_init(&kv_full[i], 1);
-      ptx::mbarrier_init(&kv_empty[i], kConsumerWarpgroups);
+      ptx::mbarrier_init(&kv_empty[i], Shape::kConsumerWarpgroups);
     }
     for (int i = 0; i < kRowStages; ++i) {
       ptx::mbarrier_init(&q_full[i], 1 + kWarpThreads);  // q and dout, and each lane's lse and row_sum
-      ptx::mbarrier_init(&q_empty[i], Shape::kByColumns ? 1 : kConsumerWarps);
+      ptx::mbarrier_init(&q_empty[i], Shape::kByColumns ? 1 : Shape::kConsumerWarps);
     }
     for (int i = 0; i < kStepStages; ++i) {
       ptx::mbarrier_init(&described[i], 1);
@@ -137,15 +163,17 @@ struct BackwardBarriers {
       ptx::mbarrier_init(&dq_ticket_published[i], 1);
     }
     for (int i = 0; i < Shape::kDqStages; ++i) {
-      ptx::mbarrier_init(&dq_full[i], kConsumerWarps);
+      ptx::mbarrier_init(&dq_full[i], Shape::kConsumerWarps);
       ptx::mbarrier_init(&dq_empty[i], 1);
     }
-    for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(&ds_full[i], kConsumerWarps);
-      ptx::mbarrier_init(&staged[i], kWarpgroupWarps);
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&ds_full[i], Shape::kConsumerWarps);
+    for (int i = 0; i < Shape::kConsumerWarpgroups; ++i) ptx::mbarrier_init(&staged[i], kWarpgroupWarps);
+    ptx::mbarrier_init(&rows_read, Shape::kConsumerWarps);
+    ptx::mbarrier_init(&keys_read, Shape::kConsumerWarps);
+    if constexpr (Shape::kByPanels) {
+      ptx::mbarrier_init(&this->dout_full, 1);
+      ptx::mbarrier_init(&this->dout_empty, Shape::kConsumerWarps);
     }
-    ptx::mbarrier_init(&rows_read, kConsumerWarps);
-    ptx::mbarrier_init(&keys_read, kConsumerWarps);
     ptx::fence_mbarrier_init();
   }
 };

@@ -70,8 +70,6 @@ CUtensorMap map_of_rows(const Args& args, DType dtype, AttentionTensor t, int64_
                   {kMapTokens, t.token_stride, tokens});
 }
 
-constexpr int kStoredKeys = 64;  // rows of dk and dv that a warpgroup stores at once
-
 CUtensorMap map_of_keys(const Args& args, DType dtype, AttentionTensor t, int64_t head_dim, int keys) {
   t.token_stride = stride_of(args.documents_k.total, t.token_stride, head_dim);
   t.head_stride = stride_of(args.num_kv_heads, t.head_stride, head_dim);
@@ -93,7 +91,7 @@ ForwardArgs forward_args(const Args& args, DType dtype, int step_keys) {
   return forward;
 }
 
-BackwardArgs backward_args(const Args& args, DType dtype, int unit_keys) {
+BackwardArgs backward_args(const Args& args, DType dtype, int unit_keys, int stored_keys) {
   BackwardArgs backward;
   backward.common = args;
   const int tokens = tile_tokens(args.group);
@@ -110,8 +108,8 @@ BackwardArgs backward_args(const Args& args, DType dtype, int unit_keys) {
   }
   backward.k = map_of_keys(args, dtype, args.k, args.head_dim, unit_keys);
   backward.v = map_of_keys(args, dtype, args.v, args.head_dim_v, unit_keys);
-  backward.dk = map_of_keys(args, dtype, args.dk, args.head_dim, kStoredKeys);
-  backward.dv = map_of_keys(args, dtype, args.dv, args.head_dim_v, kStoredKeys);
+  backward.dk = map_of_keys(args, dtype, args.dk, args.head_dim, stored_keys);
+  backward.dv = map_of_keys(args, dtype, args.dv, args.head_dim_v, stored_keys);
   return backward;
 }
 

@@ -1,5 +1,5 @@
 // Which threads of a block do what. A block is one producer warpgroup, whose warps copy and have a role each, and two
-// consumer warpgroups, which compute.
+// consumer warpgroups, which compute, in the backward by panels three.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,8 @@ constexpr int kBlockThreads = kWarpgroupThreads + kConsumerThreads;
 // Of a thread. 24 and 240 spill in the producer.
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
+constexpr int kPanelsProducerRegisters = 32;  // by panels
+constexpr int kPanelsConsumerRegisters = 160;
 
 // A role's value is its warp. Roles that issue copies alone run on the warp's first thread.
 enum class Role : int {

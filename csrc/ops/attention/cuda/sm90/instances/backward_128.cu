@@ -2,9 +2,9 @@
 
 namespace packing_ops::attention::sm90 {
 
-template void run_backward<__nv_bfloat16, 128, false>(const Args&, DType, cudaStream_t);
-template void run_backward<__nv_bfloat16, 128, true>(const Args&, DType, cudaStream_t);
-template void run_backward<__half, 128, false>(const Args&, DType, cudaStream_t);
-template void run_backward<__half, 128, true>(const Args&, DType, cudaStream_t);
+template void run_backward<__nv_bfloat16, 128, 128, false>(const Args&, DType, cudaStream_t);
+template void run_backward<__nv_bfloat16, 128, 128, true>(const Args&, DType, cudaStream_t);
+template void run_backward<__half, 128, 128, false>(const Args&, DType, cudaStream_t);
+template void run_backward<__half, 128, 128, true>(const Args&, DType, cudaStream_t);
 
 }  // namespace packing_ops::attention::sm90

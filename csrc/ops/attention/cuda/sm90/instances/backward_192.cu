@@ -1,0 +1,10 @@
+#include "ops/attention/cuda/sm90/backward.cuh"
+
+namespace packing_ops::attention::sm90 {
+
+template void run_backward<__nv_bfloat16, 192, 192, false>(const Args&, DType, cudaStream_t);
+template void run_backward<__nv_bfloat16, 192, 192, true>(const Args&, DType, cudaStream_t);
+template void run_backward<__half, 192, 192, false>(const Args&, DType, cudaStream_t);
+template void run_backward<__half, 192, 192, true>(const Args&, DType, cudaStream_t);
+
+}  // namespace packing_ops::attention::sm90
