@@ -99,7 +99,7 @@ test-gpu:  ## the tests on a GPU machine, in groups (TESTS=..., LOGS=folder)
 	$(GPU_PYTHON) tests/run_gpu.py $(if $(LOGS),--logs $(LOGS)) $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
-FAMILIES ?= boundaries padding packing rope attention pages attention_widths softcap flash3 logps kl megatron vision e2e generate invariance demo
+FAMILIES ?= boundaries padding packing rope attention pages attention_widths softcap logps kl megatron vision e2e generate invariance demo
 bench-gpu:  ## measures every family on the GPU (FAMILIES="attention e2e" for some)
 	@failed=; \
 	for family in $(FAMILIES); do \

@@ -1,5 +1,6 @@
 """Attention that bench_attention.py compares ours with on a GPU: of each its forward and its backward, apart."""
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 
 import packing_ops as po
 
-FLASH_2, FLASH_3, FLEX = "torch FlashAttention-2", "FlashAttention-3", "FlexAttention"
+FLASH_2, FLASH_3, FLASH_4, FLEX = (
+    "torch FlashAttention-2", "FlashAttention-3", "FlashAttention-4", "FlexAttention",
+)  # fmt: skip
 
 
 class Batch(NamedTuple):
@@ -27,7 +30,7 @@ class Calls(NamedTuple):
     """forward gives out, or a tuple that begins with it; backward gives dq, dk, dv. ``more``: what is made before."""
 
     forward: Callable | None
-    backward: Callable
+    backward: Callable | None
     more: dict[str, Callable] = {}  # noqa: RUF012 (nobody writes to it)
 
 
@@ -65,23 +68,43 @@ def flash_2(batch: Batch) -> Iterator[tuple[str, Calls]]:
     )
 
 
+def by_both_backwards(name: str, attend: Callable, batch: Batch) -> Iterator[tuple[str, Calls]]:
+    """Of ``attend(q, k, v, deterministic=)``: also the backward with sums in one order, as ours always has."""
+    yield name, by_autograd(lambda *rows: out_of(attend(*rows, deterministic=False)), batch)
+    ordered = by_autograd(lambda *rows: out_of(attend(*rows, deterministic=True)), batch)
+    yield f"{name}, deterministic", ordered._replace(forward=None)
+
+
+def out_of(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
 def flash_3(batch: Batch) -> Iterator[tuple[str, Calls]]:
-    """Dao-AILab's for Hopper, where it is installed; its backward also with sums in one order, as ours always has."""
-    if importlib.util.find_spec("flash_attn_interface") is None:
+    """Dao-AILab's for Hopper, where it is installed: built from its repository, or its forward as the package fa3-fwd."""
+    documents = (batch.cu_seqlens, batch.cu_seqlens, batch.longest, batch.longest)
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        from flash_attn_interface import flash_attn_varlen_func
+
+        attend = functools.partial(flash_attn_varlen_func, causal=True)
+        yield from by_both_backwards(FLASH_3, lambda *rows, **options: attend(*rows, *documents, **options), batch)
+    elif importlib.util.find_spec("fa3_fwd_interface") is not None:
+        from fa3_fwd_interface import flash_attn_varlen_func
+
+        yield FLASH_3, Calls(lambda: out_of(flash_attn_varlen_func(*batch[:3], *documents, causal=True)), None)
+
+
+def flash_4(batch: Batch) -> Iterator[tuple[str, Calls]]:
+    """Dao-AILab's in CuTe DSL, where flash-attn-4 is installed."""
+    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
         return
-    from flash_attn_interface import flash_attn_varlen_func
+    from flash_attn.cute import flash_attn_varlen_func
 
-    def attend(deterministic):
-        def call(q, k, v):
-            options = {"causal": True, "deterministic": deterministic}
-            documents = (batch.cu_seqlens, batch.cu_seqlens, batch.longest, batch.longest)
-            out = flash_attn_varlen_func(q, k, v, *documents, **options)
-            return out[0] if isinstance(out, tuple) else out
-
-        return by_autograd(call, batch)
-
-    yield FLASH_3, attend(False)
-    yield f"{FLASH_3}, deterministic", attend(True)._replace(forward=None)
+    attend = functools.partial(
+        flash_attn_varlen_func,
+        **{"cu_seqlens_q": batch.cu_seqlens, "cu_seqlens_k": batch.cu_seqlens},
+        **{"max_seqlen_q": batch.longest, "max_seqlen_k": batch.longest, "causal": True},
+    )
+    yield from by_both_backwards(FLASH_4, attend, batch)
 
 
 def flex(batch: Batch) -> Iterator[tuple[str, Calls]]:

@@ -57,7 +57,7 @@ def ragged(count, median=200):
 # --- CUDA: the ops themselves, forward and backward apart, beside those of attention_peers.py ---
 
 WORKLOADS = json.loads((Path(__file__).parent / "workloads.json").read_text())["workloads"]
-FLASH = (peers.flash_2, peers.flash_3)
+FLASH = (peers.flash_2, peers.flash_3, peers.flash_4)
 left_out = []  # peers that cannot run a case, or whose results are others
 
 
@@ -69,19 +69,16 @@ def check_same(mine, others) -> None:
             raise ValueError(f"results apart by {error:.3f}")
 
 
-def out_of(result):
-    return result[0] if isinstance(result, tuple) else result
-
-
 def peer_calls(make, batch: peers.Batch, forward: dict, backward: dict, shape: str) -> None:
     """Adds what ``make`` gives to the providers, if its results are ours."""
     try:
         for name, calls in make(batch):
             if calls.forward:
-                check_same([out_of(forward["packing_ops"]())], [out_of(calls.forward())])
-            check_same(backward["packing_ops"](), calls.backward())
+                check_same([peers.out_of(forward["packing_ops"]())], [peers.out_of(calls.forward())])
+            if calls.backward:
+                check_same(backward["packing_ops"](), calls.backward())
             forward.update(calls.more | ({name: calls.forward} if calls.forward else {}))
-            backward[name] = calls.backward
+            backward.update({name: calls.backward} if calls.backward else {})
     except Exception as error:  # one peer that cannot run a case says nothing about the others
         left_out.append(f"{make.__name__} in {shape}: {type(error).__name__}: {str(error)[:300]}")
         print(left_out[-1], flush=True)

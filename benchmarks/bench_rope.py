@@ -8,7 +8,7 @@ import packing_ops as po
 from packing_ops.reference import rope as reference
 
 LARGE = (32, 8, 128)  # q heads, kv heads, head_dim
-SMALL = (14, 2, 64)
+SMALL, MANY = (14, 2, 64), (16, 16, 64)
 ODD = (32, 32, 96)  # no power of two, as Phi-3's; vision towers have 72 and 80
 MAX_POSITIONS = 8192
 DOCUMENT = 300  # tokens of the packed documents that position_ids count through
@@ -99,8 +99,13 @@ def cases(device):
             backward_case(device, seqlen, torch.bfloat16, SMALL),
             forward_case(device, seqlen, torch.bfloat16, ODD),
             backward_case(device, seqlen, torch.bfloat16, ODD),
-            forward_case(device, 8192, torch.bfloat16),
-            backward_case(device, 8192, torch.bfloat16),
+            forward_case(device, 131_072, torch.bfloat16, MANY),
+            backward_case(device, 131_072, torch.bfloat16, MANY),
+            *(
+                case(device, tokens, torch.bfloat16)
+                for tokens in (8192, 4096)
+                for case in (forward_case, backward_case)
+            ),
         ]
     return found
 

@@ -69,10 +69,36 @@ def test_a_peer_that_cannot_run_is_left_out_and_named(flash_3):
     assert "head_dim 16 has no kernel" in bench_attention.left_out[0]
 
 
-def test_where_flash_attention_3_is_not_installed_nothing_is_compared_with_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    batch = bench_attention.packed([3, 5], (2, 2), 16, "cpu")
-    assert list(peers.flash_3(peers.Batch(*batch, 5))) == []
+@pytest.mark.parametrize("package", ["fa3_fwd_interface", "flash_attn.cute"])
+def test_packages_of_other_names(package, monkeypatch):
+    """fa3-fwd has FlashAttention-3's forward alone; flash-attn-4 takes keywords and both backwards."""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, deterministic=False
+    ):
+        return po.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal), None
+
+    parents = [package.partition(".")[0]] if "." in package else []
+    for name in (*parents, package):
+        module = ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name in parents)
+        module.__path__, module.flash_attn_varlen_func = [], flash_attn_varlen_func
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(bench_attention, "left_out", [])
+    found = cases_of(peers.flash_3, peers.flash_4)
+    three = package == "fa3_fwd_interface"
+    assert list(found["varlen_attention"])[1:] == [peers.FLASH_3 if three else peers.FLASH_4]
+    assert list(found["varlen_attention_backward"])[1:] == (
+        [] if three else [peers.FLASH_4, f"{peers.FLASH_4}, deterministic"]
+    )
+    assert bench_attention.left_out == []
+
+
+def test_what_is_not_installed_is_not_compared_with(monkeypatch):
+    for name in ("flash_attn_interface", "fa3_fwd_interface", "flash_attn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    batch = peers.Batch(*bench_attention.packed([3, 5], (2, 2), 16, "cpu"), 5)
+    assert [*peers.flash_3(batch), *peers.flash_4(batch)] == []
 
 
 def test_flex_attentions_mask_and_shapes_are_right(monkeypatch):
