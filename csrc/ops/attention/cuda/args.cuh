@@ -57,7 +57,8 @@ struct Args {
   float softmax_scale = 0;
   float softcap = 0;
   float score_unit = 0;                  // of ScoreTransform: softcap or 1
-  float score_inner = 0;                 // softmax_scale over it
+  float score_inner = 0;                 // softmax_scale over it; for exponential_tanh times 2 log2(e)
+  bool large_softcap = false;            // too large for exponential_tanh
   const int32_t* visible_end = nullptr;  // the call's; kernels read plan.ends, which was checked
   FaultFlag fault;
 };

@@ -10,7 +10,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 // x P(x^2) / Q(x^2), fitted to -8 .. 8, beyond which tanh is 1. Its relative error is at most 5e-7, also near 0: a
-// softcap far above the scores leaves them as they are. It takes one special function, and fewer clocks than tanhf.
+// softcap far above the scores leaves them as they are. It takes fewer clocks than tanhf.
 __device__ __forceinline__ float rational_tanh(float x) {
   x = ptx::clamp(x, 8.f);
   const float square = x * x;
@@ -26,6 +26,11 @@ __device__ __forceinline__ float rational_tanh(float x) {
   return x * p * ptx::rcp_approx(q);
 }
 
+// 1 - 2 / (1 + e^2x), of x = y / (2 log2(e)). Its absolute error is at most 3e-7; nothing of a small x is left.
+__device__ __forceinline__ float exponential_tanh(float y) {
+  return fmaf(-2.f, ptx::rcp_approx(ptx::exp2_approx(y) + 1.f), 1.f);
+}
+
 // Dot products of q and k before the softmax, whose scores are unit() times what apply() leaves. kTransform: softcap,
 // or a scale that is not positive, which would turn the order of the online softmax around.
 template <bool kTransform>
@@ -38,12 +43,14 @@ struct ScoreTransform {
   template <int kCount>
   __device__ __forceinline__ void apply(float (&dots)[kCount]) const {
     if constexpr (kTransform) {
-      if (capped()) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) dots[i] = rational_tanh(dots[i] * args.score_inner);
-      } else {
+      for (int i = 0; i < kCount; ++i) dots[i] *= args.score_inner;
+      if (args.large_softcap) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) dots[i] *= args.score_inner;
+        for (int i = 0; i < kCount; ++i) dots[i] = rational_tanh(dots[i]);
+      } else if (capped()) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) dots[i] = exponential_tanh(dots[i]);
       }
     }
   }
