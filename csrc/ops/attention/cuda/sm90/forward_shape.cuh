@@ -111,8 +111,8 @@ __device__ __forceinline__ uint32_t count_units(const ForwardArgs& args) {
   return static_cast<uint32_t>(plan.data[PlanView::kForward]) * args.common.kv_heads.value;
 }
 
-// A document's units are its tiles of the first kv head, the costliest first, then those of the next: blocks that run
-// at the same time read the same keys from L2.
+// A document's units: of its tiles, the costliest first, a part of each kv head after the other, then the next part.
+// Blocks that run at the same time read the same keys from L2, and what runs last costs little.
 template <class Shape>
 __device__ __forceinline__ ForwardUnit describe_unit(const ForwardArgs& args, uint32_t index) {
   const Divisor& kv_heads = args.common.kv_heads;
@@ -121,8 +121,13 @@ __device__ __forceinline__ ForwardUnit describe_unit(const ForwardArgs& args, ui
   const auto tiles = static_cast<uint32_t>(entries[of_document].document_tiles);
   const uint32_t first = of_document - (tiles - 1 - static_cast<uint32_t>(entries[of_document].tile));
   const uint32_t unit = index - first * kv_heads.value;
-  const uint32_t kv_head = unit / tiles;
-  return ForwardUnit::make(args, entries[first + unit - kv_head * tiles], static_cast<int32_t>(kv_head), Shape::kKeys);
+  const uint32_t part_tiles = (tiles + kForwardParts - 1) / kForwardParts;
+  const uint32_t part = unit / (part_tiles * kv_heads.value) * part_tiles;  // its first tile
+  const uint32_t in_part = unit - part * kv_heads.value;
+  const uint32_t size = part_tiles < tiles - part ? part_tiles : tiles - part;
+  const uint32_t kv_head = in_part / size;
+  return ForwardUnit::make(args, entries[first + part + in_part - kv_head * size], static_cast<int32_t>(kv_head),
+                           Shape::kKeys);
 }
 
 }  // namespace packing_ops::attention::sm90
