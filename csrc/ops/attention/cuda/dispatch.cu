@@ -211,16 +211,18 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
       }
       return sm80::run_forward_wide<T, SmemTier::k163KB>(args, stream);
     } else {
-      const bool wgmma = runs_on_wgmma(p);
-      if (wgmma) {
-        sm90::run_forward<T, wgmma_dim(kDim), wgmma_dim(kDimV), kTransform>(args, p.dtype, stream);
+      const AttentionTiles& tiles = args.plan.tiles;
+      const bool resident = tiles.resident_max_keys >= 0;
+      if constexpr (has_short_forward(kDim)) {
+        if (resident) sm80::run_forward_resident<T, kDim, kTransform>(args, stream);
+      }
+      if (runs_on_wgmma(p)) {
+        sm90::run_forward<T, wgmma_dim(kDim), wgmma_dim(kDimV), kTransform>(args, p.dtype, stream, resident);
       } else {
-        sm80::run_forward<T, kDim, false, kTransform, kDimV>(args, stream);
+        sm80::run_forward<T, kDim, false, kTransform, kDimV>(args, stream, resident);
       }
       if constexpr (has_short_forward(kDim)) {
-        const AttentionTiles& tiles = args.plan.tiles;
-        if (tiles.short_max_keys >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream);
-        if (tiles.resident_max_keys >= 0) sm80::run_forward_resident<T, kDim, kTransform>(args, stream);
+        if (tiles.short_max_keys >= 0) sm80::run_forward<T, kDim, true, kTransform>(args, stream, true);
       }
     }
   });

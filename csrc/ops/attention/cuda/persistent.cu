@@ -31,7 +31,7 @@ int query_resident_blocks(const void* kernel, int threads, int shared, int devic
 
 }  // namespace
 
-void launch_persistent(PersistentKernel& kernel, const void* args, int64_t units, cudaStream_t stream) {
+void launch_persistent(PersistentKernel& kernel, const void* args, int64_t units, cudaStream_t stream, bool overlaps) {
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   int& cached = kernel.resident_blocks[device % kMaxDevices];
@@ -52,7 +52,7 @@ void launch_persistent(PersistentKernel& kernel, const void* args, int64_t units
   config.dynamicSmemBytes = static_cast<size_t>(kernel.shared);
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = kernel.overlaps && major >= 9 ? 1 : 0;
+  config.numAttrs = overlaps && major >= 9 ? 1 : 0;
   void* parameters[] = {const_cast<void*>(args)};
   check_cuda(cudaLaunchKernelExC(&config, kernel.entry, parameters), kernel.name);
 }

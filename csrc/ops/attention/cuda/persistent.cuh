@@ -14,12 +14,13 @@ struct PersistentKernel {
   int threads;
   int shared;
   const char* name;
-  bool overlaps = false;                  // programmatic dependent launch: may start while the kernel before still runs
   int resident_blocks[kMaxDevices] = {};  // atomic; <atomic> would take long to compile in every instance
 };
 
-// A grid of min(units, resident blocks). args: the kernel's only parameter.
-void launch_persistent(PersistentKernel& kernel, const void* args, int64_t units, cudaStream_t stream);
+// A grid of min(units, resident blocks). args: the kernel's only parameter. overlaps: programmatic dependent launch, so
+// that it may start while the kernel before still runs, which must be one of the same call.
+void launch_persistent(PersistentKernel& kernel, const void* args, int64_t units, cudaStream_t stream,
+                       bool overlaps = false);
 
 // The unit of this block in round `round`: in serpentine order, so that no block always gets the costlier one.
 __device__ __forceinline__ uint32_t serpentine(uint32_t round) {

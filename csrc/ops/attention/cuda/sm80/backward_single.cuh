@@ -181,8 +181,8 @@ void run_backward_single(const Args& args, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kKeys, true, kTier, kDimV>;
   static PersistentKernel kernel{
       reinterpret_cast<const void*>(attention_backward_single_kernel<T, kDim, kKeys, kTransform, kTier, kDimV>),
-      Shape::kThreads, Shape::kShared, "attention_backward_single_kernel", true};
-  launch_persistent(kernel, &args, args.plan.num_documents * args.num_kv_heads, stream);
+      Shape::kThreads, Shape::kShared, "attention_backward_single_kernel"};
+  launch_persistent(kernel, &args, args.plan.num_documents * args.num_kv_heads, stream, true);
 }
 
 }  // namespace packing_ops::attention::sm80

@@ -161,13 +161,13 @@ __global__ void __launch_bounds__(128, ForwardShape<kDim, kShort, kDimV>::kBlock
 }
 
 template <class T, int kDim, bool kShort, bool kTransform, int kDimV>
-void run_forward(const Args& args, cudaStream_t stream) {
+void run_forward(const Args& args, cudaStream_t stream, bool overlaps) {
   using Shape = ForwardShape<kDim, kShort, kDimV>;
   static PersistentKernel kernel{
       reinterpret_cast<const void*>(attention_forward_kernel<T, kDim, kShort, kTransform, kDimV>), Shape::kThreads,
-      Shape::kShared, "attention_forward_kernel", kShort};
+      Shape::kShared, "attention_forward_kernel"};
   const int64_t entries = kShort ? args.plan.forward_short_capacity() : args.plan.forward_capacity();
-  launch_persistent(kernel, &args, entries * args.num_kv_heads, stream);
+  launch_persistent(kernel, &args, entries * args.num_kv_heads, stream, overlaps);
 }
 
 }  // namespace packing_ops::attention::sm80

@@ -10,7 +10,7 @@ namespace packing_ops::attention::sm80 {
 
 // kTransform: scores pass through softcap, or softmax_scale is not positive. kDimV: of v and out.
 template <class T, int kDim, bool kShort, bool kTransform, int kDimV = kDim>
-void run_forward(const Args& args, cudaStream_t stream);
+void run_forward(const Args& args, cudaStream_t stream, bool overlaps);
 
 template <class T, int kDim, bool kTransform>
 void run_forward_resident(const Args& args, cudaStream_t stream);

@@ -211,6 +211,7 @@ __global__ void __launch_bounds__(ResidentShape<kDim>::kThreads, 1)
     ptx::mbarrier_init(&ring.empty[threadIdx.x], Shape::kWarps);
   }
   if (threadIdx.x == 0) ring.next_block = 0;
+  if (args.counters != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.counters = 0;  // for sm90/forward.cuh
   __syncthreads();
   if (warp == Shape::kWarps) {
     load_units(args, ring, tile_k, tile_v);
@@ -226,7 +227,7 @@ void run_forward_resident(const Args& args, cudaStream_t stream) {
   using Shape = ResidentShape<kDim>;
   static_assert(sizeof(ResidentRing<Shape>) <= kResidentRingBytes);
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_resident_kernel<T, kDim, kTransform>),
-                                 Shape::kThreads, Shape::kShared, "attention_forward_resident_kernel", true};
+                                 Shape::kThreads, Shape::kShared, "attention_forward_resident_kernel"};
   launch_persistent(kernel, &args, args.plan.forward_resident_capacity() * args.num_kv_heads, stream);
 }
 

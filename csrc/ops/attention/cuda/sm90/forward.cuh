@@ -47,13 +47,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 }
 
 template <class T, int kDim, int kDimV, bool kTransform>
-void run_forward(const Args& args, DType dtype, cudaStream_t stream) {
+void run_forward(const Args& args, DType dtype, cudaStream_t stream, bool overlaps) {
   using Shape = ForwardShape<kDim, kDimV>;
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_sm90_kernel<T, Shape, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_forward_sm90_kernel"};
   const ForwardArgs forward = forward_args(args, dtype, Shape::kKeys);
-  check_cuda(cudaMemsetAsync(args.counters, 0, sizeof(*args.counters), stream), "cudaMemsetAsync");
-  launch_persistent(kernel, &forward, args.plan.forward_capacity() * args.num_kv_heads, stream);
+  if (!overlaps) check_cuda(cudaMemsetAsync(args.counters, 0, sizeof(*args.counters), stream), "cudaMemsetAsync");
+  launch_persistent(kernel, &forward, args.plan.forward_capacity() * args.num_kv_heads, stream, overlaps);
 }
 
 }  // namespace packing_ops::attention::sm90

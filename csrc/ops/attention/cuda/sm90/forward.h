@@ -20,6 +20,6 @@ struct ForwardArgs {
 
 // kTransform: scores pass through softcap, or softmax_scale is not positive.
 template <class T, int kDim, int kDimV, bool kTransform>
-void run_forward(const Args& args, DType dtype, cudaStream_t stream);
+void run_forward(const Args& args, DType dtype, cudaStream_t stream, bool overlaps);
 
 }  // namespace packing_ops::attention::sm90

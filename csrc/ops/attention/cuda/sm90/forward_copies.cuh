@@ -73,31 +73,39 @@ __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBar
   PipelineState<Shape::kStagesQ> q;
   const uint32_t units = count_units(args);
   uint32_t index = blockIdx.x;  // later units go to the blocks that ask first
+  const auto claim = [&] { index = gridDim.x + atomicAdd(args.common.counters, 1); };
   for (uint32_t round = 0;; ++round, q.next()) {
     const ForwardUnit unit = index < units ? describe_unit<Shape>(args, index) : ForwardUnit{};
     if (first_lane) {
       shared.units[round % kForwardUnitStages] = unit;
       ptx::mbarrier_arrive(&shared.described[round % kForwardUnitStages]);
-      index = gridDim.x + atomicAdd(args.common.counters, 1);
+      if (round > 0) claim();
     }
     if (!unit.exists()) return;
     const UnitEnds ends(args, unit);
     const DocumentTokens tokens(unit.d.start_q, unit.d.tokens);
     ptx::mbarrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
     ends.store(shared.ends[round & 1]);
-    index = __shfl_sync(0xffffffffu, index, 0);
-    if (!first_lane) continue;
-    ptx::mbarrier_arrive_expect_tx(&shared.q_full[q.stage],
-                                   2 * Shape::kPanelsK * 128 * args.tile_tokens * args.common.group);
+    if (first_lane) {
+      ptx::mbarrier_arrive_expect_tx(&shared.q_full[q.stage],
+                                     2 * Shape::kPanelsK * 128 * args.tile_tokens * args.common.group);
 #pragma unroll
-    for (int w = 0; w < 2; ++w) {
+      for (int w = 0; w < 2; ++w) {
 #pragma unroll
-      for (int panel = 0; panel < Shape::kPanelsK; ++panel) {
-        const ptx::TmaCoords start = {64 * panel, unit.kv_head * args.common.group,
-                                      tokens.before_end + unit.token + w * args.tile_tokens, tokens.to_end, kMapTokens};
-        ptx::tma_load(Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ, args.q, start, &shared.q_full[q.stage]);
+        for (int panel = 0; panel < Shape::kPanelsK; ++panel) {
+          const ptx::TmaCoords start = {64 * panel, unit.kv_head * args.common.group,
+                                        tokens.before_end + unit.token + w * args.tile_tokens, tokens.to_end,
+                                        kMapTokens};
+          ptx::tma_load(Shape::tile_q(base, q.stage, w) + panel * Shape::kPanelQ, args.q, start,
+                        &shared.q_full[q.stage]);
+        }
+      }
+      if (round == 0) {
+        ptx::griddepcontrol_wait();  // for the counter's 0
+        claim();
       }
     }
+    index = __shfl_sync(0xffffffffu, index, 0);
   }
 }
 

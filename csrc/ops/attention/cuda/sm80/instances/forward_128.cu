@@ -4,13 +4,13 @@
 
 namespace packing_ops::attention::sm80 {
 
-template void run_forward<__nv_bfloat16, 128, false, false>(const Args&, cudaStream_t);
-template void run_forward<__nv_bfloat16, 128, false, true>(const Args&, cudaStream_t);
-template void run_forward<__nv_bfloat16, 128, true, false>(const Args&, cudaStream_t);
-template void run_forward<__nv_bfloat16, 128, true, true>(const Args&, cudaStream_t);
-template void run_forward<__half, 128, false, false>(const Args&, cudaStream_t);
-template void run_forward<__half, 128, false, true>(const Args&, cudaStream_t);
-template void run_forward<__half, 128, true, false>(const Args&, cudaStream_t);
-template void run_forward<__half, 128, true, true>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 128, false, false>(const Args&, cudaStream_t, bool);
+template void run_forward<__nv_bfloat16, 128, false, true>(const Args&, cudaStream_t, bool);
+template void run_forward<__nv_bfloat16, 128, true, false>(const Args&, cudaStream_t, bool);
+template void run_forward<__nv_bfloat16, 128, true, true>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 128, false, false>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 128, false, true>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 128, true, false>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 128, true, true>(const Args&, cudaStream_t, bool);
 
 }  // namespace packing_ops::attention::sm80

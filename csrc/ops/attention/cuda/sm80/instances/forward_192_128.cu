@@ -4,9 +4,9 @@
 
 namespace packing_ops::attention::sm80 {
 
-template void run_forward<__nv_bfloat16, 192, false, false, 128>(const Args&, cudaStream_t);
-template void run_forward<__nv_bfloat16, 192, false, true, 128>(const Args&, cudaStream_t);
-template void run_forward<__half, 192, false, false, 128>(const Args&, cudaStream_t);
-template void run_forward<__half, 192, false, true, 128>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 192, false, false, 128>(const Args&, cudaStream_t, bool);
+template void run_forward<__nv_bfloat16, 192, false, true, 128>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 192, false, false, 128>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 192, false, true, 128>(const Args&, cudaStream_t, bool);
 
 }  // namespace packing_ops::attention::sm80

@@ -4,9 +4,9 @@
 
 namespace packing_ops::attention::sm80 {
 
-template void run_forward<__nv_bfloat16, 256, false, false>(const Args&, cudaStream_t);
-template void run_forward<__nv_bfloat16, 256, false, true>(const Args&, cudaStream_t);
-template void run_forward<__half, 256, false, false>(const Args&, cudaStream_t);
-template void run_forward<__half, 256, false, true>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 256, false, false>(const Args&, cudaStream_t, bool);
+template void run_forward<__nv_bfloat16, 256, false, true>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 256, false, false>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 256, false, true>(const Args&, cudaStream_t, bool);
 
 }  // namespace packing_ops::attention::sm80

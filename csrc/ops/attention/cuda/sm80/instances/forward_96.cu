@@ -4,13 +4,13 @@
 
 namespace packing_ops::attention::sm80 {
 
-template void run_forward<__nv_bfloat16, 96, false, false>(const Args&, cudaStream_t);
-template void run_forward<__nv_bfloat16, 96, false, true>(const Args&, cudaStream_t);
-template void run_forward<__nv_bfloat16, 96, true, false>(const Args&, cudaStream_t);
-template void run_forward<__nv_bfloat16, 96, true, true>(const Args&, cudaStream_t);
-template void run_forward<__half, 96, false, false>(const Args&, cudaStream_t);
-template void run_forward<__half, 96, false, true>(const Args&, cudaStream_t);
-template void run_forward<__half, 96, true, false>(const Args&, cudaStream_t);
-template void run_forward<__half, 96, true, true>(const Args&, cudaStream_t);
+template void run_forward<__nv_bfloat16, 96, false, false>(const Args&, cudaStream_t, bool);
+template void run_forward<__nv_bfloat16, 96, false, true>(const Args&, cudaStream_t, bool);
+template void run_forward<__nv_bfloat16, 96, true, false>(const Args&, cudaStream_t, bool);
+template void run_forward<__nv_bfloat16, 96, true, true>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 96, false, false>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 96, false, true>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 96, true, false>(const Args&, cudaStream_t, bool);
+template void run_forward<__half, 96, true, true>(const Args&, cudaStream_t, bool);
 
 }  // namespace packing_ops::attention::sm80

@@ -2,9 +2,9 @@
 
 namespace packing_ops::attention::sm90 {
 
-template void run_forward<__nv_bfloat16, 192, 192, false>(const Args&, DType, cudaStream_t);
-template void run_forward<__nv_bfloat16, 192, 192, true>(const Args&, DType, cudaStream_t);
-template void run_forward<__half, 192, 192, false>(const Args&, DType, cudaStream_t);
-template void run_forward<__half, 192, 192, true>(const Args&, DType, cudaStream_t);
+template void run_forward<__nv_bfloat16, 192, 192, false>(const Args&, DType, cudaStream_t, bool);
+template void run_forward<__nv_bfloat16, 192, 192, true>(const Args&, DType, cudaStream_t, bool);
+template void run_forward<__half, 192, 192, false>(const Args&, DType, cudaStream_t, bool);
+template void run_forward<__half, 192, 192, true>(const Args&, DType, cudaStream_t, bool);
 
 }  // namespace packing_ops::attention::sm90
