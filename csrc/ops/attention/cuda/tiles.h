@@ -138,8 +138,6 @@ constexpr int wgmma_k_stages(int dim) {
 }
 constexpr int kWgmmaVStages = 2;
 constexpr int kForwardUnitStages = 4;  // descriptions of units
-constexpr uint32_t kForwardParts =
-    8;  // of a document's tiles, the costliest first: one part of all kv heads, then the next
 // Whether a unit's first scores are computed beside the last values of the unit before.
 constexpr bool wgmma_forward_streams(int dim) {
   return dim == 64;

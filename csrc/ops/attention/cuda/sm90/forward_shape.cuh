@@ -111,8 +111,10 @@ __device__ __forceinline__ uint32_t count_units(const ForwardArgs& args) {
   return static_cast<uint32_t>(plan.data[PlanView::kForward]) * args.common.kv_heads.value;
 }
 
-// A document's units: of its tiles, the costliest first, a part of each kv head after the other, then the next part.
-// Blocks that run at the same time read the same keys from L2, and what runs last costs little.
+constexpr uint32_t kForwardParts = 8;
+
+// A document's units: its tiles, the costliest first, in parts: one of each kv head, then the next. Blocks that run at
+// the same time read the same keys from L2, and what runs last costs little.
 template <class Shape>
 __device__ __forceinline__ ForwardUnit describe_unit(const ForwardArgs& args, uint32_t index) {
   const Divisor& kv_heads = args.common.kv_heads;
