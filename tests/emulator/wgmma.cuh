@@ -26,7 +26,8 @@ void wgmma_wait_group() {
   emulator::wait_for_products(kPending);
   __syncwarp();
 }
-inline void wgmma_wait_group_after(bool) {
+inline void wgmma_wait_group_after(int positive) {
+  if (positive <= 0) std::abort();
   wgmma_wait_group<0>();
 }
 template <int kCount>

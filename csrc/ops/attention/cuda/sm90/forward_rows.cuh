@@ -319,7 +319,8 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
       start_values();
       ptx::wgmma_wait_group<1>();
       const bool moved = end_scores(keys);
-      ptx::wgmma_wait_group_after(moved);
+      ptx::fence_operands(s);
+      ptx::wgmma_wait_group_after(end_tile);
       end_values();
       // Finish or rescale out
       if (unit_boundary) {
