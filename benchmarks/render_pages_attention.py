@@ -10,6 +10,7 @@ FLASH = {FLASH_2: "FA2", FLASH_3: "FA3", f"{FLASH_3}, deterministic": "FA3, dete
          FLASH_4: "FA4", f"{FLASH_4}, deterministic": "FA4, deterministic"}  # fmt: skip
 PEERS = {**FLASH, FLEX: "Flex"}
 NOTHING, NOT_MEASURED = {"ratio_to_ours": 1}, "–"
+LONG = ("mid4k:", "long16k:")
 IMAGES, PADDED = ", images of ", "packing_ops, v padded"
 MASK, LOOP = "torch SDPA block mask", "transformers, SDPA in a loop"
 
@@ -90,11 +91,12 @@ def attention() -> str:
 
 
 def attention_slower() -> str:
-    """Of the other cases those where a FlashAttention is ahead."""
+    """Of the cases in neither other table those where a FlashAttention is ahead."""
     cases = {
         shape: case
         for shape, case in attention_cases().items()
         if not is_main(shape)
+        and not shape.startswith(LONG)
         and any(
             float(providers.get(peer, NOTHING)["ratio_to_ours"]) < 1 for providers in case.values() for peer in FLASH
         )
@@ -120,11 +122,7 @@ def attention_memory() -> str:
 
 def attention_dims() -> str:
     """Long documents of other head_dims, and values of another width."""
-    cases = {
-        shape: case
-        for shape, case in attention_cases().items()
-        if shape.startswith(("mid4k:", "long16k:")) and not is_main(shape)
-    }
+    cases = {shape: case for shape, case in attention_cases().items() if shape.startswith(LONG) and not is_main(shape)}
     table = attention_table(cases, "other heads and head_dims", label)
     found, rows = {}, rows_of("attention_widths_cuda")
     for (op, shape, _), providers in cases_of(rows).items():
@@ -137,11 +135,21 @@ def attention_dims() -> str:
             line.append(f"{float(providers[OURS]['p50_us']) / 1000:.2f}")
             line += [
                 times(providers[peer]["ratio_to_ours"]) if peer in providers else NOT_MEASURED
-                for peer in (PADDED, FLEX, MASK)
+                for peer in (PADDED, FLASH_3, FLEX, MASK)
+                if (direction, peer) != ("backward", FLASH_3)
             ]
         lines.append(line)
-    names = ["v padded", "Flex", "SDPA, mask"]
-    header = ["head_dim of q and k / of v", "forward, ms", *names, "backward, ms", *names]
+    names = ["Flex", "SDPA, mask"]
+    header = [
+        "head_dim of q and k / of v",
+        "forward, ms",
+        "v padded",
+        "FA3",
+        *names,
+        "backward, ms",
+        "v padded",
+        *names,
+    ]
     told = f"v padded: the same call with v padded to the head_dim of q and k, and out cut. {origin(rows)}."
     return f"{table}\n\n{markdown(header, lines)}\n\n{prose(told)}"
 

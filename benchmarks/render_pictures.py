@@ -18,13 +18,16 @@ PARTS = {  # of the work: the indices are given that ours finds first; no softma
     "bare matmuls",
     "bare matmuls, logits kept",
 }
-OURS_TOO = (OURS, "chunk=", "chunked_cross_entropy")
+OURS_TOO = (OURS, "chunked_cross_entropy")
+OURS_ALONE = ("token_logps by ",)  # cases of ours with other options
 PREPARATIONS = ("FlexAttention, its block mask",)  # once for many calls, timed in rows of their own
 NOTES = {**dict.fromkeys(PARTS, "a part of the work"), "varlen_attention": "ours, called directly"}
 COLORS = {  # of a provider the same in every picture
     "torch FlashAttention-2": "tab:orange",
     "FlashAttention-3": "tab:red",
     "FlashAttention-3, deterministic": "tab:pink",
+    "FlashAttention-4": "tab:blue",
+    "FlashAttention-4, deterministic": "tab:cyan",
     "FlexAttention": "tab:green",
     "torch eager": "tab:orange",
     "torch.compile": "tab:purple",
@@ -53,6 +56,8 @@ def comparisons(rows: list[dict]) -> list[Comparison]:
     """Cases in which somebody else does the same work. A copy moves as many bytes and does none of it."""
     found = []
     for (op, shape, dtype), providers in cases_of(rows).items():
+        if op.startswith(OURS_ALONE):
+            continue
         _, *others = providers
         speeds = {
             name: float(providers[name]["ratio_to_ours"])

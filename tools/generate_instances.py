@@ -12,15 +12,15 @@ DTYPES = ("__nv_bfloat16", "__half")
 TRANSFORMS = ("false", "true")
 
 
-def instance_file(header, functions, transforms=TRANSFORMS):
-    """functions: calls of one dtype and transform, as run_forward<{T}, 64, false, {transform}>."""
+def instance_file(header, functions, transforms=TRANSFORMS, more=""):
+    """functions: calls of one dtype and transform, as run_forward<{T}, 64, false, {transform}>; more: parameters."""
     lines = ["// Written by tools/generate_instances.py.", "// clang-format off"]
     lines += [f'#include "ops/attention/cuda/sm80/{header}.cuh"', "", "namespace packing_ops::attention::sm80 {", ""]
     for dtype in DTYPES:
         for function in functions:
             for transform in transforms:
                 instance = function.format(T=dtype, transform=transform)
-                lines.append(f"template void {instance}(const Args&, cudaStream_t);")
+                lines.append(f"template void {instance}(const Args&, cudaStream_t{more});")
     return "\n".join([*lines, "", "}  // namespace packing_ops::attention::sm80", ""])
 
 
@@ -57,7 +57,7 @@ def instances():
         short = dim <= 128  # has_short_forward
         kinds = ("false", "true") if short else ("false",)
         files[f"forward_{label}.cu"] = instance_file(
-            "forward", [f"run_forward<{{T}}, {dim}, {kind}, {{transform}}{of_v}>" for kind in kinds]
+            "forward", [f"run_forward<{{T}}, {dim}, {kind}, {{transform}}{of_v}>" for kind in kinds], more=", bool"
         )
         if short:
             files[f"forward_resident_{label}.cu"] = instance_file(
