@@ -146,11 +146,11 @@ def by_provider(
 ) -> str:
     """Our time and memory, and those of the others, whose times are multiples of ours.
 
-    part: of the ops that are shown. label: of an op and a shape; cases of one label run one after the other.
+    part: of the ops and shapes that are shown. label: of an op and a shape; cases of one label run one after the other.
     """
     if not is_measured(family):
         return f"Not run yet: `benchmarks/bench_{family.split('_')[0]}.py`."
-    rows = [row for row in rows_of(family) if part in row["op"]]
+    rows = [row for row in rows_of(family) if part in f"{row['op']} {row['shape']}"]
     others = [name for name in dict.fromkeys(row["provider"] for row in rows) if name != OURS]
     found = {}
     for (op, shape, _), providers in cases_of(rows).items():
@@ -195,6 +195,14 @@ def logps_masked() -> str:
     return by_provider("logps_cuda", "masked")
 
 
+def logps_8192() -> str:
+    return by_provider("logps_cuda", "T=8192", label=lambda op, _: op.removeprefix("token_logps, "))
+
+
+def kl() -> str:
+    return by_provider("kl_cuda", "backward", label=lambda op, shape: f"{op}, {shape.partition('hidden=')[2]}")
+
+
 def trees() -> str:
     """Forward and backward of attention together."""
 
@@ -205,4 +213,5 @@ def trees() -> str:
     return by_provider("trees_cuda", label=label, ours="as a tree")
 
 
-TABLES = {"ops": ops, "cpu": cpu, "pages": pages, "generate": generate, "logps-masked": logps_masked, "trees": trees}
+TABLES = {"ops": ops, "cpu": cpu, "pages": pages, "generate": generate, "logps-masked": logps_masked,
+          "logps-8192": logps_8192, "kl": kl, "trees": trees}  # fmt: skip
