@@ -129,7 +129,7 @@ def peers(hidden, weight, targets):
         compiled = compiled_alone(eager_logps)
         found["torch.compile"] = lambda: compiled(hidden, weight, targets)
     if (trl := trl_logps()) is not None:
-        found["trl's chunked log-probs"] = lambda: trl(hidden, weight, targets)
+        found["TRL's chunked log-probs"] = lambda: trl(hidden, weight, targets)
     return found
 
 

@@ -216,7 +216,7 @@ def parallel_host() -> str:
 
 LOGPS_KEPT = "packing_ops, all logits kept"
 LOGPS_PEERS = {LOGPS_KEPT: "ours, logits kept", "torch eager": "torch eager", "torch.compile": "torch.compile",
-               "Liger's fused linear cross entropy": "Liger", "trl's chunked log-probs": "trl",
+               "Liger's fused linear cross entropy": "Liger", "TRL's chunked log-probs": "TRL",
                "bare matmuls": "bare matmuls"}  # fmt: skip
 LOGPS_MEMORY = {OURS: "GiB, ours", LOGPS_KEPT: "logits kept", "torch eager": "eager", "torch.compile": "compiled",
                 "Liger's fused linear cross entropy": "Liger"}  # fmt: skip

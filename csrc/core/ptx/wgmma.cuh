@@ -38,8 +38,8 @@ __device__ __forceinline__ void wgmma_wait_group() {
 }
 
 // Waits for all of them, after the arithmetic before it. ptxas moves a wait before the arithmetic of its basic block,
-// which then does not run beside wgmma: so it stands behind a branch. `positive`: what is always so without the
-// compiler knowing it, since all warps of the warpgroup must take the same branch.
+// which then does not run beside wgmma. So it stands behind a branch. `positive` is above 0 in every thread, which the
+// compiler does not know: .aligned asks that all threads of the warpgroup take the same branch.
 __device__ __forceinline__ void wgmma_wait_group_after(int positive) {
   if (positive > 0) {
     asm volatile("wgmma.wait_group.sync.aligned 0;  // positive" ::: "memory");  // unequal, or the compiler joins them

@@ -53,8 +53,8 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   // Within bounds that no score reaches: unit * log2(e) stays finite, and 0 * inner 0.
   a.score_unit = a.softcap > 0 ? std::min(a.softcap, 0x1p100f) : 1.f;
   a.score_inner = std::clamp(a.softmax_scale / a.score_unit, -0x1p100f, 0x1p100f);
-  a.large_softcap = a.softcap > 1024.f;
-  if (a.softcap > 0 && !a.large_softcap) a.score_inner *= 2.885390082f;
+  a.large_softcap = a.softcap > kMaxExponentialSoftcap;
+  if (a.softcap > 0 && !a.large_softcap) a.score_inner *= k2Log2e;
   a.visible_end = p.visible_end;
   a.counters = static_cast<int32_t*>(p.scratch);
   return a;

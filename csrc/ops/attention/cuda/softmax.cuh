@@ -26,7 +26,7 @@ __device__ __forceinline__ float rational_tanh(float x) {
   return x * p * ptx::rcp_approx(q);
 }
 
-// 1 - 2 / (1 + e^2x), of x = y / (2 log2(e)). Its absolute error is at most 3e-7; nothing of a small x is left.
+// 1 - 2 / (1 + e^2x), of x = y / k2Log2e. Its absolute error is at most 3e-7; nothing of a small x is left.
 __device__ __forceinline__ float exponential_tanh(float y) {
   return fmaf(-2.f, ptx::rcp_approx(ptx::exp2_approx(y) + 1.f), 1.f);
 }

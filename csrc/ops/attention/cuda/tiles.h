@@ -143,9 +143,9 @@ constexpr bool wgmma_forward_streams(int dim) {
   return dim == 64;
 }
 
-// Backward. What the consumer warpgroups divide, for all of dk and dv of a unit to fit their registers: up to 128
-// columns its keys; 192, of which there are three, the panels of 64 columns; 256 the rows of scores and the columns of
-// sums.
+// Backward. All of dk and dv of a unit must fit the consumer warpgroups' registers. Up to 128 columns they divide its
+// keys. With 192 columns three warpgroups divide the three panels of 64 columns. With 256 two divide the rows of scores
+// and the columns of sums.
 constexpr bool wgmma_backward_by_panels(int dim) {
   return dim == 192;
 }

@@ -219,7 +219,6 @@ __global__ void __launch_bounds__(ResidentShape<kDim>::kThreads, 1)
     const typename Shape::TileQ tile_q{first_q + warp * Shape::TileQ::kBytes};
     attend<T, Shape, kTransform>(args, ring, tile_q, tile_k, tile_v);
   }
-  ptx::griddepcontrol_wait();
 }
 
 template <class T, int kDim, bool kTransform>

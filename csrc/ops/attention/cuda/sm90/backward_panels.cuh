@@ -1,6 +1,5 @@
-// What the backward's consumer warpgroups do with 192 columns, whose three panels of 64 they divide: three warpgroups,
-// for registers of three hold dk and dv of 96 keys. Each computes scores of 32 of the keys, then a panel each of dk, of
-// dq and, where v has as many, of dv. A step:
+// What the backward's consumer warpgroups do with 192 columns. Three of them have the registers for dk and dv of 96
+// keys. Each computes scores of 32 keys, then a panel of 64 columns of dk, of dq and, where v has it, of dv. A step:
 //
 //   s = q k^T, dp = dout v^T             rows are rows; p^T and ds^T go to shared memory, where sums need all keys
 //   dv^T += dout^T p, dk^T += q^T ds     a panel's columns are rows, so that the 96 keys can be columns
@@ -142,7 +141,7 @@ struct BackwardPanel {
     if ((threadIdx.x & 31) == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // p and ds of this warpgroup's keys to shared memory, and those of the others.
+  // p and ds of this warpgroup's keys to shared memory. Ends when those of the others are there.
   __device__ __forceinline__ void share_scores() {
     const int stage = stage_of(step_idx, kRowStages);
     const BackwardStep<Shape>& step = shared.steps[stage_of(step_idx, kStepStages)];

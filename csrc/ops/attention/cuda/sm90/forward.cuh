@@ -22,7 +22,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ ForwardBarriers<Shape> barriers;
   const uint32_t base = (ptx::shared_address(shared) + 1023) & ~1023u;
   const int warp = threadIdx.x / kWarpThreads;
-  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   if (warp < kWarpgroupWarps) {
@@ -52,6 +51,7 @@ void run_forward(const Args& args, DType dtype, cudaStream_t stream, bool overla
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_sm90_kernel<T, Shape, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_forward_sm90_kernel"};
   const ForwardArgs forward = forward_args(args, dtype, Shape::kKeys);
+  // What it overlaps with, forward_resident.cuh, sets the counter.
   if (!overlaps) check_cuda(cudaMemsetAsync(args.counters, 0, sizeof(*args.counters), stream), "cudaMemsetAsync");
   launch_persistent(kernel, &forward, args.plan.forward_capacity() * args.num_kv_heads, stream, overlaps);
 }

@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBar
     if (first_lane) {
       shared.units[round % kForwardUnitStages] = unit;
       ptx::mbarrier_arrive(&shared.described[round % kForwardUnitStages]);
-      if (round > 0) claim();
+      if (round > 0) claim();  // the first waits below, behind the loads of q
     }
     if (!unit.exists()) return;
     const UnitEnds ends(args, unit);

@@ -113,8 +113,9 @@ __device__ __forceinline__ uint32_t count_units(const ForwardArgs& args) {
 
 constexpr uint32_t kForwardParts = 8;
 
-// A document's units: its tiles, the costliest first, in parts: one of each kv head, then the next. Blocks that run at
-// the same time read the same keys from L2, and what runs last costs little.
+// A document's tiles, the costliest first, are cut into parts. Units are a part's tiles of the first kv head, then of
+// the next; then the next part. Blocks that run at the same time read the same keys from L2, and the last units cost
+// little.
 template <class Shape>
 __device__ __forceinline__ ForwardUnit describe_unit(const ForwardArgs& args, uint32_t index) {
   const Divisor& kv_heads = args.common.kv_heads;

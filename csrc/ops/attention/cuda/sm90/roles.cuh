@@ -1,5 +1,5 @@
 // Which threads of a block do what. A block is one producer warpgroup, whose warps copy and have a role each, and two
-// consumer warpgroups, which compute, in the backward by panels three.
+// consumer warpgroups, which compute. The backward with 192 columns (by panels) has three.
 #pragma once
 
 #include <cstdint>
