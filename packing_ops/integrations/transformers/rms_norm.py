@@ -63,8 +63,9 @@ class _InAnyOrder(torch.autograd.Function):
         values = x.to(sum_dtype(x.dtype))
         rstd = (sum_in_any_order(values * values) / x.shape[-1] + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
-        out = values * rstd
-        return (out if weight is None else out * weight).to(x.dtype)
+        out = values * rstd if weight is None else values * rstd * weight
+        # Under torch.compile a result that .to leaves as it is has no gradient with torch 2.11.
+        return out if out.dtype == x.dtype else out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
