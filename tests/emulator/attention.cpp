@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
@@ -123,16 +124,19 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
     }
     if (tensors[16] != nullptr) plan.visible_end = static_cast<const int32_t*>(tensors[16]);
     std::vector<uint8_t> scratch;
-    const auto allocate = [&](int64_t bytes) {
-      scratch.assign(bytes + 16, 0xff);
-      p.scratch = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16);
+    const auto with_scratch = [&](int64_t bytes, auto&& run) {
+      scratch.assign(bytes + 32, 0xff);
+      auto* begin = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(scratch.data()) + 15) / 16 * 16);
+      p.scratch = begin;
+      run();
+      if (std::any_of(begin + bytes, begin + bytes + 16, [](uint8_t byte) { return byte != 0xff; })) {
+        throw std::runtime_error("a kernel wrote past the scratch");
+      }
     };
     launch_attention_plan_cuda(plan, launch);
-    allocate(attention_scratch_cuda(p));
-    launch_varlen_attention_cuda(p, launch);
+    with_scratch(attention_scratch_cuda(p), [&] { launch_varlen_attention_cuda(p, launch); });
     if (p.dout.data != nullptr) {
-      allocate(attention_backward_scratch_cuda(p));
-      launch_varlen_attention_backward_cuda(p, launch);
+      with_scratch(attention_backward_scratch_cuda(p), [&] { launch_varlen_attention_backward_cuda(p, launch); });
     }
     error = fault_word == 0 ? "" : "fault " + std::to_string(fault_word >> 56);
   } catch (const std::exception& caught) {

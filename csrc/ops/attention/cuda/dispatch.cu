@@ -24,6 +24,10 @@ namespace {
 
 using namespace attention;
 
+bool runs_on_wgmma(const VarlenAttentionParams& p) {
+  return has_wgmma(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
+}
+
 Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   Args a;
   a.fault = fault;
@@ -56,7 +60,7 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   a.large_softcap = a.softcap > kMaxExponentialSoftcap;
   if (a.softcap > 0 && !a.large_softcap) a.score_inner *= k2Log2e;
   a.visible_end = p.visible_end;
-  a.counters = static_cast<int32_t*>(p.scratch);
+  if (runs_on_wgmma(p)) a.counters = static_cast<int32_t*>(p.scratch);  // others have no scratch in the forward
   return a;
 }
 
@@ -124,10 +128,6 @@ constexpr bool is_built(int padded) {
 // Whether ScoreTransform changes the products of q and k.
 bool transforms(const VarlenAttentionParams& p) {
   return p.softcap > 0 || !(p.softmax_scale > 0);
-}
-
-bool runs_on_wgmma(const VarlenAttentionParams& p) {
-  return has_wgmma(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
 }
 
 // f(tier), as a constant.
