@@ -335,6 +335,11 @@ def bad_calls(device):
         ),
         "causal window": (call(window_size=(4, 2)), r"window_size: .* with causal=True, got \(4, 2\)"),
         "window": (call(window_size=(-2, 0)), r"window_size: expected -1 \(open\) .*, got \(-2, 0\)"),
+        "softmax_scale": (call(softmax_scale=float("nan")), "softmax_scale: expected a finite number, got nan"),
+        "softmax_scale beyond float32": (
+            call(softmax_scale=1e39),
+            "softmax_scale: expected a finite number, got 1e\\+39",
+        ),
         "softcap": (call(softcap=-1.0), "softcap: expected 0 .* got -1"),
         "sinks shape": (
             call(sinks=torch.zeros(2, device=device)),

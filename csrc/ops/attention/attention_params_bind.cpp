@@ -95,6 +95,9 @@ void set_call(VarlenAttentionParams& p, const Tensor& q, const Rows& k, const Ro
   p.head_dim = shape_q.head_dim;
   p.head_dim_v = v.head_dim;
   p.softmax_scale = options.softmax_scale.value_or(1 / std::sqrt(static_cast<double>(p.head_dim)));
+  const bool finite =
+      p.dtype == DType::kFloat64 ? std::isfinite(p.softmax_scale) : std::isfinite(static_cast<float>(p.softmax_scale));
+  check(finite, "softmax_scale: expected a finite number, got ", p.softmax_scale);
   p.softcap = softcap_of(options.softcap, p.dtype);
   // A longer window than any document is one of the longest, and the kernels can reckon with it.
   p.window_left = std::min<int64_t>(options.window_left, kLongestDocument);
