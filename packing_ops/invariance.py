@@ -208,9 +208,9 @@ def check_with_progress(
     if refused := refusals(model):
         return Invariance((), refused, *known)
     documents = _documents_of(model, documents, rows, first.device)
-    comparison = Comparison(model, run or run_of_transformers(model), documents, gradients)
     ways = list(rows_to_compare(list(map(len, documents))))
     with _no_limit_of_compilations(model):
+        comparison = Comparison(model, run or run_of_transformers(model), documents, gradients)
         for way, parts in ways:
             comparison.compare(way, parts)
             advance(1 / len(ways))

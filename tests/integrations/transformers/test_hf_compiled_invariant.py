@@ -207,6 +207,19 @@ def test_a_width_that_is_not_the_weight_s(fresh_compile):
     revert_packing_ops(model)
 
 
+def test_the_check_compiles_beyond_torch_s_limit(monkeypatch, fresh_compile):
+    """Its first row too: what is past the limit runs eagerly from then on."""
+    monkeypatch.setattr(po.invariance, "refusals", lambda model: {})  # of compiled layers on the CPU
+    model = model_of()
+    apply_packing_ops(model, invariant=True)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    model(torch.randint(128, (1, 7)))
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        assert po.check_invariance(model, rows=[2, 5]).packs
+    revert_packing_ops(model)
+
+
 # --- on a GPU ---
 
 LENGTHS = [1, 7, 12, 33, 300, 547, 1000, 1500, 2600]
