@@ -38,14 +38,17 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else if (Shape::kNarrowValues && warp >= kWarpgroupWarps * (1 + Shape::kPanelsV)) {
     ptx::setmaxnreg_inc<kPanelsConsumerRegisters>();  // in either branch: in front of both, registers spill
     if constexpr (Shape::kNarrowValues) {
-      BackwardPanel<T, Shape, kTransform, false>(args, barriers, base, Shape::kPanelsV).run();
+      attend_with_shared_scores<Shape>(
+          BackwardPanel<T, Shape, kTransform, false>(args, barriers, base, Shape::kPanelsV));
     }
   } else {
     ptx::setmaxnreg_inc<Shape::kByPanels ? kPanelsConsumerRegisters : kConsumerRegisters>();
     if constexpr (Shape::kByPanels) {
-      BackwardPanel<T, Shape, kTransform, true>(args, barriers, base, warp / kWarpgroupWarps - 1).run();
+      attend_with_shared_scores<Shape>(
+          BackwardPanel<T, Shape, kTransform, true>(args, barriers, base, warp / kWarpgroupWarps - 1));
     } else if constexpr (Shape::kByColumns) {
-      attend_by_columns<T, Shape, kTransform>(args, barriers, base, warp / kWarpgroupWarps - 1);
+      attend_with_shared_scores<Shape>(
+          BackwardColumns<T, Shape, kTransform>(args, barriers, base, warp / kWarpgroupWarps - 1));
     } else {
       attend_to_keys<T, Shape, kTransform>(args, barriers, base, warp / kWarpgroupWarps - 1);
     }

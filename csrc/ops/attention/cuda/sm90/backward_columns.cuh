@@ -6,41 +6,20 @@
 //   dq overwrites the step's q and dout, once both warpgroups have read them, and leaves from there
 #pragma once
 
-#include "ops/attention/cuda/sm90/backward_math.cuh"
+#include "ops/attention/cuda/sm90/backward_shared_scores.cuh"
 
 namespace packing_ops::attention::sm90 {
 
 template <class T, class Shape, bool kTransform>
-struct BackwardColumns {
+struct BackwardColumns : SharedScores<T, Shape, kTransform> {
   using Math = BackwardMath<T, Shape>;
-  static_assert(kKvStages == 1);
-
-  const BackwardArgs& args;
-  BackwardBarriers<Shape>& shared;
-  const uint32_t base;
-  const int w;
-  const ScoreTransform<kTransform> transform;
-  const float scale;  // of transformed products, times log2(e)
-  uint32_t unit_idx = 0;
-  uint32_t step_idx = 0;
-  typename Math::KeySums dk;
-  typename Math::KeySums dv;
-
-  __device__ __forceinline__ BackwardColumns(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base,
-                                             int w)
-      : args(args), shared(shared), base(base), w(w), transform{args.common}, scale(transform.unit() * kLog2e) {}
+  using Base = SharedScores<T, Shape, kTransform>;
+  using Base::args, Base::shared, Base::base, Base::w, Base::transform, Base::scale, Base::unit_idx, Base::step_idx;
+  using Base::Base;
+  using Base::dk, Base::dv, Base::tile_k, Base::tile_v, Base::tile_p, Base::tile_ds, Base::arrive;
 
   __device__ __forceinline__ int first_row() const { return w * Shape::kScoreColumns; }
   __device__ __forceinline__ int first_panel() const { return w * (Shape::kPanels / 2); }
-  __device__ __forceinline__ uint32_t tile_k() const { return Shape::tile_k(base, 0); }
-  __device__ __forceinline__ uint32_t tile_v() const { return Shape::tile_v(base, 0); }
-  __device__ __forceinline__ uint32_t tile_p() const { return Shape::tile_p(base); }
-  __device__ __forceinline__ uint32_t tile_ds() const { return Shape::tile_ds(base, 0); }
-
-  static __device__ __forceinline__ void arrive(uint64_t* barrier) {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) ptx::mbarrier_arrive(barrier);
-  }
 
   // p and ds of this warpgroup's rows to shared memory, and those of the other.
   __device__ __forceinline__ void share_scores() {
@@ -134,26 +113,5 @@ struct BackwardColumns {
     ++unit_idx;
   }
 };
-
-template <class T, class Shape, bool kTransform>
-__device__ __forceinline__ void attend_by_columns(const BackwardArgs& args, BackwardBarriers<Shape>& shared,
-                                                  uint32_t base, int w) {
-  BackwardColumns<T, Shape, kTransform> columns(args, shared, base, w);
-  while (true) {
-    ptx::mbarrier_wait(&shared.kv_full[0], parity_of(columns.unit_idx, 1));
-    const int32_t steps = shared.units[stage_of(columns.unit_idx, kUnitStages)].steps;
-    if (steps < 0) return;
-#pragma unroll 1
-    for (int32_t i = 0; i < steps; ++i) {
-      columns.share_scores();
-      columns.add_sums(i > 0);
-    }
-    if (steps == 0) {
-#pragma unroll
-      for (int i = 0; i < Shape::kSumColumns / 2; ++i) columns.dk[i] = columns.dv[i] = 0.f;
-    }
-    columns.finish_keys();
-  }
-}
 
 }  // namespace packing_ops::attention::sm90

@@ -6,7 +6,7 @@
 //   dq = ds k                            leaves while dk is summed
 #pragma once
 
-#include "ops/attention/cuda/sm90/backward_math.cuh"
+#include "ops/attention/cuda/sm90/backward_shared_scores.cuh"
 
 namespace packing_ops::attention::sm90 {
 
@@ -110,36 +110,15 @@ struct PanelMath : BackwardMath<T, Shape> {
 
 // kValues: this warpgroup has a panel of dv.
 template <class T, class Shape, bool kTransform, bool kValues>
-struct BackwardPanel {
+struct BackwardPanel : SharedScores<T, Shape, kTransform> {
   using Math = PanelMath<T, Shape>;
-  static_assert(kKvStages == 1);
-
-  const BackwardArgs& args;
-  BackwardBarriers<Shape>& shared;
-  const uint32_t base;
-  const int w;
-  const ScoreTransform<kTransform> transform;
-  const float scale;  // of transformed products, times log2(e)
-  uint32_t unit_idx = 0;
-  uint32_t step_idx = 0;
-  typename Math::KeySums dk;
-  typename Math::KeySums dv;
-
-  __device__ __forceinline__ BackwardPanel(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base,
-                                           int w)
-      : args(args), shared(shared), base(base), w(w), transform{args.common}, scale(transform.unit() * kLog2e) {}
+  using Base = SharedScores<T, Shape, kTransform>;
+  using Base::args, Base::shared, Base::base, Base::w, Base::transform, Base::scale, Base::unit_idx, Base::step_idx;
+  using Base::Base;
+  using Base::dk, Base::dv, Base::tile_k, Base::tile_v, Base::tile_p, Base::tile_ds, Base::arrive;
 
   __device__ __forceinline__ int first_key() const { return w * Shape::kScoreColumns; }
-  __device__ __forceinline__ uint32_t tile_k() const { return Shape::tile_k(base, 0); }
-  __device__ __forceinline__ uint32_t tile_v() const { return Shape::tile_v(base, 0); }
-  __device__ __forceinline__ uint32_t tile_p() const { return Shape::tile_p(base); }
-  __device__ __forceinline__ uint32_t tile_ds() const { return Shape::tile_ds(base, 0); }
   __device__ __forceinline__ uint32_t tile_dout() const { return Shape::tile_dout(base, 0); }
-
-  static __device__ __forceinline__ void arrive(uint64_t* barrier) {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) ptx::mbarrier_arrive(barrier);
-  }
 
   // p and ds of this warpgroup's keys to shared memory. Ends when those of the others are there.
   __device__ __forceinline__ void share_scores() {
@@ -247,24 +226,6 @@ struct BackwardPanel {
       ptx::mbarrier_arrive(&shared.kv_empty[0]);
     }
     ++unit_idx;
-  }
-
-  __device__ __forceinline__ void run() {
-    while (true) {
-      ptx::mbarrier_wait(&shared.kv_full[0], parity_of(unit_idx, 1));
-      const int32_t steps = shared.units[stage_of(unit_idx, kUnitStages)].steps;
-      if (steps < 0) return;
-#pragma unroll 1
-      for (int32_t i = 0; i < steps; ++i) {
-        share_scores();
-        add_sums(i > 0);
-      }
-      if (steps == 0) {
-#pragma unroll
-        for (int i = 0; i < Shape::kSumColumns / 2; ++i) dk[i] = dv[i] = 0.f;
-      }
-      finish_keys();
-    }
   }
 };
 
