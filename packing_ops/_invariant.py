@@ -16,11 +16,14 @@ COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has
 FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
 ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are sum_in_any_order under torch.compile
 
-# Of torch.compile, where it has them. emulate_precision_casts: elementwise code rounds as eager code does, without fused
+# Of torch._inductor.config, where it has them. emulate_precision_casts: elementwise code rounds as eager code does, without fused
 # multiply-adds, however a graph is cut into kernels. batch_invariant, from torch 2.13 on: most sums over a row go by its size alone.
-COMPILER = ("emulate_precision_casts", "batch_invariant")
+INDUCTOR = ("emulate_precision_casts", "batch_invariant")
+# Of a function, at least. A layer past torch's limit of 8 would run eagerly from then on, with other bits: it is compiled for
+# the first layer and the others, with and without gradients, for a size, for any, and for one token.
+COMPILATIONS = 64
 
-Before = tuple[Any, int | None, dict[str, bool]] | None  # torch's settings before the mode; None where it sets none
+Before = tuple[Any, int | None, dict[str, Any]] | None  # torch's settings before the mode; None where it sets none
 # {holder: (the settings before the mode, what ends it when the holder goes)}
 _holders: "weakref.WeakKeyDictionary[object, tuple[Before, Callable[[], object]]]" = weakref.WeakKeyDictionary()
 
@@ -76,24 +79,34 @@ def _set() -> Before:
         os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")  # KiB; read at the first product
     library = cuda.preferred_blas_library()
     cuda.preferred_blas_library("cublaslt")
-    return library, size, _set_compiler(dict.fromkeys(COMPILER, True))
+    return library, size, _set_compiler({**dict.fromkeys(INDUCTOR, True), "recompile_limit": recompile_limit()})
 
 
-def _restore(library: Any, size: int | None, of_compiler: dict[str, bool]) -> None:
+def _restore(library: Any, size: int | None, of_compiler: dict[str, Any]) -> None:
     torch.backends.cuda.preferred_blas_library(library)
     if size is not None:
         torch.backends.cuda.cublaslt_workspace_size(size)
     _set_compiler(of_compiler)
 
 
-def _set_compiler(values: dict[str, bool]) -> dict[str, bool]:
+def _set_compiler(values: dict[str, Any]) -> dict[str, Any]:
     """The values before, of those that this torch has."""
     from torch._inductor import config
 
-    before = {name: getattr(config, name) for name in values if hasattr(config, name)}
-    for name in before:
-        setattr(config, name, values[name])
+    before = {}
+    for name, value in values.items():
+        of = config if name in INDUCTOR else torch._dynamo.config
+        if hasattr(of, name):
+            before[name] = getattr(of, name)
+            setattr(of, name, value)
     return before
+
+
+def recompile_limit() -> int:
+    """What torch's own has to be for COMPILATIONS."""
+    import torch._dynamo
+
+    return max(COMPILATIONS, torch._dynamo.config.recompile_limit)
 
 
 def has_setter() -> bool:

@@ -228,8 +228,7 @@ def _no_limit_of_compilations(model: torch.nn.Module) -> AbstractContextManager[
     """Compiled layers run these rows beside those that they have run: none may end as eager code, as past torch's limit."""
     if not any(map(is_compiled, model.modules())):
         return nullcontext()  # nor is torch._dynamo imported
-    config = torch._dynamo.config
-    return config.patch(recompile_limit=max(64, config.recompile_limit))
+    return torch._dynamo.config.patch(recompile_limit=_invariant.recompile_limit())
 
 
 def _documents_of(

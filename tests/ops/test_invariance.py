@@ -310,6 +310,7 @@ def test_what_is_set_on_a_gpu(monkeypatch, setter):
         ]
 
     assert of_compiler()
+    limit = torch._dynamo.config.recompile_limit
     cuda = Settings(setter)
     monkeypatch.setattr(torch.backends, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -320,12 +321,16 @@ def test_what_is_set_on_a_gpu(monkeypatch, setter):
         assert (cuda.size == 1024) == setter
         assert (os.environ.get("CUBLASLT_WORKSPACE_SIZE") == "1") != setter
         assert all(of_compiler())
+        assert torch._dynamo.config.recompile_limit > limit
+    assert torch._dynamo.config.recompile_limit == limit
     assert (cuda.library, cuda.size) == ("cublas", 4096)
     assert not any(of_compiler())
     with config.patch(emulate_precision_casts=True):
         with po.invariant():
             pass
         assert config.emulate_precision_casts
+    with torch._dynamo.config.patch(recompile_limit=1000), po.invariant():
+        assert torch._dynamo.config.recompile_limit == 1000
 
 
 @pytest.mark.parametrize("last", ["first", "second"])
