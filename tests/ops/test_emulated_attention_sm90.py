@@ -37,6 +37,8 @@ CASES = {
     "many of one key past a tile": ([129] * 5, None, {"heads": (2, 1), "dim": 64, "dtype": BF16}),
     "head_dim 192, group of 3": ([129, 70], [200, 140], {"heads": (3, 1), "dim": 192, "dtype": BF16, "sinks": True}),
     "head_dim 256, window": ([150], None, {"heads": (4, 1), "dim": 256, "dtype": FP16, "window_size": (70, 0)}),
+    "head_dim 96, group of 1": ([300, 129], None, {"heads": (2, 2), "dim": 96, "dtype": BF16}),
+    "head_dim 64, group of 3, windows": ([330, 129], [400, 129], {"heads": (3, 1), "dim": 64, "dtype": FP16, "causal": False, "window_size": (200, 130)}),
     "192 and 128 columns": ([140, 20], [260, 20], {"heads": (2, 2), "dim": 192, "dim_v": 128, "dtype": BF16}),
     "200 and 72 columns": ([129], None, {"heads": (2, 1), "dim": 200, "dim_v": 72, "dtype": BF16}),
     "56 and 96 columns": ([129], None, {"heads": (4, 1), "dim": 56, "dim_v": 96, "dtype": BF16}),

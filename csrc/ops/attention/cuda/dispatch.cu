@@ -76,9 +76,9 @@ struct BackwardScratch {
     counters = fp32 ? 0 : (4 * (Args::kWorkCounters + a.plan.dq_ring_tiles) + 15) / 16 * 16;
     const bool wgmma = has_wgmma(a.group, a.head_dim, a.head_dim_v, device);
     const int64_t tile =
-        wgmma
-            ? kTileRows * wgmma_dim(std::max(a.head_dim, a.head_dim_v))  // also where a tile has rows that are not used
-            : a.plan.tiles.backward_rows * padded_dims(a.head_dim, a.head_dim_v).qk;
+        wgmma ? kTileRows * wgmma_backward_dim(
+                                std::max(a.head_dim, a.head_dim_v))  // also where a tile has rows that are not used
+              : a.plan.tiles.backward_rows * padded_dims(a.head_dim, a.head_dim_v).qk;
     const int64_t tile_bytes = tile * static_cast<int64_t>(sizeof(float));
     partial_dq = fp32 ? 0 : a.plan.dq_ring_tiles * tile_bytes;
   }
@@ -217,7 +217,7 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
         if (resident) sm80::run_forward_resident<T, kDim, kTransform>(args, stream);
       }
       if (runs_on_wgmma(p)) {
-        sm90::run_forward<T, wgmma_dim(kDim), wgmma_dim(kDimV), kTransform>(args, p.dtype, stream, resident);
+        sm90::run_forward<T, kDim, kDimV, kTransform>(args, p.dtype, stream, resident);
       } else {
         sm80::run_forward<T, kDim, false, kTransform, kDimV>(args, stream, resident);
       }
@@ -243,7 +243,8 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       run_row_stats<T>(args, stream);
       const bool wgmma = runs_on_wgmma(p);
       if constexpr (!is_wide(kDim)) {
-        if (wgmma) sm90::run_backward<T, wgmma_dim(kDim), wgmma_dim(kDimV), kTransform>(args, p.dtype, stream);
+        if (wgmma)
+          sm90::run_backward<T, wgmma_backward_dim(kDim), wgmma_backward_dim(kDimV), kTransform>(args, p.dtype, stream);
       }
       with_tier<kDim>(backward_tier(kDim, kDimV, static_cast<int>(p.device)), [&](auto constant) {
         constexpr SmemTier kTier = decltype(constant)::value;

@@ -110,38 +110,37 @@ constexpr int wide_forward_keys(SmemTier tier) {
 
 // --- wgmma (sm90/) ---
 
-// A forward unit is two tiles of packed rows, a backward step one or two. A tile starts at a whole token, so one TMA
-// load brings it.
+// A forward unit is two or three tiles of packed rows, a backward step one or two. A tile starts at a whole token, so
+// one TMA load brings it.
 constexpr int kTileRows = 64;
 constexpr int kMaxTileGroup = kTileRows;
 constexpr int tile_tokens(int64_t group) {
   return static_cast<int>(kTileRows / group);
 }
-// The instance for a head_dim.
-constexpr int wgmma_dim(int64_t head_dim) {
+// The backward's instance for a head_dim.
+constexpr int wgmma_backward_dim(int64_t head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
 }
 // By geometry and device alone, so that a document's bits do not depend on what it is packed with. The plan of every
 // call with this geometry has these tiles, also where the dtype is float32, which fp32/ serves.
 bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
-// Forward. A step's keys: registers hold out and a step's scores.
-constexpr int wgmma_forward_keys(int dim_v) {
-  return dim_v <= 128 ? 128 : 64;
+// Forward. A consumer warpgroup for each tile of a unit's rows: as many as registers hold.
+constexpr int wgmma_forward_tiles(int dim) {
+  return dim == 64 ? 3 : 2;
 }
-// Stages in shared memory: q of units, k and v of steps.
+// A step's keys: registers hold out and a step's scores.
+constexpr int wgmma_forward_keys(int dim_v) {
+  return dim_v <= 192 ? 128 : 64;
+}
+// Stages in shared memory: q of units, and tiles of k and v.
 constexpr int wgmma_q_stages(int dim) {
   return dim <= 128 ? 2 : 1;
 }
-constexpr int wgmma_k_stages(int dim) {
-  return dim == 64 ? 4 : 2;
+constexpr int wgmma_kv_stages(int dim) {
+  return dim == 64 ? 6 : dim == 192 ? 3 : 4;
 }
-constexpr int kWgmmaVStages = 2;
 constexpr int kForwardUnitStages = 4;  // descriptions of units
-// Whether a unit's first scores are computed beside the last values of the unit before.
-constexpr bool wgmma_forward_streams(int dim) {
-  return dim == 64;
-}
 
 // Backward. All of dk and dv of a unit must fit the consumer warpgroups' registers. Up to 128 columns they divide its
 // keys. With 192 columns three warpgroups divide the three panels of 64 columns. With 256 two divide the rows of scores

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   zero_unused_rows(args, Shape::tile_q(base, 0), kPanelTiles, warp, Shape::kThreads / kWarpThreads);
   __syncthreads();
   if (warp < kWarpgroupWarps) {
-    ptx::setmaxnreg_dec<Shape::kByPanels ? kPanelsProducerRegisters : kProducerRegisters>();
+    ptx::setmaxnreg_dec<Shape::kProducerRegisters>();
     if (threadIdx.x == first_thread_of(Role::kLoadUnits)) load_units<Shape>(args, barriers, base);
     if (warp == warp_of(Role::kLoadRowStats)) load_row_stats<Shape>(args, barriers, base);
     if (threadIdx.x == first_thread_of(Role::kWaitForTickets)) wait_for_dq_tickets<Shape>(args, barriers);
@@ -36,13 +36,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       send_dq<Shape>(args, barriers, base);
     }
   } else if (Shape::kNarrowValues && warp >= kWarpgroupWarps * (1 + Shape::kPanelsV)) {
-    ptx::setmaxnreg_inc<kPanelsConsumerRegisters>();  // in either branch: in front of both, registers spill
+    ptx::setmaxnreg_inc<Shape::kConsumerRegisters>();  // in either branch: in front of both, registers spill
     if constexpr (Shape::kNarrowValues) {
       attend_with_shared_scores<Shape>(
           BackwardPanel<T, Shape, kTransform, false>(args, barriers, base, Shape::kPanelsV));
     }
   } else {
-    ptx::setmaxnreg_inc<Shape::kByPanels ? kPanelsConsumerRegisters : kConsumerRegisters>();
+    ptx::setmaxnreg_inc<Shape::kConsumerRegisters>();
     if constexpr (Shape::kByPanels) {
       attend_with_shared_scores<Shape>(
           BackwardPanel<T, Shape, kTransform, true>(args, barriers, base, warp / kWarpgroupWarps - 1));

@@ -15,14 +15,11 @@ namespace packing_ops::attention::sm90 {
 // Tiles are panels of 64 columns, a row 128 bytes whose 16-byte chunks are swizzled by the row: TMA writes and wgmma
 // reads this layout. A step takes kTiles row tiles of the plan. What the consumer warpgroups divide: tiles.h.
 template <int kDim_, int kDimV_>
-struct BackwardShape {
+struct BackwardShape : ConsumerWarpgroups<wgmma_backward_by_panels(kDim_) ? 3 : 2> {
   static constexpr int kDim = kDim_;    // of q and k
   static constexpr int kDimV = kDimV_;  // of v and dout
   static constexpr bool kByColumns = wgmma_backward_by_columns(kDim);
   static constexpr bool kByPanels = wgmma_backward_by_panels(kDim);
-  static constexpr int kConsumerWarpgroups = kByPanels ? 3 : sm90::kConsumerWarpgroups;
-  static constexpr int kConsumerWarps = kConsumerWarpgroups * kWarpgroupWarps;
-  static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;
   static constexpr int kUnitKeys = wgmma_backward_keys(kDim);
   static constexpr int kTiles = wgmma_row_tiles(kDim);
   static constexpr int kRows = kTiles * kTileRows;

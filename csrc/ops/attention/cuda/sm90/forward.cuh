@@ -25,17 +25,17 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   if (warp < kWarpgroupWarps) {
-    ptx::setmaxnreg_dec<kProducerRegisters>();
+    ptx::setmaxnreg_dec<Shape::kProducerRegisters>();
     if (threadIdx.x == first_thread_of(Role::kLoadKeysAndValues)) load_keys_and_values<Shape>(args, barriers, base);
     if (warp == warp_of(Role::kLoadQueries)) load_queries<Shape>(args, barriers, base);
     if constexpr (Shape::kOutThroughQ) {
       if (threadIdx.x == first_thread_of(Role::kStoreOut)) store_out<Shape>(args, barriers, base);
     }
   } else {
-    ptx::setmaxnreg_inc<kConsumerRegisters>();
+    ptx::setmaxnreg_inc<Shape::kConsumerRegisters>();
     // Checks, while the first tiles are loaded
-    const int64_t thread = blockIdx.x * kConsumerThreads + threadIdx.x - kWarpgroupThreads;
-    const int64_t threads = gridDim.x * kConsumerThreads;
+    const int64_t thread = blockIdx.x * Shape::kConsumerThreads + threadIdx.x - kWarpgroupThreads;
+    const int64_t threads = gridDim.x * Shape::kConsumerThreads;
     check_plan(args.common.plan, args.common.documents_q, args.common.documents_k, args.common.fault, thread, threads);
     check_visible_end(args.common.plan, args.common.visible_end, args.common.fault, thread, threads);
     zero_padding(args.common, thread, threads);

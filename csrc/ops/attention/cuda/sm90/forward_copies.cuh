@@ -6,50 +6,45 @@
 
 namespace packing_ops::attention::sm90 {
 
+// In the order in which they are used: keys of a step, then values of the step before.
 template <class Shape>
 __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, ForwardBarriers<Shape>& shared,
                                                      uint32_t base) {
-  PipelineState<Shape::kStagesK> k;
-  PipelineState<Shape::kStagesV> v;
-  const auto load = [&](const CUtensorMap& map, uint32_t tile, int panels, const ptx::TmaCoords& start,
-                        uint64_t* full) {
+  PipelineState<Shape::kStagesKv> kv;
+  const auto load = [&](const CUtensorMap& map, int panels, const ptx::TmaCoords& start) {
+    ptx::mbarrier_wait(&shared.kv_empty[kv.stage], kv.parity ^ 1);
+    uint64_t* const full = &shared.kv_full[kv.stage];
+    const uint32_t tile = Shape::tile_kv(base, kv.stage);
     ptx::mbarrier_arrive_expect_tx(full, panels * Shape::kPanelK);
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel) {
       ptx::tma_load(tile + panel * Shape::kPanelK, map, {64 * panel, start.at[1], start.at[2], start.at[3], kMapTokens},
                     full);
     }
-  };
-  ptx::TmaCoords values{};  // of the step before: its values are wanted after this step's keys
-  bool first = true;
-  const auto load_values = [&] {
-    ptx::mbarrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-    load(args.v, Shape::tile_v(base, v.stage), Shape::kPanelsV, values, &shared.v_full[v.stage]);
-    v.next();
+    kv.next();
   };
   for (uint32_t round = 0; shared.has_unit(round); ++round) {
     const ForwardUnit unit = shared.unit(round);
     static_assert(kForkAlignment % Shape::kKeys == 0);  // a tile lies in one page
+    ptx::TmaCoords values{};                            // of the step before
 #pragma unroll 1
     for (int32_t tile = unit.first_tile; tile < unit.end_tile; ++tile) {
       const int32_t first_key = tile * Shape::kKeys;
       const DocumentTokens tokens(row_of_key(args.common, unit.d, first_key) - first_key, unit.d.keys);
       const ptx::TmaCoords keys = {0, tokens.before_end + first_key, unit.kv_head, tokens.to_end, kMapTokens};
-      ptx::mbarrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-      load(args.k, Shape::tile_k(base, k.stage), Shape::kPanelsK, keys, &shared.k_full[k.stage]);
-      k.next();
-      if (!first) load_values();
-      first = false;
+      load(args.k, Shape::kPanelsK, keys);
+      if (tile > unit.first_tile) load(args.v, Shape::kPanelsV, values);
       values = keys;
     }
+    load(args.v, Shape::kPanelsV, values);
   }
-  if (!first) load_values();
 }
 
 // By a warp: end_of the unit's tokens, and of the document's last for those beyond it. Loaded while the stage is still
 // in use.
+template <int kTiles>
 struct UnitEnds {
-  static constexpr int kCount = 2 * kTileRows / 32;  // of a lane
+  static constexpr int kCount = kTiles * kTileRows / 32;  // of a lane
   int32_t of[kCount];
 
   __device__ __forceinline__ UnitEnds(const ForwardArgs& args, const ForwardUnit& unit) {
@@ -60,7 +55,7 @@ struct UnitEnds {
       of[i] = d.end_of(token < d.tokens ? token : d.tokens - 1);
     }
   }
-  __device__ __forceinline__ void store(int32_t (&to)[2 * kTileRows]) const {
+  __device__ __forceinline__ void store(int32_t (&to)[kTiles * kTileRows]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) to[32 * i + (threadIdx.x & 31)] = of[i];
     __syncwarp();
@@ -82,15 +77,15 @@ __device__ __forceinline__ void load_queries(const ForwardArgs& args, ForwardBar
       if (round > 0) claim();  // the first waits below, behind the loads of q
     }
     if (!unit.exists()) return;
-    const UnitEnds ends(args, unit);
+    const UnitEnds<Shape::kTiles> ends(args, unit);
     const DocumentTokens tokens(unit.d.start_q, unit.d.tokens);
     ptx::mbarrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
     ends.store(shared.ends[round & 1]);
     if (first_lane) {
       ptx::mbarrier_arrive_expect_tx(&shared.q_full[q.stage],
-                                     2 * Shape::kPanelsK * 128 * args.tile_tokens * args.common.group);
+                                     Shape::kTiles * Shape::kPanelsK * 128 * args.tile_tokens * args.common.group);
 #pragma unroll
-      for (int w = 0; w < 2; ++w) {
+      for (int w = 0; w < Shape::kTiles; ++w) {
 #pragma unroll
         for (int panel = 0; panel < Shape::kPanelsK; ++panel) {
           const ptx::TmaCoords start = {64 * panel, unit.kv_head * args.common.group,
@@ -115,7 +110,7 @@ __device__ __forceinline__ void store_out(const ForwardArgs& args, ForwardBarrie
   for (uint32_t round = 0; shared.has_unit(round); ++round) {
     const ForwardUnit& unit = shared.unit(round);
 #pragma unroll 1
-    for (int w = 0; w < 2; ++w) {
+    for (int w = 0; w < Shape::kTiles; ++w) {
       ptx::mbarrier_wait(&shared.out_full[q.stage][w], q.parity);
       const DocumentTokens tokens(unit.d.start_q, unit.d.tokens);
 #pragma unroll

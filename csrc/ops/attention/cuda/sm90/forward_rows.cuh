@@ -12,17 +12,19 @@ namespace packing_ops::attention::sm90 {
 
 // A thread's two rows: g and g + 8 of its warp's 16. Which token of the tile and which head they are never changes.
 struct ThreadRows {
-  int32_t row[2];    // in the tile
   int32_t token[2];  // row / group
-  int32_t head[2];   // row % group
 
-  __device__ ThreadRows(const ForwardArgs& args, int warp, int lane) {
+  __device__ __forceinline__ ThreadRows(const ForwardArgs& args) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      row[i] = 16 * warp + 8 * i + lane / 4;
-      token[i] = static_cast<int32_t>(args.common.group_size.quotient(row[i]));
-      head[i] = row[i] - token[i] * args.common.group;
-    }
+    for (int i = 0; i < 2; ++i) token[i] = static_cast<int32_t>(args.common.group_size.quotient(row(i)));
+  }
+  // In the tile
+  static __device__ __forceinline__ int32_t row(int i) {
+    return 16 * (threadIdx.x / 32 & 3) + 8 * i + (threadIdx.x & 31) / 4;
+  }
+  // Of the group: row % group
+  __device__ __forceinline__ int32_t head(const ForwardArgs& args, int i) const {
+    return row(i) - token[i] * args.common.group;
   }
 };
 
@@ -162,7 +164,7 @@ struct ForwardMath {
       const auto& common = args.common;
       const float row_max = mine == 0 ? state.row_max[0] : state.row_max[1];
       float lse = sum == 0.f ? -INFINITY : log_of_sum(row_max, transform.unit() * kLog2e, transform.unit(), sum);
-      const int32_t head = unit.kv_head * common.group + (mine == 0 ? rows.head[0] : rows.head[1]);
+      const int32_t head = unit.kv_head * common.group + (mine == 0 ? rows.head(args, 0) : rows.head(args, 1));
       if (common.sinks != nullptr) {
         const float sink = common.sinks[head];
         const float top = fmaxf(lse, sink);
@@ -209,7 +211,7 @@ struct ForwardMath {
       if (step < args.tile_tokens && first_token + step < unit.d.tokens) {
         to = static_cast<uint16_t*>(common.out.data) +
              static_cast<int64_t>(unit.d.start_q + first_token + step) * common.out.token_stride +
-             (unit.kv_head * common.group + rows.head[half]) * common.out.head_stride;
+             (unit.kv_head * common.group + rows.head(args, half)) * common.out.head_stride;
       }
       attention::store_row<T>(to, 0, common.head_dim_v, reinterpret_cast<const float (&)[kSums / 4][4]>(o), half,
                               factor[half]);
@@ -220,17 +222,14 @@ struct ForwardMath {
 template <class T, class Shape, bool kTransform>
 __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base, int w) {
   using Math = ForwardMath<T, Shape, kTransform>;
-  if (!shared.has_unit(0)) return;
   const int lane = threadIdx.x & 31;
   const ScoreTransform<kTransform> transform{args.common};
   const float scale = transform.unit() * kLog2e;
-  const ThreadRows rows(args, threadIdx.x / 32 & 3, lane);
+  const ThreadRows rows(args);
   const bool from_left = args.common.plan.window.left < kOpenWindow;
   const int32_t skip = w * args.tile_tokens;  // tokens of the unit that are the other warpgroup's
 
-  PipelineState<Shape::kStagesK> k;
-  PipelineState<Shape::kStagesV> v;
-  PipelineState<Shape::kStagesQ> q;
+  PipelineState<Shape::kStagesKv> kv;
   typename Math::Scores s;
   typename Math::Sums o;
   typename Math::Weights p;
@@ -238,12 +237,12 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   RowState state;
   int32_t tile = 0;
   int32_t end_tile = 0;
-  bool add = false;  // to values of keys before
   uint32_t round = 0;
 
+  const auto stage_q = [&] { return static_cast<int>(round % Shape::kStagesQ); };
   // Open unit
   const auto open = [&] {
-    ptx::mbarrier_wait(&shared.q_full[q.stage], q.parity);
+    ptx::mbarrier_wait(&shared.q_full[stage_q()], static_cast<int>(round / Shape::kStagesQ & 1));
     const ForwardUnit& unit = shared.unit(round);
     tile = unit.first_tile;
     end_tile = unit.end_tile;
@@ -254,18 +253,24 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   const auto release = [&](uint64_t* empty) {
     if (lane == 0) ptx::mbarrier_arrive(empty);
   };
+  // The next tile of keys or of values: its stage
+  const auto next_tile = [&] {
+    const int stage = kv.stage;
+    ptx::mbarrier_wait(&shared.kv_full[stage], kv.parity);
+    kv.next();
+    return stage;
+  };
   // Issue QK
-  const auto start_scores = [&] {
-    Math::start_scores(s, Shape::tile_q(base, q.stage, w), Shape::tile_k(base, k.stage));
+  const auto start_scores = [&](int stage) {
+    Math::start_scores(s, Shape::tile_q(base, stage_q(), w), Shape::tile_kv(base, stage));
   };
   // Release K, transform, mask, softmax
-  const auto end_scores = [&](const VisibleKeys& keys) {
+  const auto end_scores = [&](int stage, const VisibleKeys& keys) {
     ptx::fence_operands(s);
-    release(&shared.k_empty[k.stage]);
-    k.next();
+    release(&shared.kv_empty[stage]);
     if (!Shape::kOutThroughQ && tile + 1 == end_tile) {
       __syncwarp();
-      release(&shared.q_empty[q.stage]);
+      release(&shared.q_empty[stage_q()]);
     }
     transform.apply(s);
     const int32_t first_key = tile * Shape::kKeys;
@@ -274,74 +279,56 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     return Math::softmax(s, state, factor, scale);
   };
   // Issue PV
-  const auto start_values = [&] { Math::start_values(o, p, Shape::tile_v(base, v.stage), add); };
+  const auto start_values = [&](int stage, bool add) { Math::start_values(o, p, Shape::tile_kv(base, stage), add); };
   // Release V
-  const auto end_values = [&] {
+  const auto end_values = [&](int stage) {
     ptx::fence_operands(o);
-    release(&shared.v_empty[v.stage]);
-    v.next();
+    release(&shared.kv_empty[stage]);
   };
   // Epilogue: lse and out
-  const auto close = [&](uint32_t closed, int stage, const RowState& sums) {
-    const ForwardUnit& unit = shared.unit(closed);
-    Math::finish(args, unit, rows, unit.token + skip, sums, o, Shape::tile_q(base, stage, w), transform);
+  const auto close = [&] {
+    const ForwardUnit& unit = shared.unit(round);
+    Math::finish(args, unit, rows, unit.token + skip, state, o, Shape::tile_q(base, stage_q(), w), transform);
     if (!Shape::kOutThroughQ) return;
     ptx::fence_proxy_async();
     __syncwarp();
-    release(&shared.out_full[stage][w]);
+    release(&shared.out_full[stage_q()][w]);
   };
 
-  VisibleKeys keys = open();
-  while (true) {
-    // First step: scores alone, of every unit or of the stream's first
-    ptx::mbarrier_wait(&shared.k_full[k.stage], k.parity);
-    start_scores();
+  for (; shared.has_unit(round); ++round) {
+    const VisibleKeys keys = open();
+    // First step: scores alone
+    const int first_keys = next_tile();
+    start_scores(first_keys);
     ptx::wgmma_wait_group<0>();
-    end_scores(keys);
+    end_scores(first_keys, keys);
     Math::round(p, s);
-    add = false;
     // Following steps: scores of this step beside values of the step before
-    while (true) {
-      const bool unit_boundary = tile + 1 == end_tile;
-      if (unit_boundary && !(Shape::kStream && shared.has_unit(round + 1))) break;
-      const int stage_before = q.stage;
-      const RowState sums = state;
-      if (unit_boundary) {
-        ++round;
-        q.next();
-        keys = open();
-      } else {
-        ++tile;
-      }
-      ptx::mbarrier_wait(&shared.k_full[k.stage], k.parity);
-      start_scores();
-      ptx::mbarrier_wait(&shared.v_full[v.stage], v.parity);
-      start_values();
+    bool add = false;  // to values of steps before
+    while (++tile < end_tile) {
+      const int stage_k = next_tile();
+      start_scores(stage_k);
+      const int stage_v = next_tile();
+      start_values(stage_v, add);
+      add = true;
       ptx::wgmma_wait_group<1>();
-      const bool moved = end_scores(keys);
+      const bool moved = end_scores(stage_k, keys);
       ptx::fence_operands(s);
       ptx::wgmma_wait_group_after(end_tile);
-      end_values();
-      // Finish or rescale out
-      if (unit_boundary) {
-        close(round - 1, stage_before, sums);
-      } else if (moved) {
+      end_values(stage_v);
+      // Rescale out
+      if (moved) {
 #pragma unroll
         for (int i = 0; i < Math::kSums; ++i) o[i] *= factor[i / 2 % 2];
       }
-      add = !unit_boundary;
       Math::round(p, s);
     }
     // Last values, epilogue
-    ptx::mbarrier_wait(&shared.v_full[v.stage], v.parity);
-    start_values();
+    const int last_values = next_tile();
+    start_values(last_values, add);
     ptx::wgmma_wait_group<0>();
-    end_values();
-    close(round, q.stage, state);
-    if (Shape::kStream || !shared.has_unit(round + 1)) break;
-    ++round;
-    q.next();
-    keys = open();
+    end_values(last_values);
+    close();
   }
 }
 

@@ -13,35 +13,29 @@ namespace packing_ops::attention::sm90 {
 // Tiles are panels of 64 columns, a row 128 bytes whose 16-byte chunks are swizzled by the row: TMA writes and wgmma
 // reads this layout.
 template <int kDim_, int kDimV_>
-struct ForwardShape {
+struct ForwardShape : ConsumerWarpgroups<wgmma_forward_tiles(kDim_)> {
   static constexpr int kDim = kDim_;    // of q and k
   static constexpr int kDimV = kDimV_;  // of v and out
   static constexpr int kKeys = wgmma_forward_keys(kDimV);
   static constexpr int kStagesQ = wgmma_q_stages(kDim);
-  static constexpr int kStagesK = wgmma_k_stages(kDim);
-  static constexpr int kStagesV = kWgmmaVStages;
-  static constexpr bool kStream = wgmma_forward_streams(kDim);
+  static constexpr int kStagesKv = wgmma_kv_stages(kDim);
   static constexpr bool kOutThroughQ = kStagesQ == 2;  // out goes through its q tile; else from registers to memory
-  static constexpr int kThreads = kBlockThreads;
-  static constexpr int kPanelsK = kDim / 64;
-  static constexpr int kPanelsV = kDimV / 64;
+  static constexpr int kTiles = ForwardShape::kConsumerWarpgroups;  // of a unit's rows
+  static constexpr int kPanelsK = (kDim + 63) / 64;
+  static constexpr int kPanelsV = (kDimV + 63) / 64;
   static constexpr int kPanelQ = kTileRows * 128;
   static constexpr int kTileQ = kPanelsK * kPanelQ;  // bytes
   static constexpr int kPanelK = kKeys * 128;        // of v too
-  static constexpr int kTileK = kPanelsK * kPanelK;
-  static constexpr int kTileV = kPanelsV * kPanelK;
-  static constexpr int kShared = 2 * kStagesQ * kTileQ + kStagesK * kTileK + kStagesV * kTileV + 1024;
-  static_assert(!kOutThroughQ || kDim == kDimV);
+  static constexpr int kTileK = kPanelsK * kPanelK;  // v's is not larger
+  static constexpr int kShared = kTiles * kStagesQ * kTileQ + kStagesKv * kTileK + 1024;
+  static_assert(kPanelsV <= kPanelsK && (!kOutThroughQ || kDim == kDimV));
 
   // Of the warpgroup's tile.
   static __device__ __forceinline__ uint32_t tile_q(uint32_t base, int stage, int warpgroup) {
-    return base + (2 * stage + warpgroup) * kTileQ;
+    return base + (kTiles * stage + warpgroup) * kTileQ;
   }
-  static __device__ __forceinline__ uint32_t tile_k(uint32_t base, int stage) {
-    return base + 2 * kStagesQ * kTileQ + stage * kTileK;
-  }
-  static __device__ __forceinline__ uint32_t tile_v(uint32_t base, int stage) {
-    return tile_k(base, kStagesK) + stage * kTileV;
+  static __device__ __forceinline__ uint32_t tile_kv(uint32_t base, int stage) {
+    return base + kTiles * kStagesQ * kTileQ + stage * kTileK;
   }
 };
 
@@ -55,9 +49,9 @@ struct ForwardUnit {
   __device__ __forceinline__ bool exists() const { return end_tile > 0; }
 
   static __device__ __forceinline__ ForwardUnit make(const ForwardArgs& args, const PlanEntry& entry, int32_t kv_head,
-                                                     int32_t step_keys) {
+                                                     int32_t tiles, int32_t step_keys) {
     const DocumentWithEnds d = document_with_ends(entry, args.common.plan);
-    const int32_t end_token = entry.first_token + 2 * args.tile_tokens;
+    const int32_t end_token = entry.first_token + tiles * args.tile_tokens;
     const Interval<int32_t> keys = d.visible_keys(entry.first_token, (end_token < d.tokens ? end_token : d.tokens) - 1);
     const int32_t first = keys.begin / step_keys;
     return {d, entry.first_token, kv_head, first, keys.empty() ? first + 1 : (keys.end - 1) / step_keys + 1};
@@ -67,16 +61,14 @@ struct ForwardUnit {
 // full: TMA has written it. empty: all readers are done.
 template <class Shape>
 struct ForwardBarriers {
-  ForwardUnit units[kForwardUnitStages];  // a round's, as described says
-  int32_t ends[2][2 * kTileRows];         // DocumentWithEnds::end_of its tokens, as q_full says
+  ForwardUnit units[kForwardUnitStages];       // a round's, as described says
+  int32_t ends[2][Shape::kTiles * kTileRows];  // DocumentWithEnds::end_of its tokens, as q_full says
   uint64_t described[kForwardUnitStages];
   uint64_t q_full[Shape::kStagesQ];
-  uint64_t q_empty[Shape::kStagesQ];                        // of out too
-  uint64_t out_full[Shape::kStagesQ][kConsumerWarpgroups];  // where out goes through q's tile
-  uint64_t k_full[Shape::kStagesK];
-  uint64_t k_empty[Shape::kStagesK];
-  uint64_t v_full[Shape::kStagesV];
-  uint64_t v_empty[Shape::kStagesV];
+  uint64_t q_empty[Shape::kStagesQ];                  // of out too
+  uint64_t out_full[Shape::kStagesQ][Shape::kTiles];  // where out goes through q's tile
+  uint64_t kv_full[Shape::kStagesKv];
+  uint64_t kv_empty[Shape::kStagesKv];
 
   __device__ __forceinline__ const ForwardUnit& unit(uint32_t round) const { return units[round % kForwardUnitStages]; }
   // Whether the block has a unit in this round. Waits for its description.
@@ -89,16 +81,12 @@ struct ForwardBarriers {
     for (int i = 0; i < kForwardUnitStages; ++i) ptx::mbarrier_init(&described[i], 1);
     for (int i = 0; i < Shape::kStagesQ; ++i) {
       ptx::mbarrier_init(&q_full[i], 1);
-      ptx::mbarrier_init(&q_empty[i], Shape::kOutThroughQ ? 1 : kConsumerWarps);
-      for (int w = 0; w < kConsumerWarpgroups; ++w) ptx::mbarrier_init(&out_full[i][w], kWarpgroupWarps);
+      ptx::mbarrier_init(&q_empty[i], Shape::kOutThroughQ ? 1 : Shape::kConsumerWarps);
+      for (int w = 0; w < Shape::kTiles; ++w) ptx::mbarrier_init(&out_full[i][w], kWarpgroupWarps);
     }
-    for (int i = 0; i < Shape::kStagesK; ++i) {
-      ptx::mbarrier_init(&k_full[i], 1);
-      ptx::mbarrier_init(&k_empty[i], kConsumerWarps);
-    }
-    for (int i = 0; i < Shape::kStagesV; ++i) {
-      ptx::mbarrier_init(&v_full[i], 1);
-      ptx::mbarrier_init(&v_empty[i], kConsumerWarps);
+    for (int i = 0; i < Shape::kStagesKv; ++i) {
+      ptx::mbarrier_init(&kv_full[i], 1);
+      ptx::mbarrier_init(&kv_empty[i], Shape::kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -130,7 +118,7 @@ __device__ __forceinline__ ForwardUnit describe_unit(const ForwardArgs& args, ui
   const uint32_t size = part_tiles < tiles - part ? part_tiles : tiles - part;
   const uint32_t kv_head = in_part / size;
   return ForwardUnit::make(args, entries[first + part + in_part - kv_head * size], static_cast<int32_t>(kv_head),
-                           Shape::kKeys);
+                           Shape::kTiles, Shape::kKeys);
 }
 
 }  // namespace packing_ops::attention::sm90

@@ -1,5 +1,5 @@
 // Which threads of a block do what. A block is one producer warpgroup, whose warps copy and have a role each, and two
-// consumer warpgroups, which compute. The backward with 192 columns (by panels) has three.
+// or three consumer warpgroups, which compute.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +9,18 @@ namespace packing_ops::attention::sm90 {
 constexpr int kWarpThreads = 32;
 constexpr int kWarpgroupWarps = 4;
 constexpr int kWarpgroupThreads = kWarpgroupWarps * kWarpThreads;
-constexpr int kConsumerWarpgroups = 2;
-constexpr int kConsumerWarps = kConsumerWarpgroups * kWarpgroupWarps;
-constexpr int kConsumerThreads = kConsumerWarps * kWarpThreads;
-constexpr int kBlockThreads = kWarpgroupThreads + kConsumerThreads;
 
-// Of a thread. 24 and 240 spill in the producer.
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
-constexpr int kPanelsProducerRegisters = 32;  // by panels
-constexpr int kPanelsConsumerRegisters = 160;
+// Of a block, and registers of a thread. 24 and 240 spill in the producer.
+template <int kCount>
+struct ConsumerWarpgroups {
+  static_assert(kCount == 2 || kCount == 3);
+  static constexpr int kConsumerWarpgroups = kCount;
+  static constexpr int kConsumerWarps = kCount * kWarpgroupWarps;
+  static constexpr int kConsumerThreads = kConsumerWarps * kWarpThreads;
+  static constexpr int kThreads = kWarpgroupThreads + kConsumerThreads;
+  static constexpr int kProducerRegisters = kCount == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kCount == 2 ? 232 : 160;
+};
 
 // A role's value is its warp. Roles that issue copies alone run on the warp's first thread.
 enum class Role : int {
