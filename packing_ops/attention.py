@@ -403,7 +403,7 @@ def refuse_heads_first(q: torch.Tensor) -> None:
 def _plan_size(total_q: int, total_k: int, documents: int, group: int, visible_end: bool = False) -> int:
     """attention_plan_size of csrc/ops/attention/attention.h."""
     cu_seqlens = (2 * (documents + 1) + 7) // 8
-    entries = 8 * (cu_seqlens + total_q * group // 32 + total_k // 32 + 6 * documents)
+    entries = 8 * (cu_seqlens + total_q * (group + 1) // 32 + total_k // 32 + 6 * documents)
     return 16 + entries + (total_q + total_k if visible_end else 0)
 
 

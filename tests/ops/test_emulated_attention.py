@@ -36,6 +36,7 @@ CASES = {
     "256": (EDGES[:-1], None, {"heads": (2, 1), "dim": 256, "dtype": BF16}),
     "128 many, whole": ([3, 17, 0, 33, 1, 1, 40, 2] * 5 + [128, 96, 1], None, {"heads": (3, 1), "dim": 128, "dtype": BF16}),
     "64 more tokens than keys": ([140, 3], [70, 9], {"heads": (4, 1), "dim": 64, "dtype": BF16}),
+    "64 many more tokens than keys": ([1500], [40], {"heads": (1, 1), "dim": 64, "dtype": BF16, "causal": False}),
     "float32": ([17, 0, 33], None, {"heads": (2, 1), "dim": 32, "dtype": FP32, "tail": 3, "sinks": True}),
     "64, sums go around": ([200, 130, 30], None, {"heads": (7, 7), "dim": 64, "dtype": BF16, "causal": False}),
     "64, sums go around from the last row": ([300], None, {"heads": (24, 3), "dim": 64, "dtype": FP16, "window_size": (20, 0)}),
@@ -61,12 +62,13 @@ ROOMS = [
     "192",
     "256",
 ]
-LARGE_ROOM = ["64", "128 full, keys of their own", "64 more tokens than keys"]  # which sm_90 has wgmma for
+LARGE_ROOM = ["64", "128 full, keys of their own", "64 more tokens than keys", "64 many more tokens than keys"]  # which sm_90 has wgmma for
 # On sm_90 these run wgmma kernels, which test_emulated_attention_sm90.py covers; here they run as on sm_80.
 BY_WGMMA = [
     "64",
     "128 many, whole",
     "64 more tokens than keys",
+    "64 many more tokens than keys",
     "64, sums go around",
     "64, sums go around from the last row",
     "96, from the last row",

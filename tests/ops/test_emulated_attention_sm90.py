@@ -39,6 +39,7 @@ CASES = {
     "head_dim 256, window": ([150], None, {"heads": (4, 1), "dim": 256, "dtype": FP16, "window_size": (70, 0)}),
     "head_dim 96, group of 1": ([300, 129], None, {"heads": (2, 2), "dim": 96, "dtype": BF16}),
     "head_dim 64, group of 3, windows": ([330, 129], [400, 129], {"heads": (3, 1), "dim": 64, "dtype": FP16, "causal": False, "window_size": (200, 130)}),
+    "many more tokens than keys": ([1500], [40], {"heads": (1, 1), "dim": 64, "dtype": BF16, "causal": False}),
     "192 and 128 columns": ([140, 20], [260, 20], {"heads": (2, 2), "dim": 192, "dim_v": 128, "dtype": BF16}),
     "200 and 72 columns": ([129], None, {"heads": (2, 1), "dim": 200, "dim_v": 72, "dtype": BF16}),
     "56 and 96 columns": ([129], None, {"heads": (4, 1), "dim": 56, "dim_v": 96, "dtype": BF16}),

@@ -137,7 +137,8 @@ constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
   // A copy of visible_end, and the first token that sees each key.
   const int64_t visible = p.visible_end == nullptr ? 0 : p.documents_q.total + p.documents_k.total;
   // Pages: 4 more, so that a plan of them does not pass for another's.
-  const int64_t entries = cu_seqlens + p.documents_q.total * group / 32 + p.documents_k.total / 32 + 6 * documents;
+  const int64_t entries =
+      cu_seqlens + p.documents_q.total * (group + 1) / 32 + p.documents_k.total / 32 + 6 * documents;
   return 16 + 8 * entries + visible + (p.pages.used ? 4 : 0);
 }
 

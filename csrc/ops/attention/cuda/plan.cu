@@ -32,7 +32,7 @@ struct TileLister {
 
   __device__ bool is_forward() const { return list <= PlanView::kForwardResident; }
   __device__ int32_t rows() const {
-    return list == PlanView::kForwardResident ? kResidentTokens * plan.tiles.group
+    return list == PlanView::kForwardResident ? plan.resident_tokens() * plan.tiles.group
            : list == PlanView::kForwardShort  ? plan.tiles.short_rows
                                               : plan.tiles.forward_rows;
   }
@@ -111,9 +111,9 @@ struct TileLister {
     if (list == PlanView::kBackward) {
       entry.first_ring_index = sums * static_cast<uint32_t>(plan.num_kv_heads);
     } else if (list == PlanView::kForwardResident) {
-      const int32_t end = tokens(d).end;
-      entry.first_token = tile * kResidentTokens;
-      entry.end_token = end - entry.first_token < kResidentTokens ? end : entry.first_token + kResidentTokens;
+      const int32_t end = tokens(d).end, size = plan.resident_tokens();
+      entry.first_token = tile * size;
+      entry.end_token = end - entry.first_token < size ? end : entry.first_token + size;
       entry.end_key = d.visible_keys(entry.first_token, entry.end_token - 1).end;
     } else if (is_forward()) {
       const int64_t row = first_row(d, tile);

@@ -3,6 +3,7 @@
 // key's (row_tiles of mask.cuh), so a document's tiles are the same wherever it lies in the pack.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/documents.h"
@@ -113,6 +114,13 @@ struct PlanView {
     return static_cast<int32_t>(digest);
   }
 
+  // Tokens of a unit of resident rows: fewer where that gives multiprocessors work that would have none. Documents that
+  // are causal and have a query for each key have up to kResidentMaxKeys such tokens; others may have more.
+  PACKING_OPS_HOST_DEVICE int32_t resident_tokens() const {
+    const int64_t of_documents = num_documents * kResidentMaxKeys;
+    return (total_q < of_documents ? total_q : of_documents) * num_kv_heads <= 8192 ? 32 : 128;
+  }
+
   // -1 where visible_end is the limit.
   PACKING_OPS_HOST_DEVICE int32_t window_right() const { return ends.end == nullptr ? window.right : -1; }
 
@@ -123,7 +131,12 @@ struct PlanView {
     return tiles.short_max_keys < 0 ? 0 : total_q * tiles.group / tiles.short_rows + num_documents;
   }
   PACKING_OPS_HOST_DEVICE int64_t forward_resident_capacity() const {
-    return tiles.resident_max_keys < 0 ? 0 : total_q / kResidentTokens + num_documents;
+    return tiles.resident_max_keys < 0 ? 0 : total_q / resident_tokens() + num_documents;
+  }
+  // Blocks that serve them: no more than have work, for the next kernel waits for their multiprocessors.
+  int64_t forward_resident_blocks() const {
+    const int64_t of_documents = num_documents * (kResidentMaxKeys / resident_tokens());
+    return std::min(forward_resident_capacity(), of_documents) * num_kv_heads;
   }
   PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
 };

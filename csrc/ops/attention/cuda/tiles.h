@@ -88,7 +88,6 @@ constexpr int kShortKeys = 32;
 // Resident rows see up to kResidentMaxKeys keys: all of them lie in shared memory, in a ring of key tiles, beside 16
 // rows of q for each consumer warp. Where a block may have 227 KB.
 constexpr int kResidentMaxKeys = 128;
-constexpr int kResidentTokens = 128;  // of a unit
 constexpr int kResidentRowTile = 16;
 constexpr int kResidentWarps = 15;
 constexpr int resident_key_tiles(int padded) {
