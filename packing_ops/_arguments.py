@@ -306,3 +306,18 @@ def exactly_one(**arguments) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     if len(given) != 1:
         raise ValueError(f"expected exactly one of {' and '.join(arguments)}, got {' and '.join(given) or 'neither'}")
+
+
+def as_autocast(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What autocast makes of the arguments of a linear layer."""
+    device = x.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(t: torch.Tensor) -> torch.Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)

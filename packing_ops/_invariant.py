@@ -3,14 +3,17 @@ have the same bits in any order."""
 
 import os
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from packing_ops._arguments import as_autocast
+
 GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the mode, whatever the chunk
-# On the CPU rows of a product go by whole blocks: MKL's float32 sums of 1, 2, 3, 5, 7 or 9 rows have other orders.
+# On the CPU every product has so many rows. Products of other numbers of rows may sum in other orders; which ones depends on the
+# CPU and the number of threads. Not 32: MKL's kernels for AVX2 take 6 rows at a time, and the 2 that remain by another one.
 ROWS = 16
 COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
 FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
@@ -132,7 +135,9 @@ def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
     return torch.where(largest < 2.0**120, total, largest * torch.inf)
 
 
-# --- products of few rows: with rows of zeros ---
+# --- products: rows of zeros beside few, and on the CPU blocks of rows ---
+
+_Result = TypeVar("_Result")
 
 
 def rows_of_product(rows: int, like: torch.Tensor) -> int:
@@ -143,50 +148,104 @@ def rows_of_product(rows: int, like: torch.Tensor) -> int:
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """x ``[..., rows, size]`` with rows of zeros up to rows_of_product; x itself where it has these."""
-    missing = rows_of_product(x.shape[-2], x) - x.shape[-2]
+    """x ``[rows, size]`` with rows of zeros up to rows_of_product; x itself where it has these."""
+    missing = rows_of_product(x.shape[0], x) - x.shape[0]
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
+def at_once(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *others: torch.Tensor) -> list[_Result]:
+    """[product] of the tensors and others, with all rows."""
+    return [product(*tensors, *others)]
+
+
+def by_blocks(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *others: torch.Tensor) -> list[_Result]:
+    """product of each block of ROWS rows of the tensors, and of all of the others; float32 in one thread.
+
+    The tensors' rows are whole blocks. MKL splits a float32 product of few rows among many threads by where a row stands.
+    """
+    threads = torch.get_num_threads()
+    if tensors[0].element_size() > 2:
+        torch.set_num_threads(1)
+    try:
+        return [product(*blocks, *others) for blocks in zip(*(each.split(ROWS) for each in tensors), strict=True)]
+    finally:
+        torch.set_num_threads(threads)
+
+
 class WholeBlocks(TorchFunctionMode):
-    """Products on the CPU take their rows padded to whole blocks, forward and so backward."""
+    """Products on the CPU go by blocks of rows, forward and so backward."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _PRODUCTS and len(args) > 1 and _padded(args[0], args[1]):
-            return _by_blocks(function, *args, **(kwargs or {}))
-        if function in _GROUPED and _padded(args[0], args[1]) and args[1].dim() == 3:
+        if function in _PRODUCTS and len(args) > 1 and _by_rows(args[0], args[1]):
+            return _PRODUCTS[function](*args, **(kwargs or {}))
+        if function in _GROUPED and _by_rows(args[0], args[1]) and args[1].dim() == 3:
             return _by_groups(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
-_PRODUCTS = {
-    torch.nn.functional.linear,
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.Tensor.matmul,
-    torch.Tensor.mm,
-    torch.Tensor.bmm,
-    torch.Tensor.__matmul__,
-}
-_GROUPED = {getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
-
-
-def _padded(x: Any, other: Any) -> bool:
+def _by_rows(x: Any, other: Any) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.dim() > 1 and other.dim() > 1
 
 
-def _by_blocks(function: Any, x: torch.Tensor, other: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-    if other.dim() == 2:  # all leading dims are rows
-        rows = x.reshape(-1, x.shape[-1])
-        out = function(pad_rows(rows), other, *rest, **options)
-        return out[: rows.shape[0]].reshape(*x.shape[:-1], out.shape[-1])
-    return function(pad_rows(x), other, *rest, **options)[..., : x.shape[-2], :]
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    bias = None if bias is None else bias.expand(weight.shape[0])
+    rows, weight, bias = as_autocast(x.reshape(-1, x.shape[-1]), weight, bias)  # all leading dims are rows
+    return _Product.apply(rows, weight.t(), bias).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _matmul(x: torch.Tensor, other: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    if other.dim() == 2:
+        found = _linear(x, other.t())
+    else:
+        batch = torch.broadcast_shapes(x.shape[:-2], other.shape[:-2])
+        pairs = zip(*(t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (x, other)), strict=True)
+        products = [_matmul(*pair) for pair in pairs]
+        found = torch.stack(products).unflatten(0, batch) if products else torch.matmul(x, other)
+    return found if out is None else out.copy_(found)
 
 
 def _by_groups(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
     """torch.nn.functional.grouped_mm of rows that lie group by group: a product for each."""
     ends = offs.tolist()
     groups = zip([0, *ends], ends, weights, strict=False)
-    out = [_by_blocks(torch.mm, x[start:end], weight) for start, end, weight in groups if end > start]
+    out = [_matmul(x[start:end], weight) for start, end, weight in groups if end > start]
     return torch.cat([*out, x.new_zeros(x.shape[0] - (ends[-1] if ends else 0), weights.shape[2])])
+
+
+class _Product(torch.autograd.Function):
+    """x @ other + bias ``[rows, size]``: it and the gradient of x by blocks, also where that is made outside of the mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        def product(rows: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return torch.mm(rows, other) if bias is None else torch.addmm(bias, rows, other)
+
+        return torch.cat(by_blocks(product, [pad_rows(x)], other))[: x.shape[0]]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x, other), (of_x, of_other, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            _Product.apply(grad, other.mH, None) if of_x else None,
+            x.mH @ grad if of_other else None,
+            grad.sum(0) if of_bias else None,
+        )
+
+
+_PRODUCTS: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.nn.functional.linear: _linear,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.bmm: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.Tensor.bmm: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+}
+_GROUPED = {getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}

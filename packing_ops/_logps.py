@@ -20,7 +20,7 @@ from packing_ops import _ops
 from packing_ops._arguments import sum_dtype
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
 from packing_ops._batch_cache import is_real
-from packing_ops._invariant import COLUMNS, GRAIN, active, pad_rows, rows_of_product
+from packing_ops._invariant import COLUMNS, GRAIN, active, at_once, by_blocks, pad_rows, rows_of_product
 
 OUTPUTS = ("logps", "lse", "entropy", "sum_p2", "mean_logit", "top1")  # as the op returns them
 ALWAYS = ("logps", "lse")  # the others are computed where one of them is asked for
@@ -148,6 +148,7 @@ class _Chunks:
         self.hidden = rows.hidden(hidden)
         self.rows, self.invariant = self.hidden.shape[0], active()
         self.hidden = pad_rows(self.hidden) if self.invariant else self.hidden
+        self.products = by_blocks if self.invariant and hidden.is_cpu else at_once
         self.weight = weight if 1 in weight.stride() else weight.contiguous()
         self.bias = None if bias is None else bias.to(sum_dtype(hidden.dtype)).contiguous()
         self.group = None
@@ -178,7 +179,7 @@ class _Chunks:
         hidden, columns = self.hidden if hidden is None else hidden, logits.shape[1]
         if logits.is_cpu:
             for grain in self.grains(columns):
-                torch.mm(hidden, weight[grain].t(), out=logits[:, grain])
+                self.products(lambda out, x, w: torch.mm(x, w, out=out), (logits[:, grain], hidden), weight[grain].t())
         elif missing := self.missing_columns(columns):
             logits.copy_(torch.mm(hidden, pad(weight, (0, 0, 0, missing)).t())[:, :columns])
         else:
@@ -344,11 +345,12 @@ class _Gradients:
     def add(self, part: slice, weight: torch.Tensor, all_logits: torch.Tensor, later: bool) -> None:
         logits = all_logits[: self.chunks.rows]
         if self.need_hidden:
+            weight = weight.to(self.hidden.dtype) if weight.is_cpu else weight  # no product of half types into float32
             for grain in self.chunks.grains(logits.shape[1]):
                 of_grain, part_of_weight = all_logits[:, grain], weight[grain]
                 if missing := self.chunks.missing_columns(of_grain.shape[1]):
                     of_grain, part_of_weight = pad(of_grain, (0, missing)), pad(part_of_weight, (0, 0, 0, missing))
-                _add_product(self.hidden, of_grain, part_of_weight)
+                self.chunks.products(_add_product, (self.hidden, of_grain), part_of_weight)
         if self.need_bias:
             self.bias[part] = logits.sum(0, dtype=self.hidden.dtype)
         if self.need_weight and later:
@@ -374,12 +376,10 @@ class _Gradients:
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b in the dtype of total: rounded to a half type, each chunk would cost another error."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
+    if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # no such product on the CPU
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    else:
+        total.addmm_(a.to(total.dtype), b)
 
 
 # --- registration: shapes for torch.compile, gradients ---

@@ -20,6 +20,7 @@ import torch
 from packing_ops import _ops
 from packing_ops._arguments import (
     FLOATS,
+    as_autocast,
     at_least,
     check_tensor,
     described,
@@ -317,7 +318,7 @@ def checked_head(
     """hidden ``[total, hidden]``, weight and bias, as autocast casts them. ValueError where they do not fit."""
     for name, tensor in (("hidden", hidden), ("weight", weight), *([] if bias is None else [("bias", bias)])):
         check_tensor(tensor, name)
-    hidden, weight, bias = _as_autocast(hidden, weight, bias)
+    hidden, weight, bias = as_autocast(hidden, weight, bias)
     hidden = hidden[0] if hidden.dim() == 3 and hidden.shape[0] == 1 else hidden
     if hidden.dim() != 2 or hidden.dtype not in FLOATS:
         raise ValueError(
@@ -441,21 +442,6 @@ def _bytes_to_keep(keep_logits: int | str, head: Head) -> int:
     free, _ = torch.cuda.mem_get_info(hidden.device)
     unused = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
     return (free + unused) // 2
-
-
-def _as_autocast(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What autocast makes of the arguments of a linear layer."""
-    device = hidden.device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(t: torch.Tensor) -> torch.Tensor:
-        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-
-    return cast(hidden), cast(weight), None if bias is None else cast(bias)
 
 
 def _check_like_hidden(name: str, tensor: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -88,6 +88,21 @@ def assert_error_within(actual, torch_low, oracle, factor=2.0, floor=0.0):
     assert ours <= factor * theirs + floor, f"error {ours:.3e}, torch's own {theirs:.3e}"
 
 
+def rows_of_products(call):
+    """How many rows the products on the CPU have that call() makes, forward and backward."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as found:
+        call()
+    first = {
+        "aten::mm": 0,
+        "aten::bmm": 0,
+        "aten::addmm": 1,
+        "aten::addmm_": 1,
+        "aten::baddbmm": 1,
+        "aten::_grouped_mm": 0,
+    }
+    return [event.input_shapes[first[event.name]][-2] for event in found.events() if event.name in first]
+
+
 def cpu_seconds(call, runs=3):
     """The least time of this thread that ``call`` takes: compare it with another call's, never with a number."""
     times = []

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from helpers import assert_same, cu_seqlens_of
+from helpers import assert_same, cu_seqlens_of, rows_of_products
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,6 +194,92 @@ def test_rows_of_batches_and_leading_dims():
         assert_same(batched[:, :3], torch.bmm(x[0][:, :3], w.expand(3, 16, 8).contiguous()))
         assert torch.nn.functional.linear(x[0, 0, 0], w.t()).shape == (8,)
         assert (w.t() @ x[0, 0, 0]).shape == (8,)
+
+
+def losses(name, hidden, labels):
+    """A function of the library, of rows whose every token has a target, and its gradient of hidden alone."""
+    weight, bias = head(hidden.dtype)
+    cu_seqlens = cu_seqlens_of([len(labels)])
+    if name == "token_logps":
+        return po.token_logps(hidden, weight, labels, cu_seqlens, bias=bias, keep_logits=len(labels) * 20_000)
+    if name == "token_kl":
+        return po.token_kl(hidden, weight, hidden.detach() * 2, weight, labels, cu_seqlens, bias=bias)
+    return po.chunked_cross_entropy(hidden, weight, labels, cu_seqlens, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("name", ["token_logps", "token_kl", "chunked_cross_entropy"])
+@pytest.mark.parametrize("rows", [2, 16, 33, 200])
+def test_every_product_of_the_library_has_as_many_rows(name, rows, dtype):
+    """Which numbers of rows have other bits depends on the CPU and on the threads; of one number there is no other."""
+    ((hidden, labels),) = documents([rows], dtype)
+    hidden.requires_grad_()
+    with po.invariant():
+        found = rows_of_products(lambda: losses(name, hidden, labels).sum().backward())
+    assert len(found) >= 6  # of each of three grains: the logits, unless they are kept again in backward, the gradient
+    assert set(found) == {_invariant.ROWS}
+
+
+@pytest.mark.parametrize("function", functions.values(), ids=functions)
+@pytest.mark.parametrize("shape", [(1,), (33,), (2, 3, 5)], ids=str)
+def test_every_product_in_the_mode_has_as_many_rows(function, shape):
+    if len(shape) > 1 and function in (functions["mm"], functions["method"]):
+        pytest.skip("of two dimensions alone")
+    x, w = torch.randn(*shape, 64, requires_grad=True), torch.randn(64, 48)
+    with po.invariant():
+        out = function(x, w)
+        assert set(rows_of_products(lambda: function(x, w))) == {_invariant.ROWS}
+    assert set(rows_of_products(out.sum().backward)) == {_invariant.ROWS}  # outside of the mode too
+
+
+def test_every_product_of_a_batch_and_of_groups_has_as_many_rows():
+    x, w = torch.randn(3, 20, 16, requires_grad=True), torch.randn(3, 16, 8)
+    ends = torch.tensor([1, 1, 20], dtype=torch.int32)
+    with po.invariant():
+        for call in (lambda: torch.bmm(x, w), lambda: x @ w, lambda: torch._grouped_mm(x[0], w, offs=ends)):
+            assert set(rows_of_products(lambda call=call: call().sum().backward())) == {_invariant.ROWS}
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float64], ids=str)
+def test_products_of_float32_are_those_of_one_thread(dtype):
+    """MKL splits those of a few rows among many threads by where a row stands."""
+    before, found = torch.get_num_threads(), []
+
+    def product(rows):
+        found.append((rows.shape[0], torch.get_num_threads()))
+        if len(found) == 3:
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        _invariant.by_blocks(product, [torch.zeros(4 * _invariant.ROWS, 2, dtype=dtype)])
+    assert torch.get_num_threads() == before
+    assert found == [(_invariant.ROWS, before if dtype.itemsize == 2 else 1)] * 3
+
+
+def test_derivatives_of_products_in_the_mode():
+    """By autograd, a second time and by torch.func, of bias too."""
+    x, w, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 6), (4, 6), (4,)))
+
+    def linear(x, w, b):
+        with po.invariant():
+            return torch.nn.functional.linear(x, w, b)
+
+    assert torch.autograd.gradcheck(linear, (x, w, b))
+    assert torch.autograd.gradgradcheck(linear, (x, w, b))
+    of_rows = torch.func.vmap(torch.func.grad(lambda x: linear(x, w, b).square().sum()))(x[:, None])
+    torch.testing.assert_close(of_rows[:, 0], 2 * linear(x, w, b) @ w)
+
+
+def test_autocast_casts_products_in_the_mode():
+    x, w, b = torch.randn(5, 16, requires_grad=True), torch.randn(8, 16), torch.randn(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = torch.nn.functional.linear(x, w, b)
+        with po.invariant():
+            found = torch.nn.functional.linear(x, w, b)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted)
+    found.sum().backward()
+    assert x.grad.dtype == torch.float32
 
 
 # --- sums over a row ---

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, rows_of_products
 from hf_models import OLD, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,6 +134,19 @@ def test_drawn_documents_prefixes_and_neighbours(family, more):
     revert_packing_ops(model)
 
 
+@pytest.mark.parametrize(("family", "more"), CLAIMED, ids=[" ".join([f, *m.values()]) for f, m in CLAIMED])
+def test_every_product_has_as_many_rows(family, more):
+    """Forward and for the gradient of the embeddings: which numbers of rows have other bits depends on the CPU."""
+    model = model_of(family, **more).requires_grad_(False)
+    assert apply_packing_ops(model, invariant=True).skipped == {}
+    for lengths in ([1], [5, 12], [16, 17, 30]):
+        documents = [torch.randint(1, 128, (n,)) for n in lengths]
+        found = rows_of_products(lambda documents=documents: gradients_of_embeddings(model, *documents))
+        assert len(found) > 20
+        assert set(found) == {_invariant.ROWS}
+    revert_packing_ops(model)
+
+
 def test_a_stock_layer_that_breaks_it_is_named():
     """The gated delta rule of transformers pads a row to whole chunks of 64 for the CPU."""
     model = model_of("qwen3_next")
@@ -237,9 +250,11 @@ def test_autocast():
         claimed(model)
 
 
-def gradients_of_embeddings(model, ids):
-    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-    model(inputs_embeds=embedded, use_cache=False).logits.square().sum().backward()
+def gradients_of_embeddings(model, *documents):
+    """Of documents ``[length]`` in one row, or of ``[1, length]``."""
+    positions = torch.cat([torch.arange(ids.shape[-1]) for ids in documents])[None]
+    embedded = model.get_input_embeddings()(torch.cat(documents, -1).reshape(1, -1)).detach().requires_grad_()
+    model(inputs_embeds=embedded, position_ids=positions, use_cache=False).logits.square().sum().backward()
     return embedded.grad
 
 
