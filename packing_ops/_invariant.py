@@ -190,7 +190,8 @@ def _by_rows(x: Any, other: Any) -> bool:
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     bias = None if bias is None else bias.expand(weight.shape[0])
     rows, weight, bias = as_autocast(x.reshape(-1, x.shape[-1]), weight, bias)  # all leading dims are rows
-    return _Product.apply(rows, weight.t(), bias).reshape(*x.shape[:-1], weight.shape[0])
+    out = _Product.apply(pad_rows(rows), weight.t(), bias)
+    return out[: rows.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
 
 
 def _matmul(x: torch.Tensor, other: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -213,7 +214,7 @@ def _by_groups(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **_: 
 
 
 class _Product(torch.autograd.Function):
-    """x @ other + bias ``[rows, size]``: it and the gradient of x by blocks, also where that is made outside of the mode."""
+    """x @ other + bias, of whole blocks: it and the gradient of x by blocks, also where that is made outside of the mode."""
 
     generate_vmap_rule = True
 
@@ -222,7 +223,7 @@ class _Product(torch.autograd.Function):
         def product(rows: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             return torch.mm(rows, other) if bias is None else torch.addmm(bias, rows, other)
 
-        return torch.cat(by_blocks(product, [pad_rows(x)], other))[: x.shape[0]]
+        return torch.cat(by_blocks(product, [x.contiguous()], other))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

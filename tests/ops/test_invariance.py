@@ -270,6 +270,24 @@ def test_derivatives_of_products_in_the_mode():
     torch.testing.assert_close(of_rows[:, 0], 2 * linear(x, w, b) @ w)
 
 
+@pytest.mark.parametrize("shape", [(5, 8), (16, 8), (2, 3, 8)], ids=str)
+def test_results_in_the_mode_take_writes(shape):
+    x, w = torch.randn(shape, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+
+    def gradients():
+        out = torch.nn.functional.linear(x, w)
+        out += 1
+        out[..., :2] *= 3
+        return torch.autograd.grad(out.sum(), (x, w))
+
+    wanted = gradients()
+    with po.invariant():
+        found, out = gradients(), torch.empty(4, 4)
+        torch.mm(w.detach(), w.detach().t(), out=out)
+        assert_same(out, w.detach() @ w.detach().t())
+    torch.testing.assert_close(found, wanted)
+
+
 def test_autocast_casts_products_in_the_mode():
     x, w, b = torch.randn(5, 16, requires_grad=True), torch.randn(8, 16), torch.randn(8)
     with torch.autocast("cpu", torch.bfloat16):
