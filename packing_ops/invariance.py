@@ -27,7 +27,7 @@ class invariant:
       ``CUBLASLT_WORKSPACE_SIZE=1`` must be set before it, and entering the mode sets it where it is not too late.
     - torch.compile for CUDA: code that is compiled in the mode rounds as eager code does (``emulate_precision_casts``), and
       from torch 2.13 on most sums over a row go by its size alone (``batch_invariant``).
-    - CPU: products of the calling thread take their rows in whole blocks of 16.
+    - CPU: each product of the calling thread has 16 rows, more rows are several products; float32 ones take one thread.
     - token_logps, chunked_cross_entropy and token_kl: sums and products go by 4,096 entries of the vocabulary, whatever the
       chunk; float32 products on CUDA have at least 32 rows.
 

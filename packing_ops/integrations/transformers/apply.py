@@ -118,7 +118,7 @@ def apply_packing_ops(
             and micro-batch. check_invariance runs the model once to prove it. ``skipped`` names the layer for which it
             cannot be claimed, and what to set. On a GPU RMSNorm is swapped too, whose stock formula depends on the number
             of rows. Layers that are compiled afterwards, on a GPU and without max-autotune, keep it if check_invariance says
-            so of them. On the CPU products take whole blocks of rows, and torch.compile of the model is an error.
+            so of them. On the CPU each product has 16 rows, and torch.compile of the model is an error.
         strict: if anything cannot be swapped, raise and change nothing. Otherwise the rest is swapped, and a warning
             names what was not.
 
