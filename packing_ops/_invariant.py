@@ -231,12 +231,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, other), (of_x, of_other, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        return (
-            _Product.apply(grad, other.mH, None) if of_x else None,
-            x.mH @ grad if of_other else None,
-            grad.sum(0) if of_bias else None,
-        )
+        (x, other), (need_x, need_other, need_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        of_x = _Product.apply(grad, other.mH, None) if need_x else None
+        of_other = None
+        if need_other:  # laid out as other is, or it would be copied once more
+            of_other = (grad.mH @ x).mH if other.stride(0) == 1 else x.mH @ grad
+        return of_x, of_other, grad.sum(0) if need_bias else None
 
 
 _PRODUCTS: dict[Any, Callable[..., torch.Tensor]] = {
