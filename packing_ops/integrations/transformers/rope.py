@@ -23,7 +23,7 @@ from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_
 
 # --- functions of a modelling module ---
 
-ROTARY = re.compile(r"apply_\w*rot\w*")
+ROTARY = re.compile(r"_*apply_\w*rot\w*")
 HOSTS = ("transformers.", "transformers_modules.")  # packages whose modelling modules are looked into
 
 
@@ -89,9 +89,10 @@ def patches_of(module_name: str) -> dict[str, Patch]:
     return PATCHES[module_name]
 
 
-def dispatch_for(user: torch.nn.Module, module_name: str) -> None:
-    """Put dispatchers in place of the module's functions, until user dies or is reverted."""
-    for patch in patches_of(module_name).values():
+def dispatch_for(user: torch.nn.Module) -> None:
+    """Put dispatchers in place of the functions of its modelling module, until user dies or is reverted."""
+    revert_left()
+    for patch in patches_of(type(user).__module__).values():
         # In a graph a user cannot be looked up in a WeakSet: an applied patch will do.
         if not patch.is_applied or not (torch.compiler.is_compiling() or user in patch.users):
             patch.apply(user)
@@ -128,23 +129,23 @@ def functions_called(cls: type) -> tuple[str, ...]:
     """The names of the rotary functions that forward of this class calls."""
     forward = inspect.unwrap(cls.forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return tuple(name for name in names if ROTARY.fullmatch(name.lstrip("_")))
+    return tuple(filter(ROTARY.fullmatch, names))
 
 
 def _names(module) -> list[str]:
-    return [name for name, value in vars(module).items() if ROTARY.fullmatch(name.lstrip("_")) and callable(value)]
+    return [name for name, value in vars(module).items() if ROTARY.fullmatch(name) and callable(value)]
 
 
 def refusal(module, name) -> str | None:
     """Why apply_rotary_qk cannot serve this function; None if it can."""
+    rotation = rotation_in(module, name)
+    return f"{name}: {rotation}" if isinstance(rotation, str) else None
+
+
+def rotation_in(module, name) -> Rotation | str:
+    """The rotation of this function of a module, or of the one that a dispatcher replaces."""
     patch = PATCHES.get(module.__name__, {}).get(name)
-    verdict = rotation_of(vars(module)[name]) if patch is None else rotation_in(patch)
-    return f"{name}: {verdict}" if isinstance(verdict, str) else None
-
-
-def rotation_in(patch: Patch) -> Rotation | str:
-    """The rotation of the function that this patch replaces, or will replace."""
-    return rotation_of(patch.stock if patch.is_applied else vars(patch.owner)[patch.name])
+    return rotation_of(patch.stock if patch is not None and patch.is_applied else vars(module)[name])
 
 
 # --- positions for a model whose call has cu_seq_lens_q alone ---
@@ -261,9 +262,8 @@ def _count(found: list[Rotating]) -> int:
 def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
     """Returns the number of attention modules that rotate with ours from now on."""
     found = owners(model)
-    revert_left()
     for owner, rotary, _ in found:
-        dispatch_for(rotary, type(rotary).__module__)
+        dispatch_for(rotary)
         put_hook(rotary, _tag)
         if fp32_cos_sin:
             put_hook(rotary, _ask_for_fp32, before=True)
@@ -274,7 +274,7 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
             put_hook(owner, hook, before=True, with_kwargs=True)
     in_towers = towers(model)
     for module in in_towers:
-        dispatch_for(module, type(module).__module__)
+        dispatch_for(module)
         put_hook(module, _tag_tower, before=True, with_kwargs=True)
     return _count(found) + len(in_towers)
 
@@ -289,8 +289,7 @@ def release(model: torch.nn.Module) -> None:
 
 
 def _tag(rotary, args, output):
-    revert_left()
-    dispatch_for(rotary, type(rotary).__module__)  # a copied or unpickled model has hooks, and is no user yet
+    dispatch_for(rotary)  # a copied or unpickled model has hooks, and is no user yet
     if isinstance(output, torch.Tensor):
         return Tables(output) if output.is_complex() else output
     if not isinstance(output, tuple) or len(output) != 2:
@@ -319,7 +318,7 @@ def _served(cls: type) -> bool:
     if not _takes_tables(cls, cls.forward):
         return False
     patches = patches_of(cls.__module__)
-    rotations = [rotation_in(patches[name]) if name in patches else None for name in functions_called(cls)]
+    rotations = [rotation_in(patches[name].owner, name) if name in patches else None for name in functions_called(cls)]
     return bool(rotations) and all(getattr(rotation, "tokens", False) for rotation in rotations)
 
 
@@ -332,8 +331,7 @@ def _takes_tables(cls: type, forward) -> bool:
 
 
 def _tag_tower(module, args, kwargs):
-    revert_left()
-    dispatch_for(module, type(module).__module__)  # see _tag
+    dispatch_for(module)  # see _tag
     given = kwargs.get("position_embeddings")
     if not isinstance(given, tuple) or len(given) != 2 or isinstance(given[0], Tables):
         return args, kwargs
