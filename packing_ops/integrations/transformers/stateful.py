@@ -128,10 +128,31 @@ _KNOWN = re.compile(
 )
 
 
-def layers_of(model: torch.nn.Module) -> dict[torch.nn.Module, StateKind]:
-    """The outermost layers of a model that are not TOKENWISE, in their order."""
+def layers_of(module: torch.nn.Module, judged: bool = True) -> dict[torch.nn.Module, StateKind]:
+    """The outermost layers inside that are not TOKENWISE, in their order.
+
+    judged: UNKNOWN ones count: in a model of text, beside attention.
+    """
+    if isinstance(module, PreTrainedModel):
+        judged = reads_text(type(module))
     found = {}
-    _collect(model, True, found)
+    for child in module._modules.values():
+        if child is None:
+            continue
+        kind, sees_inside = _kind_of(child)
+        if kind is StateKind.TOKENWISE:
+            if child._modules:  # not most modules: this runs in every call of a model
+                found.update(layers_of(child, judged and sees_inside))
+        elif kind is StateKind.UNKNOWN:
+            inside = layers_of(child, judged and sees_inside)
+            # A block of attention and other layers: these count, its own code passes tokens from one to the other.
+            is_block = calls_attention_inside(child) or any(each is not kind for each in inside.values())
+            found.update(inside if is_block or not judged else {child: kind})
+        else:
+            # A decoder layer's code passes the state of what is inside on.
+            passes_on = kind is StateKind.RECURRENT and not _holds_state(child) and calls_attention_inside(child)
+            inside = layers_of(child, False) if passes_on else {}
+            found.update(inside or {child: kind})
     return found
 
 
@@ -144,31 +165,6 @@ def why_not_on_ranks(models) -> str | None:
             )
         return f"{class_name(layer)} carries a state along the sequence"
     return None
-
-
-def _collect(module, judged, found) -> None:
-    """Adds the layers inside ``module``. UNKNOWN ones count where ``judged``: in a model of text, beside attention."""
-    if isinstance(module, PreTrainedModel):
-        judged = reads_text(type(module))
-    for child in module._modules.values():
-        if child is None:
-            continue
-        kind, sees_inside = _kind_of(child)
-        if not child._modules and kind is StateKind.TOKENWISE:
-            continue  # most modules: this runs in every call of a model
-        if kind is StateKind.TOKENWISE:
-            _collect(child, judged and sees_inside, found)
-        elif kind is StateKind.UNKNOWN:
-            inside = {}
-            _collect(child, judged and sees_inside, inside)
-            # A block of attention and other layers: these count, its own code passes tokens from one to the other.
-            is_block = calls_attention_inside(child) or any(each is not kind for each in inside.values())
-            found.update(inside if is_block or not judged else {child: kind})
-        else:
-            inside = {}
-            if kind is StateKind.RECURRENT and not _holds_state(child) and calls_attention_inside(child):
-                _collect(child, False, inside)  # a decoder layer's code passes the state of what is inside on
-            found.update(inside or {child: kind})
 
 
 def _kind_of(layer) -> tuple[StateKind, bool]:
