@@ -30,7 +30,7 @@ from packing_ops.integrations.transformers.stateful_rows import (
     Isolation,
     RowDocuments,
     StateKind,
-    argument_axes,
+    axes_in,
     axes_of,
     boundaries_for,
     by_name,
@@ -401,7 +401,7 @@ def _apart(layer, run, isolations, found, args, kwargs):
     axes = axes_of(named, shape)
     if axes is None:
         return run(**named)  # another sequence: of images or audio
-    device = next(leaf.device for leaf in leaves(named) if argument_axes(leaf, shape, axes) is not None)
+    device = next(leaf.device for leaf in leaves(named) if axes_in(leaf, shape, axes) is not None)
     documents = found.split(device)
     if not documents.several:
         return run(**named)

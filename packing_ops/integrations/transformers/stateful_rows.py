@@ -60,7 +60,6 @@ class TokenAxes(NamedTuple):
     fits: Callable  # whether a shape has them there
     to_rows: Callable  # the tensor as [batch, seqlen, ...]
     from_rows: Callable  # the reverse
-    of_rows: bool = True  # the batch is an axis of its own
 
 
 ROWS = TokenAxes(
@@ -69,10 +68,7 @@ ROWS = TokenAxes(
     lambda x: x,
 )
 _FLAT = TokenAxes(
-    lambda shape, b, t: shape[0] == b * t,
-    lambda x, b, t: x.unflatten(0, (b, t)),
-    lambda x: x.flatten(0, 1),
-    of_rows=False,
+    lambda shape, b, t: shape[0] == b * t, lambda x, b, t: x.unflatten(0, (b, t)), lambda x: x.flatten(0, 1)
 )
 _SEQUENCE_FIRST = TokenAxes(
     lambda shape, b, t: shape[:2] == (t, b), lambda x, b, t: x.transpose(0, 1), lambda x: x.transpose(0, 1)
@@ -95,19 +91,14 @@ def axes_of(arguments, shape) -> TokenAxes | None:
     return None
 
 
-def argument_axes(leaf, shape, axes) -> TokenAxes | None:
-    """Of one argument: as the hidden states or as rows; None where it has no place for each token."""
-    return _first_that_fits(leaf, shape, (axes, ROWS))
+def axes_in(leaf, shape, axes, *more) -> TokenAxes | None:
+    """Of one argument or part of a result: as the hidden states or as rows; None where it has no place for each token."""
+    has_place = isinstance(leaf, torch.Tensor) and leaf.dim() > 1
+    return next((each for each in (axes, ROWS, *more) if has_place and each.fits(leaf.shape, *shape)), None)
 
 
 def result_axes(leaf, shape, axes) -> TokenAxes | None:
-    """Of a part of a result: routers return flat tokens, whatever they are given."""
-    return _first_that_fits(leaf, shape, (axes, ROWS, _FLAT))
-
-
-def _first_that_fits(leaf, shape, known):
-    has_place = isinstance(leaf, torch.Tensor) and leaf.dim() > 1
-    return next((each for each in known if has_place and each.fits(leaf.shape, *shape)), None)
+    return axes_in(leaf, shape, axes, _FLAT)  # routers return flat tokens, whatever they are given
 
 
 def result_tensors(result, shape, axes) -> list[torch.Tensor]:
@@ -224,7 +215,7 @@ def _in_order(run, order, **named):
 def run_in_rows(run, named, documents, shape, axes):
     """A layer's result for a batch, from calls in which each document is a row."""
     batches = documents.batches
-    if not axes.of_rows:  # flat tokens: a call for each document
+    if axes is _FLAT:  # a call for each document
         batches = [row for batch in batches for row in batch.split(1)]
     results = [run(**rows_of(named, slots, shape, axes)) for slots in batches]
     parts = iter([*zip(*map(leaves, results), strict=True)])  # of all batches, leaf by leaf
@@ -240,7 +231,7 @@ def rows_of(named, slots, shape, axes):
     def rows(name, value):
         if name == "use_cache":
             return False
-        found = argument_axes(value, shape, axes)
+        found = axes_in(value, shape, axes)
         if found is not None:
             tokens = found.to_rows(value, *shape).flatten(0, 1)
             return found.from_rows(tokens.index_select(0, slots.flatten()).unflatten(0, slots.shape))
@@ -352,11 +343,11 @@ def boundaries_for(layer, seq_idx, cu_seqlens):
 def _with_other_tokens(named, shape, axes, where):
     """A layer's arguments with other hidden states where the bool ``[batch, seqlen]`` holds. Of a layer that makes them:
     with other integers, which its embedding has too."""
-    tokens = [leaf for leaf in leaves(named) if argument_axes(leaf, shape, axes) is not None]
+    tokens = [leaf for leaf in leaves(named) if axes_in(leaf, shape, axes) is not None]
     floats = any(each.is_floating_point() for each in tokens)
 
     def other(_, leaf):
-        found = argument_axes(leaf, shape, axes)
+        found = axes_in(leaf, shape, axes)
         if found is None or leaf.is_floating_point() != floats or leaf.dtype == torch.bool:
             return leaf
         rows = found.to_rows(leaf, *shape)
