@@ -143,6 +143,16 @@ class PackedCall:
         index = self.indices["attention_mask"]
         return (*args[:index], self.padding, *args[index + 1 :]), kwargs
 
+    def documents_of_tokens(self, tokens, position_ids):
+        """The documents of the model's own tokens ``[batch, seqlen, ...]``, by all that it was given."""
+        mask = self.padding if self.numbers is None else self.numbers
+        if is_tensor(mask, 2) and mask.shape == tokens.shape[:2]:
+            mask = kept_as(torch.bool if self.numbers is None else mask.dtype, mask, tokens.device)
+        else:
+            mask = None
+        cu_seqlens = self.cu_seqlens, self.cu_seqlens_k
+        return self.documents(tokens[:, None], cu_seqlens, mask, position_ids).on(tokens.device)
+
     def documents(self, query, cu_seqlens, padding, position_ids, layer=None):
         """The answer of find_documents, which an outer call may have had before: models pass their arguments on."""
         shape, asked = (query.shape[0], query.shape[2]), (*cu_seqlens, padding, position_ids)
@@ -357,7 +367,7 @@ def without_first_labels(model, call, kwargs):
     """The keyword arguments, labels of documents' first tokens -100: the token before them is of another document."""
     # Not where shift_labels say what each token is to predict, nor of models whose loss shifts nothing.
     labels = kwargs.get("labels")
-    told = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.cu_seqlens_k, call.numbers))
+    told = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.numbers))
     if not told or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
         return kwargs
     if getattr(model, "loss_type", None) not in SHIFTED or model.config.is_encoder_decoder:
@@ -365,15 +375,13 @@ def without_first_labels(model, call, kwargs):
     (batch, seqlen), padding = labels.shape, call.padding if call.numbers is None else call.numbers
     if padding is not None and (not is_tensor(padding, 2) or padding.shape != labels.shape):
         return kwargs
-    position_ids, cu_seqlens = call.told_positions(batch, seqlen), (call.cu_seqlens, call.cu_seqlens_k)
+    position_ids = call.told_positions(batch, seqlen)
     if position_ids is not None and (position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch)):
         return kwargs
-    if cu_seqlens[0] is None and cu_seqlens[1] is None:  # without documents, whose number the host would wait for
+    if call.cu_seqlens is None:  # without documents, whose number the host would wait for
         starts = first_tokens(padding, position_ids, batch, seqlen, labels.device)
         return {**kwargs, "labels": labels.masked_fill(starts, -100)}
-    if padding is not None and call.numbers is None:
-        padding = kept_as(torch.bool, padding, labels.device)
-    documents = call.documents(labels[:, None, :, None], cu_seqlens, padding, position_ids).on(labels.device)
+    documents = call.documents_of_tokens(labels, position_ids)
     masked = mask_boundary_labels(labels.flatten(), documents.cu_seqlens_q)
     return {**kwargs, "labels": masked.view_as(labels)}
 

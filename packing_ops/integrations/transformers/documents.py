@@ -63,12 +63,12 @@ class BatchDocuments:
 
 
 def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None):
-    """The documents of query ``[batch, num_heads, seqlen, head_dim]``: by cu_seqlens, else by padding and positions.
+    """The documents of query ``[batch, num_heads, seqlen, ...]``: by cu_seqlens, else by padding and positions.
 
     padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
     layer: number of the layer that asks, None for the first of a forward.
     """
-    batch, _, seqlen, _ = query.shape
+    batch, seqlen = query.shape[0], query.shape[2]
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
         position_ids = None  # of another row, or with an axis of their own (M-RoPE): they do not tell documents
     if padding is not None and padding.shape != (batch, seqlen):

@@ -18,12 +18,7 @@ import torch
 
 from packing_ops.integrations._patching import WeakPartial, function_of, put, take_out_function
 from packing_ops.integrations.transformers.call import here, traced
-from packing_ops.integrations.transformers.documents import (
-    is_tensor,
-    kept_as,
-    refuse_own_positions,
-    refuse_where,
-)
+from packing_ops.integrations.transformers.documents import refuse_own_positions, refuse_where
 from packing_ops.integrations.transformers.stateful_rows import (
     BOUNDARIES,
     CACHES,
@@ -309,13 +304,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
 def _row_documents(tokens, call, position_ids):
     """None where each row is one document."""
     batch, seqlen = tokens.shape[:2]
-    padding = call.padding if call.numbers is None else call.numbers
-    if is_tensor(padding, 2) and padding.shape == (batch, seqlen):
-        padding = kept_as(torch.bool if call.numbers is None else padding.dtype, padding, tokens.device)
-    else:
-        padding = None
-    like = tokens.reshape(batch, 1, seqlen, -1)
-    documents = call.documents(like, (call.cu_seqlens, call.cu_seqlens_k), padding, position_ids).on(tokens.device)
+    documents = call.documents_of_tokens(tokens, position_ids)
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
         return None
     parents = call.segment_parents
