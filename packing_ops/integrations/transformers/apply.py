@@ -18,7 +18,7 @@ from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
 from packing_ops.integrations.transformers import stateful, versions
 from packing_ops.integrations.transformers import vision as vision_patch
-from packing_ops.integrations.transformers.attention import packing_ops_attention, register, unknown_options
+from packing_ops.integrations.transformers.attention import register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, NAMES, guard_of, last_forward, mixes_tokens
 from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, not_causal, reads_text
 from packing_ops.invariance import check_invariance
@@ -287,7 +287,7 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
     if not found:
         return "there is no transformers model in it to set attn_implementation on"
     for cls in {type(module) for host in found for module in host.modules()}:
-        if options := sorted(unknown_options(cls, packing_ops_attention)):  # type: ignore[arg-type]
+        if options := sorted(unknown_options(cls)):  # type: ignore[arg-type]
             return f"{cls.__name__} has attention with {', '.join(options)}"
     if reasons := [why for module in models_in(found) if (why := not_causal(module))]:
         return reasons[0]

@@ -4,7 +4,6 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -177,11 +176,10 @@ def packing_ops_attention(
         if attention_mask is None and position_ids is not None:
             refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
         none = why_no_documents(query, key, attention_mask, causal, window)
-        told = cu_seq_lens_q is not None or cu_seq_lens_k is not None
-        masked = told and masks.has_documents_of(cu_seq_lens_q, attention_mask)
-        if none and told and not masked:
+        has_cu_seqlens = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+        if none and has_cu_seqlens and not masks.has_documents_of(cu_seq_lens_q, attention_mask):
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
-        documents = None if none else _without_pattern(module, query, attention_mask, cu_seqlens, position_ids)
+        documents = None if none else documents_of_layer(module, query, attention_mask, cu_seqlens, position_ids)
 
     # Varlen attention, else SDPA.
     reason = reason or none or refused
@@ -190,7 +188,7 @@ def packing_ops_attention(
     if not reason:
         return _varlen((query, key, value), documents, options), None
     versions.warn_once(reason)
-    mask = attention_mask if documents is None else _dense_mask(documents, query, options, attention_mask)
+    mask = attention_mask if documents is None else _dense_mask(documents, query, options, pattern)
     return _by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
 
 
@@ -206,12 +204,6 @@ def _of_tree(heads, cu_seqlens, parents, options, reason):
     if (call := call_to_mark()) is not None:
         call.reached_by("segment_parents", segments)
     return attend(*_one_dtype(*heads), segments, segments, options, layout="bhsd", parents=parents)[0]
-
-
-def _without_pattern(module, query, mask, cu_seqlens, position_ids):
-    numbers, layer = numbers_of(mask, current()), getattr(module, "layer_idx", None)
-    padding = mask if numbers is None else numbers
-    return documents_of(query, cu_seqlens, padding, position_ids, layer).on(query.device)
 
 
 def _varlen(heads, documents, options):
@@ -290,12 +282,12 @@ _CALL = re.compile(r"\battention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))
 
 
 @functools.cache
-def unknown_options(cls: type, attention: Callable) -> frozenset[str]:
-    """Options that modules of this class pass to attention by name and ``attention`` refuses."""
+def unknown_options(cls: type) -> frozenset[str]:
+    """Options that modules of this class pass to attention by name and ours refuses."""
     calls = _CALL.findall(versions.source_of(cls.forward))
     passed = re.findall(r"^\s*(\w+)=", "\n".join(calls), re.M)
     known = {"head_mask"}  # None unless somebody asks for one, which is refused then
-    return frozenset(passed) - HARMLESS - SDPA - known - set(inspect.signature(attention).parameters)
+    return frozenset(passed) - HARMLESS - SDPA - known - set(inspect.signature(packing_ops_attention).parameters)
 
 
 def why_not(query, value, dropout):
@@ -320,17 +312,16 @@ def why_not(query, value, dropout):
 _SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
 
 
-def _dense_mask(documents, query, options, pattern=None):
+def _dense_mask(documents, query, options, pattern):
     """bool ``[batch, 1, queries, keys]``, True where visible. Windows count slots, as transformers' own masks do."""
-    length = query.shape[2] if getattr(pattern, "last", None) is None else pattern.length
+    length = query.shape[2] if pattern is None or pattern.last is None else pattern.length
     ids, queries = documents.document_ids(query.shape[0], length), slice(length - query.shape[2], None)
     slots = torch.arange(length, device=ids.device)
     pairs = ids[:, queries, None], ids[:, None, :], slots[queries, None], slots[None, :]
-    blocks = getattr(pattern, "blocks", None)
-    if blocks is None:
+    if pattern is None or pattern.blocks is None:
         visible = visible_mask(*pairs, options.causal, options.window_size)
     else:
-        blocks = blocks.to(ids.device)
+        blocks = pattern.blocks.to(ids.device)
         together = (blocks[:, queries, None] == blocks[:, None, :]) & (blocks[:, None, :] >= 0)
         visible = visible_mask(*pairs, False, options.window_size) & ((pairs[3] <= pairs[2]) | together)
     return (visible | torch.eq(*pairs[2:]))[:, None]  # padding attends to itself: its softmax is finite
@@ -371,6 +362,13 @@ def _by_sdpa(module, query, key, value, mask, options, dropout, given):
 # --- documents: of the mask's slots, or of rows that another library's Ulysses gathered from its ranks ---
 
 
+def documents_of_layer(module, query, mask, cu_seqlens, position_ids):
+    """By what the layer is given."""
+    numbers, layer = numbers_of(mask, current()), getattr(module, "layer_idx", None)
+    padding = mask if numbers is None else numbers
+    return documents_of(query, cu_seqlens, padding, position_ids, layer).on(query.device)
+
+
 def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
     """The documents of query ``[batch, num_heads, seqlen, head_dim]`` under a MaskPattern; of key, for the last queries."""
     seqlen, length = query.shape[2], pattern.length
@@ -382,8 +380,7 @@ def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
         lengths = f"{seqlen} queries and {key.shape[2]} keys"
         raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
     _refuse_parts(length, seqlen, cu_seqlens, pattern.padding)
-    layer = getattr(module, "layer_idx", None)
-    return documents_of(query, (None, None), None, position_ids, layer).on(query.device)
+    return documents_of_layer(module, query, None, (None, None), position_ids)
 
 
 def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window):
@@ -399,10 +396,10 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
         _refuse_parts(length, seqlen, cu_seqlens, call.padding if call.numbers is None else call.numbers)
         call.looked_at_parts = True
     masks = {mask and (mask[0], _narrow(mask[1], seqlen)) for mask in call.masks}
-    told = causal, _narrow(window, seqlen)
-    # Of several masks, a layer that tells no window may have had one that does.
-    unclear = len(masks) > 1 and told[1] == (-1, -1) and not _is_full_attention(module)
-    if masks and (told not in masks or None in masks or unclear):
+    of_layer = causal, _narrow(window, seqlen)
+    # Of several masks, a layer that passes no window may have had one that has.
+    unclear = len(masks) > 1 and of_layer[1] == (-1, -1) and not _is_full_attention(module)
+    if masks and (of_layer not in masks or None in masks or unclear):
         raise ValueError(
             f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
             f"it had more than causal={causal} and window_size={window}, which the layer passes"

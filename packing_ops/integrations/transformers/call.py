@@ -61,7 +61,7 @@ class PackedCall:
     mask_form: the form of the model's masks. first_axis: see documents.py.
     lost: names of those arguments that tell documents and have reached no mask, attention or layer with a state yet.
     answers: [(batch, seqlen), what was asked for, its documents], shared with the calls inside of this one.
-    row_documents, has_attention: what layers with a state are told, see stateful.
+    row_documents, has_attention: for layers with a state, see stateful.
     """
 
     def __init__(self, model, args, kwargs, outer):
@@ -181,7 +181,7 @@ class PackedCall:
         for call in (self, *self.outers):
             call.seen = call.seen or LastForward(rows, cu_seqlens.numel() - 1, found_by)
 
-    def told_positions(self, batch, seqlen):
+    def row_positions(self, batch, seqlen):
         """position_ids ``[batch or 1, seqlen]`` that restart with each document, or None."""
         positions = self.position_ids
         if is_tensor(positions, 3) and positions.shape[0] == 4:  # of text or a sequence, in front of other axes
@@ -190,13 +190,13 @@ class PackedCall:
 
     def reached(self, numbers, *positions):
         """These numbers, and position_ids or cu_seqlens, have reached a mask or an attention: so have the outer calls'."""
-        told = any(each is not None for each in positions)
+        has_any = any(each is not None for each in positions)
         for call in (self, *self.outers):
             if numbers is not None and call.numbers is numbers and not call.mixes:
                 call.lost.discard("attention_mask")
             # A call without them, such as a vision tower's, says nothing of its outer calls'.
-            told = told and not (call.position_ids is None and call.cu_seqlens is None)
-            if told and not call.mixes and call.guard is None:
+            has_any = has_any and not (call.position_ids is None and call.cu_seqlens is None)
+            if has_any and not call.mixes and call.guard is None:
                 call.lost.difference_update(("cu_seq_lens_q", "position_ids"))
 
     def reached_by(self, found_by, cu_seqlens):
@@ -367,15 +367,15 @@ def without_first_labels(model, call, kwargs):
     """The keyword arguments, labels of documents' first tokens -100: the token before them is of another document."""
     # Not where shift_labels say what each token is to predict, nor of models whose loss shifts nothing.
     labels = kwargs.get("labels")
-    told = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.numbers))
-    if not told or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
+    has_documents = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.numbers))
+    if not has_documents or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
         return kwargs
     if getattr(model, "loss_type", None) not in SHIFTED or model.config.is_encoder_decoder:
         return kwargs
     (batch, seqlen), padding = labels.shape, call.padding if call.numbers is None else call.numbers
     if padding is not None and (not is_tensor(padding, 2) or padding.shape != labels.shape):
         return kwargs
-    position_ids = call.told_positions(batch, seqlen)
+    position_ids = call.row_positions(batch, seqlen)
     if position_ids is not None and (position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch)):
         return kwargs
     if call.cu_seqlens is None:  # without documents, whose number the host would wait for

@@ -235,19 +235,22 @@ def argument(name, indices, args, kwargs):
 # --- masks that are tensors ---
 
 
-def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
-    """mask_function within documents. Keys of a cache without numbers belong to the first query's document."""
-    device = (told.numbers if told.position_ids is None else told.position_ids).device
+def each_document_alone(mask_function, kwargs, prepared, batch, q_length, q_offset):
+    """mask_function within documents. Keys of a cache without numbers belong to the first query's document.
+
+    prepared: MaskArguments.
+    """
+    position_ids, numbers = prepared.position_ids, prepared.numbers
+    device = (numbers if position_ids is None else position_ids).device
     # Where documents start among the queries, by positions and by numbers.
     slots, last = torch.arange(q_length, device=device), q_length - 1
-    padding = told.padding if told.numbers is None else told.numbers
+    padding = prepared.padding if numbers is None else numbers
     if padding is not None:
         padding = padding.to(device)[:, (slots + q_offset).clamp(max=padding.shape[1] - 1)].expand(batch, -1)
-    starts = first_tokens(padding, told.position_ids, batch, q_length, device)
-    documents = starts.cumsum(1)
-    runs = told.numbers
-    if runs is not None:
-        runs = first_tokens(runs, None, *runs.shape, device).cumsum(1).expand(batch, -1)
+    starts = first_tokens(padding, position_ids, batch, q_length, device)
+    documents, runs = starts.cumsum(1), None
+    if numbers is not None:
+        runs = first_tokens(numbers, None, *numbers.shape, device).cumsum(1).expand(batch, -1)
 
     # The mask: of two slots of one document.
     def query_index(slot):
@@ -269,7 +272,7 @@ def each_document_alone(mask_function, kwargs, told, batch, q_length, q_offset):
         return same_document
     # Chunks are counted from where a document starts: the first one after the padding on the left.
     origins = (slots * starts).cummax(1).values + q_offset
-    left = 0 if told.padding is None else (told.padding.cumsum(1) == 0).sum(1, keepdim=True)
+    left = 0 if prepared.padding is None else (prepared.padding.cumsum(1) == 0).sum(1, keepdim=True)
     origins = torch.where(documents == 0, left, origins)
 
     def chunks_of_document(row, head, q, k):

@@ -54,7 +54,7 @@ class MaskPattern:
         self.causal, self.window, self.length, self.axes = causal, window, length, axes
         self.padding, self.position_ids, self.blocks = padding, position_ids, blocks
         self.shape, self.ndim, self.last = torch.Size((batch, 1, length, length)), 4, None
-        self._documents = self._given = self._ends = None
+        self._documents = self._cu_seqlens = self._visible_end = None
         self.of_tree = False
 
     def dim(self):
@@ -64,21 +64,24 @@ class MaskPattern:
         return self.shape if dim is None else self.shape[dim]
 
     def documents(self, query, cu_seqlens, position_ids):
-        if self._documents is None or self._given[0] is not cu_seqlens[0] or self._given[1] is not cu_seqlens[1]:
+        """Found for the first layer, and kept for all that are given the same cu_seqlens (of queries, of keys)."""
+        kept = self._cu_seqlens
+        if kept is None or kept[0] is not cu_seqlens[0] or kept[1] is not cu_seqlens[1]:
             position_ids = position_ids if self.position_ids is None and not self.axes else self.position_ids
-            call, told = call_to_mark(), cu_seqlens
-            if told[0] is None and told[1] is None and self.position_ids is not None and call is not None:
-                told = call.cu_seqlens, call.cu_seqlens_k  # which the model keeps to itself: they must tell the same
-            self._documents, self._given = documents_of(query, told, self.padding, position_ids), cu_seqlens
+            given, call = cu_seqlens, call_to_mark()
+            if given[0] is None and given[1] is None and self.position_ids is not None and call is not None:
+                # The layers may not get those of the model's call: positions must agree with them.
+                cu_seqlens = call.cu_seqlens, call.cu_seqlens_k
+            self._documents, self._cu_seqlens = documents_of(query, cu_seqlens, self.padding, position_ids), given
         return self._documents
 
     def visible_end(self, documents):
         """(that of varlen_attention for the packed rows or None, why it cannot be found or "")."""
         if self.blocks is None:
             return None, ""
-        if self._ends is None or self._ends[0] is not documents:
-            self._ends = documents, ends_of_blocks(documents, self.blocks)
-        ends = self._ends[1]
+        if self._visible_end is None or self._visible_end[0] is not documents:
+            self._visible_end = documents, ends_of_blocks(documents, self.blocks)
+        ends = self._visible_end[1]
         return ends, "" if ends is not None else "blocks of a mask that are no runs of neighbours"
 
     def _refuse(self, *_):
@@ -141,21 +144,21 @@ def packing_ops_mask(
 ):
     """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
     now, call = here(), current()
-    told, now.mask_arguments = now.mask_arguments, None
-    if told is None or told.padding is not attention_mask:
+    prepared, now.mask_arguments = now.mask_arguments, None
+    if prepared is None or prepared.padding is not attention_mask:
         # A bidirectional mask may be one of cross-attention; where nothing was prepared that is not known.
-        told = MaskArguments(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
+        prepared = MaskArguments(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
     # A pattern that varlen attention follows.
-    free = told.mask_form == PATTERN and not told.stock
-    pattern, blocks = _pattern_of(mask_function, kwargs) if free else None, None
-    if free and pattern is None:
+    may_be_pattern = prepared.mask_form == PATTERN and not prepared.stock
+    pattern, blocks = _pattern_of(mask_function, kwargs) if may_be_pattern else None, None
+    if may_be_pattern and pattern is None:
         pattern, blocks = blocks_of(mask_function, batch_size, q_length)
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
-        padding = told.padding if told.numbers is None else told.numbers
+        padding = prepared.padding if prepared.numbers is None else prepared.numbers
         if call is not None:
             call.masks.add(pattern if blocks is None else None)
-        made = MaskPattern(*pattern, q_length, padding, told.position_ids, told.axes, blocks, batch_size)
+        made = MaskPattern(*pattern, q_length, padding, prepared.position_ids, prepared.axes, blocks, batch_size)
         if call is not None and call.segment_parents is not None and made.causal:
             made.of_tree = True
             call.reached_by("segment_parents", call.cu_seqlens)
@@ -163,15 +166,15 @@ def packing_ops_mask(
     # A tensor: documents are compared for each query and key.
     if call is not None:
         call.masks.add(None)
-    apart = q_length > 1 and not (told.position_ids is None and told.numbers is None)
+    apart = q_length > 1 and not (prepared.position_ids is None and prepared.numbers is None)
     if apart:
         if call is not None:
-            told = told._replace(position_ids=call.checked_positions(told.position_ids, batch_size))
-        mask_function = each_document_alone(mask_function, kwargs, told, batch_size, q_length, q_offset)
+            prepared = prepared._replace(position_ids=call.checked_positions(prepared.position_ids, batch_size))
+        mask_function = each_document_alone(mask_function, kwargs, prepared, batch_size, q_length, q_offset)
     # Without a mask the layer could not tell causal from full; one query that attends to every key is both.
     skip = kwargs.pop("allow_is_causal_skip", True) and q_length == 1
     kwargs["allow_is_bidirectional_skip"] = False
-    make = masking_utils.eager_mask if told.mask_form == ADDITIVE else masking_utils.sdpa_mask
+    make = masking_utils.eager_mask if prepared.mask_form == ADDITIVE else masking_utils.sdpa_mask
     mask = make(
         batch_size=batch_size,
         q_length=q_length,
@@ -179,7 +182,7 @@ def packing_ops_mask(
         q_offset=q_offset,
         kv_offset=kv_offset,
         mask_function=mask_function,
-        attention_mask=told.padding,
+        attention_mask=prepared.padding,
         allow_is_causal_skip=skip,
         **kwargs,
     )

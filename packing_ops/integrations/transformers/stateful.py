@@ -271,7 +271,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
         return
 
     # What says where documents are.
-    position_ids = call.told_positions(*tokens.shape[:2])
+    position_ids = call.row_positions(*tokens.shape[:2])
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
 
