@@ -19,7 +19,7 @@ from packing_ops.integrations.transformers import sequence_group as sequence_pat
 from packing_ops.integrations.transformers import stateful, versions
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import register, unknown_options
-from packing_ops.integrations.transformers.call import GUARD, NAMES, guard_of, last_forward, mixes_tokens
+from packing_ops.integrations.transformers.call import GUARD, NAMES, LastForward, guard_of, last_forward, mixes_tokens
 from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, not_causal, reads_text
 from packing_ops.invariance import check_invariance
 
@@ -412,10 +412,12 @@ def info(model: torch.nn.Module) -> str:
     found = hosts(model)
     name = type(found[0] if found else model).__name__
     lines = [f"{name}, transformers {transformers.__version__}"]
-    lines += [f"attention: {_attention(model, found)}", f"rope: {_rope(model)}", f"rms_norm: {_norm(model)}"]
-    lines.append(f"loss: {_loss(found)}")
-    lines += [f"documents: {_documents(found)}", *_last_forwards(found), *versions.sdpa_reasons()]
-    return "\n".join(lines)
+    lines.append(f"attention: {_attention(model, found)}")
+    lines.append(f"rope: {_swapped(rope_patch, model, 'apply_packing_ops(model)')}")
+    lines.append(f"rms_norm: {_swapped(rms_norm_patch, model, 'apply_packing_ops(model, rms_norm=True)')}")
+    lines += [f"loss: {_loss(found)}", f"documents: {_documents(found)}"]
+    lines += [_last_forward(last) for host in found if (last := last_forward(host)) is not None]
+    return "\n".join([*lines, *versions.sdpa_reasons()])
 
 
 def _attention(model: Any, hosts: list[Any]) -> str:
@@ -430,18 +432,14 @@ def _attention(model: Any, hosts: list[Any]) -> str:
     return (f"{text}, " if text else "") + (reason or "swapped by apply_packing_ops(model)")
 
 
-def _rope(model: Any) -> str:
-    ours, every = rope_patch.counts(model)
+def _swapped(patch: Any, model: Any, swap: str) -> str:
+    ours, every = patch.counts(model)
     if not every:
-        return f"stock, {rope_patch.why_not(model)}"
-    return _parts(ours, every, "apply_packing_ops(model)")
-
-
-def _norm(model: Any) -> str:
-    every = len(rms_norm_patch.norms(model))
-    if not every:
-        return f"stock, {rms_norm_patch.why_not(model)}"
-    return _parts(len(rms_norm_patch.fused(model)), every, "apply_packing_ops(model, rms_norm=True)")
+        return f"stock, {patch.why_not(model)}"
+    parts = [f"packing_ops in {_counted(ours, 'module')}"] if ours else []
+    if ours < every:
+        parts.append(f"stock in {_counted(every - ours, 'module')}, swapped by {swap}")
+    return ", ".join(parts)
 
 
 def _loss(hosts: list[Any]) -> str:
@@ -456,25 +454,15 @@ def _loss(hosts: list[Any]) -> str:
     return f"stock: {reasons[0]}" if reasons else "stock"
 
 
-def _parts(ours: int, every: int, swap: str) -> str:
-    parts = [f"packing_ops in {_counted(ours, 'module')}"] if ours else []
-    if ours < every:
-        parts.append(f"stock in {_counted(every - ours, 'module')}, swapped by {swap}")
-    return ", ".join(parts)
-
-
 def _counted(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count != 1)}"
 
 
-def _last_forwards(hosts: list[Any]) -> list[str]:
-    lines = []
-    for last in [found for host in hosts if (found := last_forward(host)) is not None]:
-        told = f"{_counted(last.documents, 'document')}, found by {last.found_by}"
-        if last.found_by == "rows":
-            told = "one document in each, as no argument said otherwise"
-        lines.append(f"last forward: {_counted(last.rows, 'row')}, {told}")
-    return lines
+def _last_forward(last: LastForward) -> str:
+    documents = f"{_counted(last.documents, 'document')}, found by {last.found_by}"
+    if last.found_by == "rows":
+        documents = "one document in each, as no argument said otherwise"
+    return f"last forward: {_counted(last.rows, 'row')}, {documents}"
 
 
 def _documents(hosts: list[Any]) -> str:

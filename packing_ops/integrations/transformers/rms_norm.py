@@ -108,14 +108,14 @@ def _candidates(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     """RMSNorm modules whose formula is in FORWARDS."""
-    return [module for module in _candidates(model) if _formula_of(module) is not None]
+    return [module for module in _candidates(model) if _formula_of(module)[0] is not None]
 
 
-def _formula_of(module) -> str | None:
-    """A key of FORWARDS, or None. If ours runs already, its class is not tried again: it may have changed."""
+def _formula_of(module) -> tuple[str | None, str]:
+    """formula_of it. If ours runs already, its class is not tried again: it may have changed."""
     function = function_of(_forward_of(module))
     running = [name for name, ours in FORWARDS.items() if ours is function]
-    return running[0] if running else formula_of(stock_of(type(module)), module)[0]
+    return (running[0], "") if running else formula_of(stock_of(type(module)), module)
 
 
 def why_not(model: torch.nn.Module) -> str | None:
@@ -123,13 +123,18 @@ def why_not(model: torch.nn.Module) -> str | None:
     found = _candidates(model)
     if not found:
         return "it has no RMSNorm that runs the forward of its modelling module"
-    left = [module for module in found if _formula_of(module) is None]
-    return "; ".join(dict.fromkeys(formula_of(stock_of(type(module)), module)[1] for module in left)) or None
+    reasons = dict.fromkeys(_formula_of(module)[1] for module in found)
+    return "; ".join(filter(None, reasons)) or None
 
 
 def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
     """RMSNorm modules that run ours."""
     return [module for module in norms(model) if _is_ours(_forward_of(module))]
+
+
+def counts(model: torch.nn.Module) -> tuple[int, int]:
+    """(RMSNorm modules that run ours, those that can)."""
+    return len(fused(model)), len(norms(model))
 
 
 def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:
@@ -138,7 +143,7 @@ def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:
     for module in found:
         if any_order:
             vars(module)[ANY_ORDER] = True
-        forward, name = FORWARDS[_formula_of(module)], _forward_attribute(module)
+        forward, name = FORWARDS[_formula_of(module)[0]], _forward_attribute(module)
         if name not in vars(module):
             put_class(module, forward)
         elif not _is_ours(vars(module)[name]):
