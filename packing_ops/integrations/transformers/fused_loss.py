@@ -22,35 +22,28 @@ from packing_ops.logps import chunked_cross_entropy
 from packing_ops.router import load_balancing_loss
 from packing_ops.segments import segment_sum
 
-_STATE, _HEAD_OF = "_packing_ops_fused_loss", "_packing_ops_head_of"
+_CAPPED = "_packing_ops_fused_loss"  # in a fused model and in its lm_head: whether logits were capped then
 _HEAD = "self.lm_head("
 _LOSS = "self.loss_function("
 _AFTER_HEAD = ("", ".float()", ".contiguous()")  # the loss does both itself
 _BETWEEN = re.compile(r"\s*(loss = None|if labels is not None:|)\s*")
 _CAP = "self.config.final_logit_softcapping"  # Gemma's
-_CAPPED = re.compile(
+_CAPS = re.compile(
     rf"\s*(if {_CAP} is not None:|logits = logits / {_CAP}|logits = torch.tanh\(logits\)|logits = logits \* {_CAP})\s*"
 )
 _GIVEN = re.compile(r"\s*(logits=)?logits,\s*(labels=)?labels,(?!.*shift_labels)", re.DOTALL)
 _RETURNED = re.compile(r"\blogits=logits\b|\(logits,\)|#.*")
 
 
-class FusedLoss:
-    """Kept in a model whose loss is fused, and in its lm_head: whether the logits were capped then."""
-
-    def __init__(self, model):
-        self.is_capped = _is_capped(model)
-
-
 class Running:
     """One forward of a fused model, in one thread. hidden: what lm_head got; logits: what it returned for them."""
 
-    def __init__(self, state, head):
-        self.state, self.head, self.hidden, self.logits, self.targets = state, head, None, None, None
+    def __init__(self, model):
+        self.model, self.head, self.hidden, self.logits, self.targets = model, model.lm_head, None, None, None
 
 
 def is_fused(model) -> bool:
-    return _STATE in model.__dict__
+    return _CAPPED in model.__dict__
 
 
 def refusal(model: PreTrainedModel) -> str | None:
@@ -58,11 +51,11 @@ def refusal(model: PreTrainedModel) -> str | None:
     if is_fused(model) and not since(model):
         return None
     head = getattr(model, "lm_head", None)
-    if type(head) is not torch.nn.Linear or not ("forward" not in head.__dict__ or _is_ours(head, _head)):
+    if type(head) is not torch.nn.Linear or _is_wrapped(head, _head):
         return "its lm_head is no plain torch.nn.Linear"
     if head._forward_hooks or head._forward_pre_hooks:
         return "its lm_head has hooks, which would see hidden states"
-    if "forward" in model.__dict__ and not _is_ours(model, _forward):
+    if _is_wrapped(model, _forward):
         return "its forward is wrapped already"
     if getattr(_stock_loss(model), "__name__", None) != "ForCausalLMLoss":
         return "its loss_function is not transformers' ForCausalLMLoss"
@@ -83,10 +76,9 @@ def why_not(models: list[PreTrainedModel]) -> str | None:
 
 def since(model: PreTrainedModel) -> str | None:
     """What has changed in a fused model since, so that its loss is the stock one again; None if nothing has."""
-    state = model.__dict__[_STATE]
-    if model.lm_head.__dict__.get(_HEAD_OF) is not state:
+    if _CAPPED not in model.lm_head.__dict__:
         return "its lm_head was swapped after apply_packing_ops(model, fused_loss=True)"
-    if _is_capped(model) != state.is_capped:
+    if _is_capped(model) != model.__dict__[_CAPPED]:
         return "its final_logit_softcapping was set after apply_packing_ops(model, fused_loss=True)"
     return None
 
@@ -96,9 +88,9 @@ def apply_to_model(model: PreTrainedModel) -> None:
     if is_fused(model) and not since(model):
         return
     stock = _stock_loss(model)
-    state = model.__dict__[_STATE] = model.lm_head.__dict__[_HEAD_OF] = FusedLoss(model)
-    put(model, "_loss_function", _loss, state, stock)
-    put(model.lm_head, "forward", _head, state)
+    model.__dict__[_CAPPED] = model.lm_head.__dict__[_CAPPED] = _is_capped(model)
+    put(model, "_loss_function", _loss, stock)
+    put(model.lm_head, "forward", _head)
     put(model, "forward", _forward)
     functools.wraps(type(model).forward)(model.forward)  # Trainer reads the parameters of forward
 
@@ -108,7 +100,7 @@ def _is_capped(model) -> bool:
 
 
 def _stock_loss(model):
-    return model.loss_function.args[1] if is_fused(model) else model.loss_function
+    return model.loss_function.args[0] if is_fused(model) else model.loss_function
 
 
 @functools.cache
@@ -129,7 +121,7 @@ def _goes_straight(cls, is_capped) -> bool:
     if between and between[-1].strip() == "loss =":
         between.pop()
     if not is_capped:
-        between = [line for line in between if not _CAPPED.fullmatch(line)]
+        between = [line for line in between if not _CAPS.fullmatch(line)]
     return (
         before.endswith(" logits = ")
         and changed.strip() in _AFTER_HEAD
@@ -149,13 +141,13 @@ def _call(text) -> tuple[str, str, str]:
     return text[: end - 1], on_line + newline, after
 
 
-def _is_ours(module, function) -> bool:
-    return function_of(module.__dict__.get("forward")) is function
+def _is_wrapped(module, ours) -> bool:
+    return "forward" in module.__dict__ and function_of(module.__dict__["forward"]) is not ours
 
 
 def _forward(model, *args, **kwargs):
-    state, stock = model.__dict__.get(_STATE), type(model).forward
-    fused = state is not None and model.training and kwargs.get("labels") is not None
+    stock = type(model).forward
+    fused = is_fused(model) and model.training and kwargs.get("labels") is not None
     other_targets = kwargs.get("shift_labels") is not None and sequence_group.of(model) is None
     keeps = kwargs.get("logits_to_keep", 0)
     if not fused or other_targets or not (keeps is None or (isinstance(keeps, int) and keeps == 0)):
@@ -163,7 +155,7 @@ def _forward(model, *args, **kwargs):
     if why := since(model):
         warnings.warn(f"the loss of {type(model).__name__} is the stock one: {why}", stacklevel=2)
         return stock(model, *args, **kwargs)
-    running = Running(state, model.lm_head)
+    running = Running(model)
     outer = fuse(running)
     try:
         output = stock(model, *args, **kwargs)
@@ -175,14 +167,9 @@ def _forward(model, *args, **kwargs):
         fuse(outer)
 
 
-def _running(state):
+def _head(head, hidden):
     running = here().fused
-    return running if running is not None and running.state is state else None
-
-
-def _head(head, state, hidden):
-    running = _running(state)
-    if running is None:
+    if running is None or running.head is not head:
         return type(head).forward(head, hidden)
     if running.targets is None:
         running.hidden = hidden
@@ -194,9 +181,9 @@ def _head(head, state, hidden):
     return chunked_cross_entropy(hidden, head.weight, labels, cu_seqlens, bias=head.bias, **options)
 
 
-def _loss(model, state, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    options, running = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}, _running(state)
-    if running is None:
+def _loss(model, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    options, running = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}, here().fused
+    if running is None or running.model is not model:
         return stock(logits, labels, vocab_size, **options, **kwargs)
     # Labels and documents, as chunked_cross_entropy takes them
     running.logits, labels = logits, labels.to(running.hidden.device)
