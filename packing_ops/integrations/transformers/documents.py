@@ -199,13 +199,13 @@ def first_tokens(padding, position_ids, batch, seqlen, device) -> torch.Tensor:
 
 def several_in(position_ids, padding, cu_seqlens, numbers, batch) -> torch.Tensor | None:
     """Whether a row has several documents: bool ``[]``, None where nothing says. Nothing waits for it."""
-    found = [positions_restart(position_ids, padding)]
-    if found[0] is None and is_tensor(cu_seqlens, 1):  # beside positions they were held against them
-        found.append((cu_seqlens.diff() > 0).sum() > batch)
+    found = positions_restart(position_ids, padding)
+    if found is None and is_tensor(cu_seqlens, 1):  # beside positions they were held against them
+        found = (cu_seqlens.diff() > 0).sum() > batch
     if numbers is not None:
-        found.append(first_tokens(numbers, None, *numbers.shape, numbers.device).any())
-    found = [each for each in found if each is not None]
-    return None if not found else found[0] if len(found) == 1 else found[0] | found[1].to(found[0].device)
+        numbered = first_tokens(numbers, None, *numbers.shape, numbers.device).any()
+        found = numbered if found is None else found | numbered.to(found.device)
+    return found
 
 
 def refuse_where(wrong, message) -> None:

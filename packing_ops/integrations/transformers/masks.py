@@ -149,10 +149,11 @@ def packing_ops_mask(
         # A bidirectional mask may be one of cross-attention; where nothing was prepared that is not known.
         prepared = MaskArguments(attention_mask, stock="allow_is_bidirectional_skip" in kwargs)
     # A pattern that varlen attention follows.
-    may_be_pattern = prepared.mask_form == PATTERN and not prepared.stock
-    pattern, blocks = _pattern_of(mask_function, kwargs) if may_be_pattern else None, None
-    if may_be_pattern and pattern is None:
-        pattern, blocks = blocks_of(mask_function, batch_size, q_length)
+    pattern = blocks = None
+    if prepared.mask_form == PATTERN and not prepared.stock:
+        pattern = _pattern_of(mask_function, kwargs)
+        if pattern is None:
+            pattern, blocks = blocks_of(mask_function, batch_size, q_length)
     start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
     if pattern is not None and start and q_length == kv_length:
         padding = prepared.padding if prepared.numbers is None else prepared.numbers

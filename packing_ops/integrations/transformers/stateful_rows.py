@@ -7,7 +7,6 @@ import contextlib
 import copy
 import dataclasses
 import enum
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -204,12 +203,12 @@ def by_name(layer, run, args, kwargs):
             # Arguments in front of *args have to be given by place too.
             if kind is inspect.Parameter.POSITIONAL_ONLY or (star and kind is not inspect.Parameter.KEYWORD_ONLY):
                 order.append(name)
-    return functools.partial(_in_order, run, order) if order else run, named
 
+    def run_by_place(**named):
+        places = [named.pop(name) for name in order if name in named]
+        return run(*places, **named)
 
-def _in_order(run, order, **named):
-    places = [named.pop(name) for name in order if name in named]
-    return run(*places, **named)
+    return run_by_place if order else run, named
 
 
 def run_in_rows(run, named, documents, shape, axes):
