@@ -15,7 +15,6 @@ from packing_ops._batch_cache import kept_with
 from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
-    argument,
     checked_against,
     find_documents,
     first_axis,
@@ -70,7 +69,8 @@ class PackedCall:
         self.outers = () if outer is None else (outer, *outer.outers)
         habits = _habits_of(type(model), type(model.config))
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = habits
-        positions = argument("position_ids", self.indices, args, kwargs)
+        positions = _argument("position_ids", self.indices, args, kwargs)
+        mask = _argument("attention_mask", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.needs_positions = positions is None  # of models that otherwise count along the row
         # (batch, what to say where a row has several documents), see refuse_own_positions
@@ -84,9 +84,8 @@ class PackedCall:
         if sequence is not None:  # cu_seqlens are of a row of which this rank has a part
             if BALANCE in model.__dict__:
                 raise ValueError("balance_loss: expected False beside a sequence_group: documents lie on several ranks")
-            sequence.check_call(self.name, self.indices, args, kwargs)
+            sequence.check_call(self.name, positions, mask, kwargs)
             self.cu_seqlens = self.cu_seqlens_k = None
-        mask = argument("attention_mask", self.indices, args, kwargs)
         self.segment_parents = kwargs.get("segment_parents") if reads else None  # a vision tower has other rows
         if self.segment_parents is not None:  # positions are depths in the tree, and tell no documents
             self.position_ids = None
@@ -136,7 +135,7 @@ class PackedCall:
 
     def with_ones(self, args, kwargs):
         """The arguments, document numbers of a 2-D attention_mask replaced by ones: models expect 0 and 1 there."""
-        if self.numbers is None or self.padding is argument("attention_mask", self.indices, args, kwargs):
+        if self.numbers is None or self.padding is _argument("attention_mask", self.indices, args, kwargs):
             return args, kwargs
         if kwargs.get("attention_mask") is not None:
             return args, {**kwargs, "attention_mask": self.padding}
@@ -249,6 +248,12 @@ class PackedCall:
             f"{lost}: expected one document in each row, got several, and {self.name} {why}; give each document a row of "
             "its own (no packing, padding on the right)"
         )
+
+
+def _argument(name, indices, args, kwargs):
+    if kwargs.get(name) is None and indices[name] < len(args):
+        return args[indices[name]]
+    return kwargs.get(name)
 
 
 class LastForward(NamedTuple):

@@ -226,12 +226,6 @@ def is_tensor(value, dim) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == dim
 
 
-def argument(name, indices, args, kwargs):
-    if kwargs.get(name) is None and indices.get(name, len(args)) < len(args):
-        return args[indices[name]]
-    return kwargs.get(name)
-
-
 # --- masks that are tensors ---
 
 

@@ -4,7 +4,7 @@ import torch
 
 from packing_ops._arguments import check_cu_seqlens
 from packing_ops._batch_cache import kept_with
-from packing_ops.integrations.transformers.documents import argument, can_read, refuse_where
+from packing_ops.integrations.transformers.documents import can_read, refuse_where
 from packing_ops.integrations.transformers.versions import models_in
 
 STATE = "_packing_ops_sequence_group"
@@ -33,7 +33,7 @@ class SequenceGroup:
             "revert_packing_ops(model) first, or save its state_dict()"
         )
 
-    def check_call(self, model: str, indices: dict, args: tuple, kwargs: dict) -> None:
+    def check_call(self, model: str, positions: object, mask: object, kwargs: dict) -> None:
         """ValueError if the arguments of a model's call are not those that shard_packed gives."""
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if not isinstance(cu_seqlens, torch.Tensor):
@@ -41,7 +41,6 @@ class SequenceGroup:
                 f"cu_seq_lens_q: expected int32 [num_documents + 1] of the whole row in a call of {model} with a "
                 "sequence_group (shard_packed keeps it), got None"
             )
-        positions = argument("position_ids", indices, args, kwargs)
         if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or positions.shape[0] != 1:
             got = "None" if positions is None else str(list(getattr(positions, "shape", [])))
             raise ValueError(
@@ -49,7 +48,7 @@ class SequenceGroup:
                 f"(shard_packed gives them), got {got}"
             )
         self._check_end(cu_seqlens, positions.shape[1])
-        if argument("attention_mask", indices, args, kwargs) is not None:
+        if mask is not None:
             raise ValueError(
                 "attention_mask: expected None with a sequence_group, which finds documents by cu_seq_lens_q"
             )
