@@ -16,7 +16,7 @@ import weakref
 
 import torch
 
-from packing_ops.integrations._patching import WeakPartial, function_of, put, take_out_function
+from packing_ops.integrations._patching import function_of, put, take_out_function
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import refuse_own_positions, refuse_where
 from packing_ops.integrations.transformers.stateful_rows import (
@@ -215,9 +215,7 @@ def _is_known_in(layer) -> bool:
 def _is_known_function(function) -> bool:
     """And all that it wraps."""
     while function is not None:
-        if isinstance(function, WeakPartial) and function.func is _forward:
-            function = function.args[0]
-        elif function_of(function) is not None:
+        if function_of(function) is not None:
             function = function_of(function)
         elif _KNOWN.match(getattr(function, "__globals__", {}).get("__name__", "")):
             function = getattr(function, "__wrapped__", None)
