@@ -15,6 +15,7 @@ from packing_ops._batch_cache import kept_with
 from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
+    ROW_EACH,
     checked_against,
     find_documents,
     first_axis,
@@ -244,10 +245,7 @@ class PackedCall:
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
         why = why if self.guard is None else f"keeps its attention: {self.guard.why}"
-        return (
-            f"{lost}: expected one document in each row, got several, and {self.name} {why}; give each document a row of "
-            "its own (no packing, padding on the right)"
-        )
+        return f"{lost}: expected one document in each row, got several, and {self.name} {why}; {ROW_EACH}"
 
 
 def _argument(name, indices, args, kwargs):

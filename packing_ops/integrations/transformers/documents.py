@@ -23,6 +23,7 @@ from packing_ops.integrations.transformers.versions import (
     source_of,
 )
 
+ROW_EACH = "give each document a row of its own (no packing, padding on the right)"  # what an error advises
 _APART = 2**40  # more than positions differ; times the rows of a batch it still fits an int64
 
 
@@ -359,8 +360,7 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
         refuse_where(
             call.several(batch, position_ids),
             f"{told_by if position_ids is None else 'position_ids'}: expected one document in each row, got several, and "
-            f"{takes_none} counts positions along the row and takes none; give each document a row of its own (no packing, "
-            "padding on the right)",
+            f"{takes_none} counts positions along the row and takes none; {ROW_EACH}",
         )
     elif needs and call.needs_positions and call.outer is None:
         parameters = inspect.signature(type(model).forward).parameters  # Whisper's decoder takes them by **kwargs

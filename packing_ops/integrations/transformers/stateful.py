@@ -18,7 +18,7 @@ import torch
 
 from packing_ops.integrations._patching import function_of, put, take_out_function
 from packing_ops.integrations.transformers.call import here, traced
-from packing_ops.integrations.transformers.documents import refuse_own_positions, refuse_where
+from packing_ops.integrations.transformers.documents import ROW_EACH, refuse_own_positions, refuse_where
 from packing_ops.integrations.transformers.stateful_rows import (
     BOUNDARIES,
     CACHES,
@@ -281,8 +281,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
             call.several(tokens.shape[0], position_ids),
             f"{_named_by(call)}: expected one document in each row, got several, and nothing says whether {unknown} "
             "mixes tokens along the sequence; call packing_ops.integrations.transformers.declare(cls, mixes=...) with "
-            "the class (mixes=False: each token by itself), or give each document a row of its own (no packing, padding "
-            "on the right)",
+            f"the class (mixes=False: each token by itself), or {ROW_EACH}",
         )
     if not stateful:
         return
@@ -404,7 +403,7 @@ def _apart(layer, run, isolations, found, args, kwargs):
     if isinstance(isolation, str):
         raise ValueError(
             f"{_named_by(here().call)}: expected one document in each row, got several, and {class_name(layer)} "
-            f"{isolation}; give each document a row of its own (no packing, padding on the right)"
+            f"{isolation}; {ROW_EACH}"
         )
 
     # In a model without attention, these layers are where the call's documents have to arrive.
