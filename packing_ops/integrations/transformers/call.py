@@ -68,8 +68,8 @@ class PackedCall:
         # What the model was given.
         self.name, self.outer = type(model).__name__, outer
         self.outers = () if outer is None else (outer, *outer.outers)
-        habits = _habits_of(type(model), type(model.config))
-        self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = habits
+        traits = _traits_of(type(model), type(model.config))
+        self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
         positions = _argument("position_ids", self.indices, args, kwargs)
         mask = _argument("attention_mask", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
@@ -351,7 +351,7 @@ def watched(begin, stock):
 
 
 @constant
-def _habits_of(cls, config_cls):
+def _traits_of(cls, config_cls):
     """(form of its masks, indices of position_ids and attention_mask among its arguments, model_type, first_axis, whether
     its loss takes the label of the next token, whether it reads text)."""
     names = list(inspect.signature(cls.forward).parameters)[1:]

@@ -154,8 +154,8 @@ def packing_ops_mask(
         pattern = _pattern_of(mask_function, kwargs)
         if pattern is None:
             pattern, blocks = blocks_of(mask_function, batch_size, q_length)
-    start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
-    if pattern is not None and start and q_length == kv_length:
+    from_the_start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
+    if pattern is not None and from_the_start and q_length == kv_length:
         padding = prepared.padding if prepared.numbers is None else prepared.numbers
         if call is not None:
             call.masks.add(pattern if blocks is None else None)
@@ -167,8 +167,8 @@ def packing_ops_mask(
     # A tensor: documents are compared for each query and key.
     if call is not None:
         call.masks.add(None)
-    apart = q_length > 1 and not (prepared.position_ids is None and prepared.numbers is None)
-    if apart:
+    by_document = q_length > 1 and not (prepared.position_ids is None and prepared.numbers is None)
+    if by_document:
         if call is not None:
             prepared = prepared._replace(position_ids=call.checked_positions(prepared.position_ids, batch_size))
         mask_function = each_document_alone(mask_function, kwargs, prepared, batch_size, q_length, q_offset)
@@ -187,7 +187,7 @@ def packing_ops_mask(
         allow_is_causal_skip=skip,
         **kwargs,
     )
-    if apart and mask is not None and call is not None and call.checked is not None:
+    if by_document and mask is not None and call is not None and call.checked is not None:
         kept_with([mask], _MADE_FOR, lambda: call.cu_seqlens, checked_by_kernel=True)
     return mask
 
@@ -285,7 +285,7 @@ _KNOWN = (
 )
 
 
-def _carrying(original):
+def _with_positions(original):
     """The preparation of masks that takes position_ids along. ImportError if its parameters are none that are known here."""
     names = [] if original is None else list(inspect.signature(original).parameters)
     if not any(names[: len(known)] == known for known in _KNOWN):
@@ -294,7 +294,7 @@ def _carrying(original):
 
 
 def patch_of(owner) -> Patch:
-    return Patch(owner, "_preprocess_mask_arguments", _carrying)
+    return Patch(owner, "_preprocess_mask_arguments", _with_positions)
 
 
 PATCH = patch_of(masking_utils)
@@ -361,7 +361,7 @@ def _wrapped(original, names):
             raise ValueError(f"attention_mask: expected {slots} like the batch, got {list(mask.shape)}")
 
         # What tells documents.
-        position_ids, axes = _telling(call, position_ids, slots, cross or config.model_type in OTHER_POSITIONS)
+        position_ids, axes = _row_positions(call, position_ids, slots, cross or config.model_type in OTHER_POSITIONS)
         if call is not None:
             call.reached(numbers, position_ids)
 
@@ -380,11 +380,13 @@ def _wrapped(original, names):
     return prepare
 
 
-def _telling(call, position_ids, slots, of_others):
+def _row_positions(call, position_ids, slots, of_others):
     """(position_ids ``[batch or 1, q_length]`` that tell documents, or None; whether layers get those of one axis of an image)."""
     axes = call is not None and are_axes(call.position_ids, call.first_axis)
-    if call is not None and (position_ids is None or axes):  # the model passes none on
-        position_ids = positions_of_axes(call, slots) if axes else call.position_ids
+    if axes:
+        position_ids = positions_of_axes(call, slots)
+    elif position_ids is None and call is not None:  # the model passes none on
+        position_ids = call.position_ids
     if of_others or not is_tensor(position_ids, 2) or position_ids.shape[1] != slots[1]:
         position_ids = None
     return position_ids, axes
