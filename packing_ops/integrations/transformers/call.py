@@ -61,7 +61,7 @@ class PackedCall:
     mask_form: the form of the model's masks. first_axis: see documents.py.
     lost: names of those arguments that tell documents and have reached no mask, attention or layer with a state yet.
     answers: [(batch, seqlen), what was asked for, its documents], shared with the calls inside of this one.
-    row_documents, has_attention: for layers with a state, see stateful.
+    row_documents: for layers with a state, see stateful.
     """
 
     def __init__(self, model, args, kwargs, outer):
@@ -110,7 +110,6 @@ class PackedCall:
         self.cache = None  # the KV cache that check_cache has seen in this call
         self.checked = None  # (position_ids that cu_seqlens were compared with, these with the comparison before them)
         self.traced = torch.compiler.is_compiling()  # this call is inside a graph
-        self.has_attention = True
         self.balance, self.num_tokens = model.__dict__.get(BALANCE), kwargs.get("num_tokens")  # see fused_loss
         self.has_cache = kwargs.get(CACHE) is not None or REQUESTS in kwargs
         # Of its masks (causal, window), None for more than that; see refuse_dropped_mask

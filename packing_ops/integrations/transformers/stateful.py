@@ -265,7 +265,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
         return
     outer = getattr(call.outer, "row_documents", None)
     if outer is not None and outer.seq_idx.shape == tokens.shape[:2]:
-        call.row_documents, call.has_attention = outer, call.outer.has_attention
+        call.row_documents = outer
         return
 
     # What says where documents are.
@@ -287,8 +287,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
         return
 
     # Their documents, which no cache may hold already.
-    call.has_attention = has_attention
-    call.row_documents = _row_documents(tokens, call, position_ids)
+    call.row_documents = _row_documents(tokens, call, position_ids, has_attention)
     for name in CACHES.intersection(kwargs) if call.row_documents is not None else ():
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
@@ -298,7 +297,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
             )
 
 
-def _row_documents(tokens, call, position_ids):
+def _row_documents(tokens, call, position_ids, has_attention):
     """None where each row is one document."""
     batch, seqlen = tokens.shape[:2]
     documents = call.documents_of_tokens(tokens, position_ids)
@@ -306,7 +305,7 @@ def _row_documents(tokens, call, position_ids):
         return None
     parents = call.segment_parents
     paths = None if parents is None else kept_paths(documents.cu_seqlens_q, parents, seqlen, None)
-    return RowDocuments(documents.document_ids(batch, seqlen).int(), paths)
+    return RowDocuments(documents.document_ids(batch, seqlen).int(), has_attention, paths)
 
 
 # --- in place of their forward ---
@@ -408,7 +407,7 @@ def _apart(layer, run, isolations, found, args, kwargs):
 
     # In a model without attention, these layers are where the call's documents have to arrive.
     call = here().call
-    while call is not None and call.row_documents is not None and not call.has_attention and not call.mixes:
+    while call is not None and call.row_documents is not None and not (call.row_documents.has_attention or call.mixes):
         call.lost.clear()
         call = call.outer
     passes = isolation is Isolation.PASS_BOUNDARIES and found.paths is None

@@ -178,6 +178,7 @@ class RowDocuments(NamedTuple):
     """Where the documents of a call's rows lie."""
 
     seq_idx: torch.Tensor  # int32 [batch, seqlen], the document of each token, -1 for padding
+    has_attention: bool  # beside the layers with a state
     paths: PrefixPaths | None = None  # of a prefix tree, whose segments seq_idx then counts
 
     def split(self, device) -> SplitDocuments:
