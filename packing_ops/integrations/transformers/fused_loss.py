@@ -114,9 +114,9 @@ def _goes_straight(cls, is_capped) -> bool:
     if source.count(_HEAD) != 1 or source.count(_LOSS) != 1:
         return False
     before, after_head = source.split(_HEAD)
-    _, changed, between = _call(after_head)
-    between, _, after_loss = (changed + between).partition(_LOSS)
-    given, on_line, after = _call(after_loss)
+    _, after_head = _call(after_head)
+    between, _, after_loss = after_head.partition(_LOSS)
+    given, after = _call(after_loss)
     changed, *between = between.splitlines()
     if between and between[-1].strip() == "loss =":
         between.pop()
@@ -127,18 +127,17 @@ def _goes_straight(cls, is_capped) -> bool:
         and changed.strip() in _AFTER_HEAD
         and all(map(_BETWEEN.fullmatch, between))
         and _GIVEN.match(given) is not None
-        and "logits" not in re.findall(r"\w+", _RETURNED.sub("", on_line + after))
+        and "logits" not in re.findall(r"\w+", _RETURNED.sub("", after))
     )
 
 
-def _call(text) -> tuple[str, str, str]:
-    """Of text after an open bracket: up to the closing one, the rest of that line, the other lines."""
+def _call(text) -> tuple[str, str]:
+    """Of text after an open bracket: up to the closing one, and what is behind that."""
     depth, end = 1, 0
     while depth and end < len(text):
         depth += {"(": 1, ")": -1}.get(text[end], 0)
         end += 1
-    on_line, newline, after = text[end:].partition("\n")
-    return text[: end - 1], on_line + newline, after
+    return text[: end - 1], text[end:]
 
 
 def _is_wrapped(module, ours) -> bool:

@@ -83,10 +83,9 @@ def patches_of(module_name: str) -> dict[str, Patch]:
     if module_name not in PATCHES:
         module = importlib.import_module(module_name)
         found = {name: new_patch(module, name) for name in _names(module) if not refusal(module, name)}
-        if not found:
-            return {}
-        PATCHES[module_name] = found
-    return PATCHES[module_name]
+        if found:
+            PATCHES[module_name] = found
+    return PATCHES.get(module_name, {})
 
 
 def dispatch_for(user: torch.nn.Module) -> None:
