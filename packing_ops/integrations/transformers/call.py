@@ -59,7 +59,8 @@ class PackedCall:
     position_ids, cu_seqlens, cu_seqlens_k, padding: as the model was given them; padding with ones for numbers.
     numbers: what padding numbered, None for a mask that cannot number.
     mask_form: the form of the model's masks. first_axis: see documents.py.
-    lost: names of those arguments that tell documents and have reached no mask, attention or layer with a state yet.
+    lost: which arguments may say that a row has several documents, and have reached no mask, attention or layer with a
+        state yet: "position_ids", which stands for cu_seqlens too, "attention_mask", "segment_parents".
     answers: [(batch, seqlen), what was asked for, its documents], shared with the calls inside of this one.
     row_documents: for layers with a state, see stateful.
     """
@@ -99,7 +100,7 @@ class PackedCall:
         self.lost = set()
         # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
         if self.mixes or mask is None or is_tensor(mask, 2):
-            self.lost.update(("cu_seq_lens_q", "position_ids"))
+            self.lost.add("position_ids")
         if self.numbers is not None:
             self.lost.add("attention_mask")
         if self.segment_parents is not None:
@@ -196,7 +197,7 @@ class PackedCall:
             # A call without them, such as a vision tower's, says nothing of its outer calls'.
             has_any = has_any and not (call.position_ids is None and call.cu_seqlens is None)
             if has_any and not call.mixes and call.guard is None:
-                call.lost.difference_update(("cu_seq_lens_q", "position_ids"))
+                call.lost.discard("position_ids")
 
     def reached_by(self, found_by, cu_seqlens):
         """An attention has used the tree or the requests of this call: of the outer calls', too."""
@@ -222,9 +223,9 @@ class PackedCall:
                 f"segment_parents: expected a model that passes them to its attention, got {self.name}; give it the samples "
                 "as packed documents"
             )
-        if "cu_seq_lens_q" in self.lost and isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
-            raise ValueError(self._refusal("cu_seq_lens_q"))
         if "position_ids" in self.lost:
+            if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
+                raise ValueError(self._refusal("cu_seq_lens_q"))
             refuse_where(positions_restart(self.position_ids, self.padding), self._refusal("position_ids"))
         if "attention_mask" in self.lost:
             refuse_where(several_in(None, None, None, self.numbers, 0), self._refusal("attention_mask"))
