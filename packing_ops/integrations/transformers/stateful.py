@@ -32,7 +32,6 @@ from packing_ops.integrations.transformers.stateful_rows import (
     isolation_of,
     leaves,
     run_in_rows,
-    without_dropout,
 )
 from packing_ops.integrations.transformers.versions import (
     PreTrainedModel,
@@ -396,8 +395,7 @@ def _apart(layer, run, isolations, found, args, kwargs):
     if device.type not in isolations:
         kind, inside = _kind_of(layer)[0], calls_attention_inside(layer)
         why = f"{kind.value} calls attention inside, whose documents are those of the whole batch" if inside else None
-        with without_dropout(layer):
-            isolations[device.type] = why or isolation_of(layer, kind, run, named, documents, shape, axes)
+        isolations[device.type] = why or isolation_of(layer, kind, run, named, documents, shape, axes)
     isolation = isolations[device.type]
     if isinstance(isolation, str):
         raise ValueError(

@@ -293,7 +293,8 @@ def isolation_of(layer, kind, run, named, documents, shape, axes) -> Isolation |
     before = (torch.arange(size[1], device=documents.first_two.device) < boundary)[None]
 
     def results(arguments, size, **boundaries):
-        return result_tensors(run(**arguments, **boundaries), size, axes)
+        with _without_dropout(layer):
+            return result_tensors(run(**arguments, **boundaries), size, axes)
 
     # Padding stands behind a document: the layer must not look there.
     try:
@@ -369,7 +370,7 @@ def _differ(first: list, second: list, where) -> bool:
 
 
 @contextlib.contextmanager
-def without_dropout(layer):
+def _without_dropout(layer):
     training = [each for each in layer.modules() if each.training]
     for each in training:
         each.training = False
