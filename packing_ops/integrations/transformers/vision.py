@@ -121,13 +121,19 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
             given["position_embeddings"] = numbers(total, head_dim, start=1.0), numbers(total, head_dim, start=2.0)
         if unknown := [name for name in needed if name not in ("cu_seqlens", *given)]:
             return f"takes {', '.join(unknown)}"
+
+        def result_of(implementation, ends, rows, more):
+            module = copy.copy(probe)
+            module.config = types.SimpleNamespace(_attn_implementation=implementation)
+            return attempt(module.forward, rows, cu_seqlens=ends, **given, **more)
+
         # The loop, in the form that this forward takes; one call; and one image, which must differ from both
-        for rows, more in ((x, {}), (x[None], {}), (x, {"attention_mask": None}), (x[None], {"attention_mask": None})):
-            wanted = attempt(_with(probe, "sdpa").forward, rows, cu_seqlens=ends, **given, **more)
+        for form in ((x, {}), (x[None], {}), (x, {"attention_mask": None}), (x[None], {"attention_mask": None})):
+            wanted = result_of("sdpa", ends, *form)
             if not isinstance(wanted, Exception):
                 break
-        found = attempt(_with(probe, "packing_ops").forward, rows, cu_seqlens=ends, **given, **more)
-        mixed = attempt(_with(probe, "sdpa").forward, rows, cu_seqlens=ends[[0, -1]], **given, **more)
+        found = result_of("packing_ops", ends, *form)
+        mixed = result_of("sdpa", ends[[0, -1]], *form)
     # Verdict
     for name, result in (("stock", wanted), ("ours", found)):
         if isinstance(result, Exception):
@@ -144,12 +150,6 @@ def _hidden_states(result):
         weights = result[1] if isinstance(result[1], (list, tuple)) else [result[1]]
         return result[0] if all(each is None for each in weights) else None
     return result
-
-
-def _with(probe, implementation):
-    probe = copy.copy(probe)
-    probe.config = types.SimpleNamespace(_attn_implementation=implementation)
-    return probe
 
 
 class _Projection(torch.nn.Module):
