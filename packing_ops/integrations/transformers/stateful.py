@@ -262,22 +262,23 @@ def find_documents_of(model, call, args, kwargs) -> None:
     tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
         return
+    batch, seqlen = tokens.shape[:2]
     outer = getattr(call.outer, "row_documents", None)
-    if outer is not None and outer.seq_idx.shape == tokens.shape[:2]:
+    if outer is not None and outer.seq_idx.shape == (batch, seqlen):
         call.row_documents = outer
         return
 
     # What says where documents are.
-    position_ids = call.row_positions(*tokens.shape[:2])
+    position_ids = call.row_positions(batch, seqlen)
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
         return
 
     # Layers that cannot have several documents in a row.
-    refuse_own_positions(model, call, position_ids, tokens.shape[0])
+    refuse_own_positions(model, call, position_ids, batch)
     stateful, has_attention, unknown = prepare(model, call.padding is not None)
     if unknown:
         refuse_where(
-            call.several(tokens.shape[0], position_ids),
+            call.several(batch, position_ids),
             f"{_named_by(call)}: expected one document in each row, got several, and nothing says whether {unknown} "
             "mixes tokens along the sequence; call packing_ops.integrations.transformers.declare(cls, mixes=...) with "
             f"the class (mixes=False: each token by itself), or {ROW_EACH}",
@@ -285,26 +286,20 @@ def find_documents_of(model, call, args, kwargs) -> None:
     if not stateful:
         return
 
-    # Their documents, which no cache may hold already.
-    call.row_documents = _row_documents(tokens, call, position_ids, has_attention)
-    for name in CACHES.intersection(kwargs) if call.row_documents is not None else ():
+    # Their documents, where a row may have several. No cache may hold tokens already.
+    documents = call.documents_of_tokens(tokens, position_ids)
+    if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
+        return
+    parents = call.segment_parents
+    paths = None if parents is None else kept_paths(documents.cu_seqlens_q, parents, seqlen, None)
+    call.row_documents = RowDocuments(documents.document_ids(batch, seqlen).int(), has_attention, paths)
+    for name in CACHES.intersection(kwargs):
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
             raise ValueError(
                 f"{name}: expected an empty cache beside several documents in a row, got {cached} tokens, whose state "
                 f"the layers of {class_name(model)} would go on with"
             )
-
-
-def _row_documents(tokens, call, position_ids, has_attention):
-    """None where each row is one document."""
-    batch, seqlen = tokens.shape[:2]
-    documents = call.documents_of_tokens(tokens, position_ids)
-    if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
-        return None
-    parents = call.segment_parents
-    paths = None if parents is None else kept_paths(documents.cu_seqlens_q, parents, seqlen, None)
-    return RowDocuments(documents.document_ids(batch, seqlen).int(), has_attention, paths)
 
 
 # --- in place of their forward ---
