@@ -75,7 +75,11 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
     if padding is not None and padding.shape != (batch, seqlen):
         raise ValueError(f"attention_mask: expected [{batch}, {seqlen}] like the batch, got {list(padding.shape)}")
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
-        return _explicit(batch, seqlen, cu_seqlens, padding, position_ids)
+        same = cu_seqlens[0] is None or cu_seqlens[1] is None or cu_seqlens[0] is cu_seqlens[1]
+        cu_q, cu_k, _ = checked_against(cu_seqlens, padding, position_ids, batch, seqlen)
+        # int32 ones are not copied: a plan that is kept with them serves the next forward too.
+        cu_q = int32_cu_seqlens(cu_q)
+        return BatchDocuments(cu_q, cu_q if same else int32_cu_seqlens(cu_k))
     given = [tensor for tensor in (padding, position_ids) if tensor is not None]
     if not given:
         cu_q = dense_cu_seqlens(batch, seqlen, query, "query")
@@ -137,14 +141,6 @@ def _from_values(batch, seqlen, padding, position_ids):
 
 
 # --- explicit cu_seqlens ---
-
-
-def _explicit(batch, seqlen, cu_seqlens, padding, position_ids):
-    same = cu_seqlens[0] is None or cu_seqlens[1] is None or cu_seqlens[0] is cu_seqlens[1]
-    cu_q, cu_k, _ = checked_against(cu_seqlens, padding, position_ids, batch, seqlen)
-    # int32 ones are not copied: a plan that is kept with them serves the next forward too.
-    int32_q = int32_cu_seqlens(cu_q)
-    return BatchDocuments(int32_q, int32_q if same else int32_cu_seqlens(cu_k))
 
 
 def checked_against(cu_seqlens, padding, position_ids, batch, seqlen):
