@@ -34,12 +34,12 @@ class Rotation(NamedTuple):
     tokens: bool = False
 
     @property
-    def leading(self) -> tuple[str, ...]:
-        return next(names for names in (_BOTH, _ONE, _COMPLEX) if self.parameters[: len(names)] == names)
+    def takes_one(self) -> bool:
+        return self.parameters[0] == _ONE[0]
 
     @property
     def table(self) -> str:
-        return "freqs_cis" if self.leading is _COMPLEX else "cos"
+        return "freqs_cis" if self.tables == "complex" else "cos"
 
     def __call__(self, q, k, cos, sin, unsqueeze_dim=None, sections=None):
         """(q, k) rotated; NotImplemented for shapes that no trial covers."""
@@ -60,19 +60,17 @@ class Rotation(NamedTuple):
     def serve(self, stock, args, named):
         """What stock(*args, **named) returns, whose cos may be Tables."""
         given = dict(zip(self.parameters, args)) | named  # noqa: B905  as many as were given
-        if self.leading is _ONE:
-            q, k, cos, sin = given.get("x"), None, given.get("cos"), given.get("sin")
-        elif self.leading is _BOTH:
-            q, k, cos, sin = (given.get(name) for name in _BOTH)
-        else:
+        if self.tables == "complex":
             q, k, table = (given.get(name) for name in _COMPLEX)
             cos, sin = table.real, table.imag
-        if q is None or cos is None or sin is None or (k is None and self.leading is not _ONE):
+        else:
+            q, k, cos, sin = (given.get(name) for name in (self.parameters[0], "k", "cos", "sin"))
+        if q is None or cos is None or sin is None or (k is None and not self.takes_one):
             return stock(*args, **named)
         found = self(q, k, cos, sin, given.get("unsqueeze_dim"), given.get("mrope_section"))
         if found is NotImplemented:
             return stock(*args, **named)
-        return found[0] if self.leading is _ONE else found
+        return found[0] if self.takes_one else found
 
 
 def _to_halves(x, rotary_dim):
@@ -179,9 +177,9 @@ def _arguments(rotation, sizes, dtype, dim):
     axes = (3,) if _MROPE in rotation.parameters else ()
     cos, sin = (numbers(*axes, sizes.batch, tokens, entries, dtype=dtype, start=start) for start in (2.0, 3.0))
     options = {_MROPE: [each * sizes.width // 8 for each in _SECTIONS]} if axes else {}
-    if rotation.leading is _COMPLEX:
+    if rotation.tables == "complex":
         return (q, k, torch.complex(cos.float(), sin.float())), options
-    return ((q, cos, sin) if rotation.leading is _ONE else (q, k, cos, sin)), options
+    return ((q, cos, sin) if rotation.takes_one else (q, k, cos, sin)), options
 
 
 _IN_MODELS = [  # a long row; a larger batch and wide heads; as many heads of q as of k
@@ -195,7 +193,7 @@ def _in_a_model(stock, rotation) -> bool:
     """As models call it: larger sizes and values, float16, gradients."""
     for dtype, sizes in _IN_MODELS:
         args, options = _arguments(rotation, sizes, dtype, rotation.unsqueeze_dim)
-        heads = len(args) - (1 if rotation.leading is _COMPLEX else 2)
+        heads = len(args) - (1 if rotation.tables == "complex" else 2)
         inputs, tables = [100.0 * x for x in args[:heads]], args[heads:]
 
         def served(*heads, tables=tables, options=options):
