@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 L2_FLUSH_BYTES = 256 << 20
-SPIN_CYCLES = 400_000  # 0.2 ms at 2 GHz: what the host may take to enqueue a call before the GPU waits for it
+SPIN_CYCLES = 2_000_000  # 1 ms at 2 GHz: what the host may take to enqueue a call before the GPU waits for it
 
 
 @dataclass
