@@ -1,4 +1,4 @@
-"""The state of the mode packing_ops.invariant(): who holds it, what it sets in torch, products by whole blocks, and sums that
+"""The state of the mode packing_ops.invariant(): who holds it, what it sets in torch, products by blocks of rows, and sums that
 have the same bits in any order."""
 
 import os
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from packing_ops._arguments import as_autocast
 
 GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the mode, whatever the chunk
-# On the CPU every product has so many rows. Products of other numbers of rows may sum in other orders; which ones depends on the
+# On the CPU every product has this many rows. Products of other numbers of rows may sum in other orders; which ones depends on the
 # CPU and the number of threads. Not 32: MKL's kernels for AVX2 take 6 rows at a time, and the 2 that remain by another one.
 ROWS = 16
 COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
@@ -22,11 +22,13 @@ ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are su
 # Of torch._inductor.config, where it has them. emulate_precision_casts: elementwise code rounds as eager code does, without fused
 # multiply-adds, however a graph is cut into kernels. batch_invariant, from torch 2.13 on: most sums over a row go by its size alone.
 INDUCTOR = ("emulate_precision_casts", "batch_invariant")
-# Of a function, at least. A layer past torch's limit of 8 would run eagerly from then on, with other bits: it is compiled for
-# the first layer and the others, with and without gradients, for a size, for any, and for one token.
+# Of one function, that torch allows in the mode, at least. Past its limit of 8 a function runs eagerly, with other bits. That of a
+# layer is compiled for the first layer and the others, each with and without gradients, for one size, for dynamic sizes and for
+# one token.
 COMPILATIONS = 64
 
-Before = tuple[Any, int | None, dict[str, Any]] | None  # torch's settings before the mode; None where it sets none
+OfCompiler = tuple[dict[str, bool], int]  # of torch._inductor.config, and torch._dynamo.config.recompile_limit
+Before = tuple[Any, int | None, OfCompiler] | None  # torch's settings before the mode; None where it sets none
 # {holder: (the settings before the mode, what ends it when the holder goes)}
 _holders: "weakref.WeakKeyDictionary[object, tuple[Before, Callable[[], object]]]" = weakref.WeakKeyDictionary()
 
@@ -82,31 +84,30 @@ def _set() -> Before:
         os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")  # KiB; read at the first product
     library = cuda.preferred_blas_library()
     cuda.preferred_blas_library("cublaslt")
-    return library, size, _set_compiler({**dict.fromkeys(INDUCTOR, True), "recompile_limit": recompile_limit()})
+    return library, size, _set_compiler(dict.fromkeys(INDUCTOR, True), recompile_limit())
 
 
-def _restore(library: Any, size: int | None, of_compiler: dict[str, Any]) -> None:
+def _restore(library: Any, size: int | None, of_compiler: OfCompiler) -> None:
     torch.backends.cuda.preferred_blas_library(library)
     if size is not None:
         torch.backends.cuda.cublaslt_workspace_size(size)
-    _set_compiler(of_compiler)
+    _set_compiler(*of_compiler)
 
 
-def _set_compiler(values: dict[str, Any]) -> dict[str, Any]:
+def _set_compiler(inductor: dict[str, bool], limit: int) -> OfCompiler:
     """The values before, of those that this torch has."""
+    import torch._dynamo
     from torch._inductor import config
 
-    before = {}
-    for name, value in values.items():
-        of = config if name in INDUCTOR else torch._dynamo.config
-        if hasattr(of, name):
-            before[name] = getattr(of, name)
-            setattr(of, name, value)
-    return before
+    before = {name: getattr(config, name) for name in inductor if hasattr(config, name)}
+    for name in before:
+        setattr(config, name, inductor[name])
+    limit_before, torch._dynamo.config.recompile_limit = torch._dynamo.config.recompile_limit, limit
+    return before, limit_before
 
 
 def recompile_limit() -> int:
-    """What torch's own has to be for COMPILATIONS."""
+    """torch's recompile_limit, raised to COMPILATIONS where it is lower."""
     import torch._dynamo
 
     return max(COMPILATIONS, torch._dynamo.config.recompile_limit)
@@ -141,7 +142,7 @@ _Result = TypeVar("_Result")
 
 
 def rows_of_product(rows: int, like: torch.Tensor) -> int:
-    """What ``rows`` of a product are padded to: on the CPU whole blocks of ROWS, in float32 on a GPU at least FLOAT32_ROWS."""
+    """What ``rows`` of a product are padded to: on the CPU a multiple of ROWS, in float32 on a GPU at least FLOAT32_ROWS."""
     if like.is_cpu:
         return -(-rows // ROWS) * ROWS
     return torch.sym_max(rows, FLOAT32_ROWS) if like.is_cuda and like.dtype == torch.float32 else rows
@@ -161,7 +162,7 @@ def at_once(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *o
 def by_blocks(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *others: torch.Tensor) -> list[_Result]:
     """product of each block of ROWS rows of the tensors, and of all of the others; float32 in one thread.
 
-    The tensors' rows are whole blocks. MKL splits a float32 product of few rows among many threads by where a row stands.
+    The tensors' rows are a multiple of ROWS. MKL splits a float32 product of few rows among many threads by where a row stands.
     """
     threads = torch.get_num_threads()
     if tensors[0].element_size() > 2:
@@ -172,8 +173,8 @@ def by_blocks(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], 
         torch.set_num_threads(threads)
 
 
-class WholeBlocks(TorchFunctionMode):
-    """Products on the CPU go by blocks of rows, forward and so backward."""
+class ProductsByBlocks(TorchFunctionMode):
+    """On the CPU a product of the calling thread is computed as products of ROWS rows, in forward and backward."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _PRODUCTS and len(args) > 1 and _by_rows(args[0], args[1]):
@@ -214,7 +215,7 @@ def _by_groups(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **_: 
 
 
 class _Product(torch.autograd.Function):
-    """x @ other + bias, of whole blocks: it and the gradient of x by blocks, also where that is made outside of the mode."""
+    """x @ other + bias, for a multiple of ROWS rows: it and the gradient of x by blocks, also where that is made outside of the mode."""
 
     generate_vmap_rule = True
 

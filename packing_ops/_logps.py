@@ -148,7 +148,7 @@ class _Chunks:
         self.hidden = rows.hidden(hidden)
         self.rows, self.invariant = self.hidden.shape[0], active()
         self.hidden = pad_rows(self.hidden) if self.invariant else self.hidden
-        self.products = by_blocks if self.invariant and hidden.is_cpu else at_once
+        self.by_rows = by_blocks if self.invariant and hidden.is_cpu else at_once
         self.weight = weight if 1 in weight.stride() else weight.contiguous()
         self.bias = None if bias is None else bias.to(sum_dtype(hidden.dtype)).contiguous()
         self.group = None
@@ -179,7 +179,7 @@ class _Chunks:
         hidden, columns = self.hidden if hidden is None else hidden, logits.shape[1]
         if logits.is_cpu:
             for grain in self.grains(columns):
-                self.products(lambda out, x, w: torch.mm(x, w, out=out), (logits[:, grain], hidden), weight[grain].t())
+                self.by_rows(lambda out, x, w: torch.mm(x, w, out=out), (logits[:, grain], hidden), weight[grain].t())
         elif missing := self.missing_columns(columns):
             logits.copy_(torch.mm(hidden, pad(weight, (0, 0, 0, missing)).t())[:, :columns])
         else:
@@ -345,12 +345,12 @@ class _Gradients:
     def add(self, part: slice, weight: torch.Tensor, all_logits: torch.Tensor, later: bool) -> None:
         logits = all_logits[: self.chunks.rows]
         if self.need_hidden:
-            weight = weight.to(self.hidden.dtype) if weight.is_cpu else weight  # no product of half types into float32
+            weight = weight.to(self.hidden.dtype) if weight.is_cpu else weight  # once for all grains
             for grain in self.chunks.grains(logits.shape[1]):
                 of_grain, part_of_weight = all_logits[:, grain], weight[grain]
                 if missing := self.chunks.missing_columns(of_grain.shape[1]):
                     of_grain, part_of_weight = pad(of_grain, (0, missing)), pad(part_of_weight, (0, 0, 0, missing))
-                self.chunks.products(_add_product, (self.hidden, of_grain), part_of_weight)
+                self.chunks.by_rows(_add_product, (self.hidden, of_grain), part_of_weight)
         if self.need_bias:
             self.bias[part] = logits.sum(0, dtype=self.hidden.dtype)
         if self.need_weight and later:
@@ -375,7 +375,7 @@ class _Gradients:
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b in the dtype of total: rounded to a half type, each chunk would cost another error."""
+    """total += a @ b in total's dtype, which b has on the CPU: rounded to a half type, each chunk would cost another error."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:

@@ -26,8 +26,9 @@ class invariant:
       ``torch.backends.cuda.cublaslt_workspace_size`` reads the size from the environment at its first product: there
       ``CUBLASLT_WORKSPACE_SIZE=1`` must be set before it, and entering the mode sets it where it is not too late.
     - torch.compile for CUDA: code that is compiled in the mode rounds as eager code does (``emulate_precision_casts``), and
-      from torch 2.13 on most sums over a row go by its size alone (``batch_invariant``).
-    - CPU: each product of the calling thread has 16 rows, more rows are several products; float32 ones take one thread.
+      from torch 2.13 on most sums over a row go by its size alone (``batch_invariant``). A function is compiled up to 64
+      times (``recompile_limit``).
+    - CPU: each product of the calling thread has 16 rows; more rows are split; products of float32 run in one thread.
     - token_logps, chunked_cross_entropy and token_kl: sums and products go by 4,096 entries of the vocabulary, whatever the
       chunk; float32 products on CUDA have at least 32 rows.
 
@@ -46,10 +47,10 @@ class invariant:
     """
 
     def __init__(self) -> None:
-        self._entered: list[_invariant.WholeBlocks] = []
+        self._entered: list[_invariant.ProductsByBlocks] = []
 
     def __enter__(self) -> "invariant":
-        products = _invariant.WholeBlocks()
+        products = _invariant.ProductsByBlocks()
         _invariant.hold(products)
         products.__enter__()
         self._entered.append(products)

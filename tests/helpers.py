@@ -89,7 +89,7 @@ def assert_error_within(actual, torch_low, oracle, factor=2.0, floor=0.0):
 
 
 def rows_of_products(call):
-    """How many rows the products on the CPU have that call() makes, forward and backward."""
+    """The number of rows of each product that call() runs on the CPU, forward and backward."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as found:
         call()
     first = {

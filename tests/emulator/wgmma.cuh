@@ -32,6 +32,7 @@ inline void wgmma_wait_group_after(int positive) {
 }
 template <int kCount>
 void fence_operands(float (&)[kCount]) {}
+inline void no_hoist(int32_t&) {}
 
 // f(k, element) for the 16 elements that the product sums over, in row or column `other`.
 template <class T, bool kTrans, class F>

@@ -62,7 +62,12 @@ ROOMS = [
     "192",
     "256",
 ]
-LARGE_ROOM = ["64", "128 full, keys of their own", "64 more tokens than keys", "64 many more tokens than keys"]  # which sm_90 has wgmma for
+LARGE_ROOM = [
+    "64",
+    "128 full, keys of their own",
+    "64 more tokens than keys",
+    "64 many more tokens than keys",
+]  # which sm_90 has wgmma for
 # On sm_90 these run wgmma kernels, which test_emulated_attention_sm90.py covers; here they run as on sm_80.
 BY_WGMMA = [
     "64",

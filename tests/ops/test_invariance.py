@@ -210,7 +210,7 @@ def losses(name, hidden, labels):
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("name", ["token_logps", "token_kl", "chunked_cross_entropy"])
 @pytest.mark.parametrize("rows", [2, 16, 33, 200])
-def test_every_product_of_the_library_has_as_many_rows(name, rows, dtype):
+def test_every_product_of_the_library_has_16_rows(name, rows, dtype):
     """Which numbers of rows have other bits depends on the CPU and on the threads; of one number there is no other."""
     ((hidden, labels),) = documents([rows], dtype)
     hidden.requires_grad_()
@@ -222,7 +222,7 @@ def test_every_product_of_the_library_has_as_many_rows(name, rows, dtype):
 
 @pytest.mark.parametrize("function", functions.values(), ids=functions)
 @pytest.mark.parametrize("shape", [(1,), (33,), (2, 3, 5)], ids=str)
-def test_every_product_in_the_mode_has_as_many_rows(function, shape):
+def test_every_product_in_the_mode_has_16_rows(function, shape):
     if len(shape) > 1 and function in (functions["mm"], functions["method"]):
         pytest.skip("of two dimensions alone")
     x, w = torch.randn(*shape, 64, requires_grad=True), torch.randn(64, 48)
@@ -232,7 +232,7 @@ def test_every_product_in_the_mode_has_as_many_rows(function, shape):
     assert set(rows_of_products(out.sum().backward)) == {_invariant.ROWS}  # outside of the mode too
 
 
-def test_every_product_of_a_batch_and_of_groups_has_as_many_rows():
+def test_every_product_of_a_batch_and_of_groups_has_16_rows():
     x, w = torch.randn(3, 20, 16, requires_grad=True), torch.randn(3, 16, 8)
     ends = torch.tensor([1, 1, 20], dtype=torch.int32)
     with po.invariant():

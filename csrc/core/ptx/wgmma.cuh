@@ -55,6 +55,12 @@ __device__ __forceinline__ void fence_operands(float (&sums)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+// What depends on x is worked out after this point, not before a loop that it stands in, over which registers would
+// hold it.
+__device__ __forceinline__ void no_hoist(int32_t& x) {
+  asm volatile("" : "+r"(x));
+}
+
 // clang-format off: SUMS_OF_N lists a thread's sums of N columns as operands, REGISTERS_N names them in the instruction.
 #define PACKING_OPS_SUMS_8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])

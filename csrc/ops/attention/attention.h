@@ -136,6 +136,7 @@ constexpr int64_t attention_plan_size(const AttentionPlanParams& p) {
   const int64_t cu_seqlens = (2 * (documents + 1) + 7) / 8;  // keys_of_row of both
   // A copy of visible_end, and the first token that sees each key.
   const int64_t visible = p.visible_end == nullptr ? 0 : p.documents_q.total + p.documents_k.total;
+  // group / 32: row tiles of at least 32 rows. 1 / 32: units of resident rows, of at least 32 tokens.
   // Pages: 4 more, so that a plan of them does not pass for another's.
   const int64_t entries =
       cu_seqlens + p.documents_q.total * (group + 1) / 32 + p.documents_k.total / 32 + 6 * documents;

@@ -353,8 +353,8 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
     for module in model.modules():
         on_cpu = any(t.dim() > 1 and t.is_cpu for t in module.parameters(recurse=False))
         before = vars(module).get("forward")
-        if on_cpu and not isinstance(module, torch.nn.Embedding) and function_of(before) is not _in_whole_blocks:
-            put(module, "forward", _in_whole_blocks, before)
+        if on_cpu and not isinstance(module, torch.nn.Embedding) and function_of(before) is not _by_blocks:
+            put(module, "forward", _by_blocks, before)
     by_hand = "call packing_ops.check_invariance(model, run)"
     if sequence_group is not None:
         return f"rows lie on several ranks: {by_hand} with rows of shard_packed"
@@ -367,13 +367,13 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
     return None if found.packs else found.why_not()[0]
 
 
-def _in_whole_blocks(module: torch.nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
+def _by_blocks(module: torch.nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "apply_packing_ops(invariant=True): torch.compile is not served on the CPU, where the sums that it makes "
             "depend on the number of rows"
         )
-    with _invariant.WholeBlocks():
+    with _invariant.ProductsByBlocks():
         return before(*args, **kwargs) if before is not None else type(module).forward(module, *args, **kwargs)
 
 

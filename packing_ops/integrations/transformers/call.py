@@ -190,13 +190,13 @@ class PackedCall:
 
     def reached(self, numbers, *positions):
         """These numbers, and position_ids or cu_seqlens, have reached a mask or an attention: so have the outer calls'."""
-        has_any = any(each is not None for each in positions)
+        has_positions = any(each is not None for each in positions)
         for call in (self, *self.outers):
             if numbers is not None and call.numbers is numbers and not call.mixes:
                 call.lost.discard("attention_mask")
             # A call without them, such as a vision tower's, says nothing of its outer calls'.
-            has_any = has_any and not (call.position_ids is None and call.cu_seqlens is None)
-            if has_any and not call.mixes and call.guard is None:
+            has_positions = has_positions and not (call.position_ids is None and call.cu_seqlens is None)
+            if has_positions and not call.mixes and call.guard is None:
                 call.lost.discard("position_ids")
 
     def reached_by(self, found_by, cu_seqlens):
@@ -370,8 +370,8 @@ def without_first_labels(model, call, kwargs):
     """The keyword arguments, labels of documents' first tokens -100: the token before them is of another document."""
     # Not where shift_labels say what each token is to predict, nor of models whose loss shifts nothing.
     labels = kwargs.get("labels")
-    has_documents = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.numbers))
-    if not has_documents or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
+    may_have_documents = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.numbers))
+    if not may_have_documents or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
         return kwargs
     if getattr(model, "loss_type", None) not in SHIFTED or model.config.is_encoder_decoder:
         return kwargs

@@ -22,13 +22,13 @@ from packing_ops.logps import chunked_cross_entropy
 from packing_ops.router import load_balancing_loss
 from packing_ops.segments import segment_sum
 
-_CAPPED = "_packing_ops_fused_loss"  # in a fused model and in its lm_head: whether logits were capped then
+_STATE = "_packing_ops_fused_loss"  # in a fused model and in its lm_head: whether its logits were capped
 _HEAD = "self.lm_head("
 _LOSS = "self.loss_function("
 _AFTER_HEAD = ("", ".float()", ".contiguous()")  # the loss does both itself
 _BETWEEN = re.compile(r"\s*(loss = None|if labels is not None:|)\s*")
 _CAP = "self.config.final_logit_softcapping"  # Gemma's
-_CAPS = re.compile(
+_CAP_LINE = re.compile(
     rf"\s*(if {_CAP} is not None:|logits = logits / {_CAP}|logits = torch.tanh\(logits\)|logits = logits \* {_CAP})\s*"
 )
 _GIVEN = re.compile(r"\s*(logits=)?logits,\s*(labels=)?labels,(?!.*shift_labels)", re.DOTALL)
@@ -43,7 +43,7 @@ class Running:
 
 
 def is_fused(model) -> bool:
-    return _CAPPED in model.__dict__
+    return _STATE in model.__dict__
 
 
 def refusal(model: PreTrainedModel) -> str | None:
@@ -76,9 +76,9 @@ def why_not(models: list[PreTrainedModel]) -> str | None:
 
 def since(model: PreTrainedModel) -> str | None:
     """What has changed in a fused model since, so that its loss is the stock one again; None if nothing has."""
-    if _CAPPED not in model.lm_head.__dict__:
+    if _STATE not in model.lm_head.__dict__:
         return "its lm_head was swapped after apply_packing_ops(model, fused_loss=True)"
-    if _is_capped(model) != model.__dict__[_CAPPED]:
+    if _is_capped(model) != model.__dict__[_STATE]:
         return "its final_logit_softcapping was set after apply_packing_ops(model, fused_loss=True)"
     return None
 
@@ -88,7 +88,7 @@ def apply_to_model(model: PreTrainedModel) -> None:
     if is_fused(model) and not since(model):
         return
     stock = _stock_loss(model)
-    model.__dict__[_CAPPED] = model.lm_head.__dict__[_CAPPED] = _is_capped(model)
+    model.__dict__[_STATE] = model.lm_head.__dict__[_STATE] = _is_capped(model)
     put(model, "_loss_function", _loss, stock)
     put(model.lm_head, "forward", _head)
     put(model, "forward", _forward)
@@ -121,7 +121,7 @@ def _goes_straight(cls, is_capped) -> bool:
     if between and between[-1].strip() == "loss =":
         between.pop()
     if not is_capped:
-        between = [line for line in between if not _CAPS.fullmatch(line)]
+        between = [line for line in between if not _CAP_LINE.fullmatch(line)]
     return (
         before.endswith(" logits = ")
         and changed.strip() in _AFTER_HEAD

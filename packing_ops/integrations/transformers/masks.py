@@ -68,11 +68,11 @@ class MaskPattern:
         kept = self._cu_seqlens
         if kept is None or kept[0] is not cu_seqlens[0] or kept[1] is not cu_seqlens[1]:
             position_ids = position_ids if self.position_ids is None and not self.axes else self.position_ids
-            given, call = cu_seqlens, call_to_mark()
-            if given[0] is None and given[1] is None and self.position_ids is not None and call is not None:
+            wanted, call = cu_seqlens, call_to_mark()
+            if wanted[0] is None and wanted[1] is None and self.position_ids is not None and call is not None:
                 # The layers may not get those of the model's call: positions must agree with them.
-                cu_seqlens = call.cu_seqlens, call.cu_seqlens_k
-            self._documents, self._cu_seqlens = documents_of(query, cu_seqlens, self.padding, position_ids), given
+                wanted = call.cu_seqlens, call.cu_seqlens_k
+            self._documents, self._cu_seqlens = documents_of(query, wanted, self.padding, position_ids), cu_seqlens
         return self._documents
 
     def visible_end(self, documents):

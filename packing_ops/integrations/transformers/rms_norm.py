@@ -108,11 +108,11 @@ def _candidates(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     """RMSNorm modules whose formula is in FORWARDS."""
-    return [module for module in _candidates(model) if _formula_of(module)[0] is not None]
+    return [module for module in _candidates(model) if _formula_in(module)[0] is not None]
 
 
-def _formula_of(module) -> tuple[str | None, str]:
-    """formula_of it. If ours runs already, its class is not tried again: it may have changed."""
+def _formula_in(module) -> tuple[str | None, str]:
+    """(formula, reason) of a module. If ours runs already, its class is not tried again: it may have changed."""
     function = function_of(_forward_of(module))
     running = [name for name, ours in FORWARDS.items() if ours is function]
     return (running[0], "") if running else formula_of(stock_of(type(module)), module)
@@ -123,7 +123,7 @@ def why_not(model: torch.nn.Module) -> str | None:
     found = _candidates(model)
     if not found:
         return "it has no RMSNorm that runs the forward of its modelling module"
-    reasons = dict.fromkeys(_formula_of(module)[1] for module in found)
+    reasons = dict.fromkeys(_formula_in(module)[1] for module in found)
     return "; ".join(filter(None, reasons)) or None
 
 
@@ -143,7 +143,7 @@ def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:
     for module in found:
         if any_order:
             vars(module)[ANY_ORDER] = True
-        forward, name = FORWARDS[_formula_of(module)[0]], _forward_attribute(module)
+        forward, name = FORWARDS[_formula_in(module)[0]], _forward_attribute(module)
         if name not in vars(module):
             put_class(module, forward)
         elif not _is_ours(vars(module)[name]):

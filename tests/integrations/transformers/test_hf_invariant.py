@@ -135,7 +135,7 @@ def test_drawn_documents_prefixes_and_neighbours(family, more):
 
 
 @pytest.mark.parametrize(("family", "more"), CLAIMED, ids=[" ".join([f, *m.values()]) for f, m in CLAIMED])
-def test_every_product_has_as_many_rows(family, more):
+def test_every_product_has_16_rows(family, more):
     """Forward and for the gradient of the embeddings: which numbers of rows have other bits depends on the CPU."""
     model = model_of(family, **more).requires_grad_(False)
     assert apply_packing_ops(model, invariant=True).skipped == {}
@@ -260,7 +260,7 @@ def gradients_of_embeddings(model, *documents):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 def test_gradient_checkpointing(reentrant):
-    """Layers that run again in backward take whole blocks there too."""
+    """Layers that run again in backward take blocks of 16 rows there too."""
     model, ids = model_of("qwen3"), torch.randint(128, (1, 5))
     apply_packing_ops(model, invariant=True)
     wanted = gradients_of_embeddings(model, ids)

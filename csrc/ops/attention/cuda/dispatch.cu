@@ -75,10 +75,9 @@ struct BackwardScratch {
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
     counters = fp32 ? 0 : (4 * (Args::kWorkCounters + a.plan.dq_ring_tiles) + 15) / 16 * 16;
     const bool wgmma = has_wgmma(a.group, a.head_dim, a.head_dim_v, device);
-    const int64_t tile =
-        wgmma ? kTileRows * wgmma_backward_dim(
-                                std::max(a.head_dim, a.head_dim_v))  // also where a tile has rows that are not used
-              : a.plan.tiles.backward_rows * padded_dims(a.head_dim, a.head_dim_v).qk;
+    const int dim = wgmma_backward_dim(std::max(a.head_dim, a.head_dim_v));
+    const int64_t tile = wgmma ? kTileRows * dim  // also where a tile has rows that are not used
+                               : a.plan.tiles.backward_rows * padded_dims(a.head_dim, a.head_dim_v).qk;
     const int64_t tile_bytes = tile * static_cast<int64_t>(sizeof(float));
     partial_dq = fp32 ? 0 : a.plan.dq_ring_tiles * tile_bytes;
   }

@@ -114,11 +114,12 @@ struct PlanView {
     return static_cast<int32_t>(digest);
   }
 
-  // Tokens of a unit of resident rows: fewer where that gives multiprocessors work that would have none. Documents that
-  // are causal and have a query for each key have up to kResidentMaxKeys such tokens; others may have more.
+  // Tokens of a unit of resident rows: 128; 32 where that would make fewer than 64 units, which leave half of the
+  // multiprocessors without one. By sizes that the host knows: of causal documents with a query for each key at most
+  // kResidentMaxKeys tokens are resident.
   PACKING_OPS_HOST_DEVICE int32_t resident_tokens() const {
     const int64_t of_documents = num_documents * kResidentMaxKeys;
-    return (total_q < of_documents ? total_q : of_documents) * num_kv_heads <= 8192 ? 32 : 128;
+    return (total_q < of_documents ? total_q : of_documents) * num_kv_heads <= 64 * 128 ? 32 : 128;
   }
 
   // -1 where visible_end is the limit.
@@ -133,10 +134,14 @@ struct PlanView {
   PACKING_OPS_HOST_DEVICE int64_t forward_resident_capacity() const {
     return tiles.resident_max_keys < 0 ? 0 : total_q / resident_tokens() + num_documents;
   }
-  // Blocks that serve them: no more than have work, for the next kernel waits for their multiprocessors.
-  int64_t forward_resident_blocks() const {
-    const int64_t of_documents = num_documents * (kResidentMaxKeys / resident_tokens());
-    return std::min(forward_resident_capacity(), of_documents) * num_kv_heads;
+  // Units of resident rows, at most, and so the grid: a block without a unit would keep the next kernel from its
+  // multiprocessor. As many queries as keys are taken for a query for each key; a block may serve several units.
+  int64_t forward_resident_units() const {
+    int64_t units = forward_resident_capacity();
+    if (total_q == total_k && window_right() == 0) {
+      units = std::min(units, num_documents * (kResidentMaxKeys / resident_tokens()));
+    }
+    return units * num_kv_heads;
   }
   PACKING_OPS_HOST_DEVICE int64_t backward_capacity() const { return total_k / tiles.backward_keys + num_documents; }
 };

@@ -227,7 +227,7 @@ void run_forward_resident(const Args& args, cudaStream_t stream) {
   static_assert(sizeof(ResidentRing<Shape>) <= kResidentRingBytes);
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_resident_kernel<T, kDim, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_forward_resident_kernel"};
-  launch_persistent(kernel, &args, args.plan.forward_resident_blocks(), stream);
+  launch_persistent(kernel, &args, args.plan.forward_resident_units(), stream);
 }
 
 }  // namespace packing_ops::attention::sm80

@@ -1,5 +1,5 @@
-// Forward on wgmma and TMA. A unit is (document, two tiles of packed rows, kv head); a persistent block claims one unit
-// after the other. Roles of its threads: roles.cuh; each consumer warpgroup computes a tile of rows. Key tiles start at
+// Forward on wgmma and TMA. A unit is (document, two or three tiles of packed rows, kv head), a tile for each consumer
+// warpgroup; a persistent block claims one unit after the other. Roles of its threads: roles.cuh. Key tiles start at
 // multiples of their size from the document's start, from the first visible one upwards, so a row's sum has one order
 // wherever its document lies.
 #pragma once

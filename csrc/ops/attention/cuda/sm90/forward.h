@@ -1,4 +1,5 @@
-// Forward of head_dim up to 256 in the half types on compute capability 9.0: documents of more than one unit's keys.
+// Forward of head_dim up to 256 in the half types on compute capability 9.0: all rows but those of
+// sm80/forward_resident.cuh.
 #pragma once
 
 #include <cuda.h>

@@ -14,9 +14,17 @@ namespace packing_ops::attention::sm90 {
 struct ThreadRows {
   int32_t token[2];  // row / group
 
-  __device__ __forceinline__ ThreadRows(const ForwardArgs& args) {
+  // kForUnit: worked out for each unit, not kept in registers over its steps.
+  template <bool kForUnit>
+  static __device__ __forceinline__ ThreadRows make(const ForwardArgs& args) {
+    ThreadRows rows;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) token[i] = static_cast<int32_t>(args.common.group_size.quotient(row(i)));
+    for (int i = 0; i < 2; ++i) {
+      int32_t in_tile = row(i);
+      if constexpr (kForUnit) ptx::no_hoist(in_tile);
+      rows.token[i] = static_cast<int32_t>(args.common.group_size.quotient(in_tile));
+    }
+    return rows;
   }
   // In the tile
   static __device__ __forceinline__ int32_t row(int i) {
@@ -135,7 +143,7 @@ struct ForwardMath {
     return __any_sync(0xffffffffu, moved);
   }
 
-  static __device__ __forceinline__ void round(Weights& p, const Scores& s) {
+  static __device__ __forceinline__ void to_weights(Weights& p, const Scores& s) {
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
 #pragma unroll
@@ -143,7 +151,7 @@ struct ForwardMath {
     }
   }
 
-  // The unit's last step: lse to memory, out to the tile.
+  // Epilogue of a unit: lse to memory; out to its q tile, or to memory.
   static __device__ __forceinline__ void finish(const ForwardArgs& args, const ForwardUnit& unit,
                                                 const ThreadRows& rows, int32_t first_token, const RowState& state,
                                                 Sums& o, uint32_t tile, const Transform& transform) {
@@ -157,9 +165,9 @@ struct ForwardMath {
       row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
       sum = mine == i ? row_sum : sum;
     }
-    const int32_t step = mine == 0 ? rows.token[0] : rows.token[1];
+    const int32_t token = mine == 0 ? rows.token[0] : rows.token[1];
     float inverse = sum == 0.f ? 0.f : 1.f / sum;
-    const bool exists = step < args.tile_tokens && first_token + step < unit.d.tokens;
+    const bool exists = token < args.tile_tokens && first_token + token < unit.d.tokens;
     if (exists && (lane & 3) == mine) {
       const auto& common = args.common;
       const float row_max = mine == 0 ? state.row_max[0] : state.row_max[1];
@@ -172,7 +180,7 @@ struct ForwardMath {
         inverse = sum == 0.f ? 0.f : inverse * expf(lse - lse_with_sink);
         lse = lse_with_sink;
       }
-      common.lse[head * common.documents_q.total + unit.d.start_q + first_token + step] = lse;
+      common.lse[head * common.documents_q.total + unit.d.start_q + first_token + token] = lse;
     }
     const float factor[2] = {__shfl_sync(0xffffffffu, inverse, lane & 28),
                              __shfl_sync(0xffffffffu, inverse, (lane & 28) + 1)};
@@ -206,11 +214,11 @@ struct ForwardMath {
     const auto& common = args.common;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t step = rows.token[half];
+      const int32_t token = rows.token[half];
       uint16_t* to = nullptr;
-      if (step < args.tile_tokens && first_token + step < unit.d.tokens) {
+      if (token < args.tile_tokens && first_token + token < unit.d.tokens) {
         to = static_cast<uint16_t*>(common.out.data) +
-             static_cast<int64_t>(unit.d.start_q + first_token + step) * common.out.token_stride +
+             static_cast<int64_t>(unit.d.start_q + first_token + token) * common.out.token_stride +
              (unit.kv_head * common.group + rows.head(args, half)) * common.out.head_stride;
       }
       attention::store_row<T>(to, 0, common.head_dim_v, reinterpret_cast<const float (&)[kSums / 4][4]>(o), half,
@@ -225,9 +233,16 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   const int lane = threadIdx.x & 31;
   const ScoreTransform<kTransform> transform{args.common};
   const float scale = transform.unit() * kLog2e;
-  const ThreadRows rows(args);
+  const ThreadRows kept = ThreadRows::make<false>(args);
+  const auto thread_rows = [&] {  // three warpgroups and softcap: registers are short
+    if constexpr (kTransform && Shape::kTiles == 3) {
+      return ThreadRows::make<true>(args);
+    } else {
+      return kept;
+    }
+  };
   const bool from_left = args.common.plan.window.left < kOpenWindow;
-  const int32_t skip = w * args.tile_tokens;  // tokens of the unit that are the other warpgroup's
+  const int32_t first = w * args.tile_tokens;  // of this warpgroup's tokens, in the unit
 
   PipelineState<Shape::kStagesKv> kv;
   typename Math::Scores s;
@@ -247,9 +262,9 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     tile = unit.first_tile;
     end_tile = unit.end_tile;
     state = RowState{};
-    return VisibleKeys(unit, rows, shared.ends[round & 1] + skip, unit.token + skip, args.tile_tokens);
+    return VisibleKeys(unit, thread_rows(), shared.ends[round & 1] + first, unit.token + first, args.tile_tokens);
   };
-  // Notify readers are done
+  // One arrival a warp: it has read the tile
   const auto release = [&](uint64_t* empty) {
     if (lane == 0) ptx::mbarrier_arrive(empty);
   };
@@ -288,7 +303,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   // Epilogue: lse and out
   const auto close = [&] {
     const ForwardUnit& unit = shared.unit(round);
-    Math::finish(args, unit, rows, unit.token + skip, state, o, Shape::tile_q(base, stage_q(), w), transform);
+    Math::finish(args, unit, thread_rows(), unit.token + first, state, o, Shape::tile_q(base, stage_q(), w), transform);
     if (!Shape::kOutThroughQ) return;
     ptx::fence_proxy_async();
     __syncwarp();
@@ -298,11 +313,11 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   for (; shared.has_unit(round); ++round) {
     const VisibleKeys keys = open();
     // First step: scores alone
-    const int first_keys = next_tile();
-    start_scores(first_keys);
+    const int stage_k = next_tile();
+    start_scores(stage_k);
     ptx::wgmma_wait_group<0>();
-    end_scores(first_keys, keys);
-    Math::round(p, s);
+    end_scores(stage_k, keys);
+    Math::to_weights(p, s);
     // Following steps: scores of this step beside values of the step before
     bool add = false;  // to values of steps before
     while (++tile < end_tile) {
@@ -314,20 +329,20 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
       ptx::wgmma_wait_group<1>();
       const bool moved = end_scores(stage_k, keys);
       ptx::fence_operands(s);
-      ptx::wgmma_wait_group_after(end_tile);
+      ptx::wgmma_wait_group_after(end_tile);  // for o, behind the softmax; a number above 0
       end_values(stage_v);
       // Rescale out
       if (moved) {
 #pragma unroll
         for (int i = 0; i < Math::kSums; ++i) o[i] *= factor[i / 2 % 2];
       }
-      Math::round(p, s);
+      Math::to_weights(p, s);
     }
     // Last values, epilogue
-    const int last_values = next_tile();
-    start_values(last_values, add);
+    const int stage_v = next_tile();
+    start_values(stage_v, add);
     ptx::wgmma_wait_group<0>();
-    end_values(last_values);
+    end_values(stage_v);
     close();
   }
 }

@@ -61,12 +61,12 @@ struct ForwardUnit {
 // full: TMA has written it. empty: all readers are done.
 template <class Shape>
 struct ForwardBarriers {
-  ForwardUnit units[kForwardUnitStages];       // a round's, as described says
-  int32_t ends[2][Shape::kTiles * kTileRows];  // DocumentWithEnds::end_of its tokens, as q_full says
+  ForwardUnit units[kForwardUnitStages];       // by round; valid once described[] completes
+  int32_t ends[2][Shape::kTiles * kTileRows];  // end_of its tokens; valid once q_full completes
   uint64_t described[kForwardUnitStages];
   uint64_t q_full[Shape::kStagesQ];
-  uint64_t q_empty[Shape::kStagesQ];                  // of out too
-  uint64_t out_full[Shape::kStagesQ][Shape::kTiles];  // where out goes through q's tile
+  uint64_t q_empty[Shape::kStagesQ];                  // q has been read, and out stored where it goes through q's tile
+  uint64_t out_full[Shape::kStagesQ][Shape::kTiles];  // only with kOutThroughQ
   uint64_t kv_full[Shape::kStagesKv];
   uint64_t kv_empty[Shape::kStagesKv];
 
@@ -101,24 +101,24 @@ __device__ __forceinline__ uint32_t count_units(const ForwardArgs& args) {
 
 constexpr uint32_t kForwardParts = 8;
 
-// A document's tiles, the costliest first, are cut into parts. Units are a part's tiles of the first kv head, then of
-// the next; then the next part. Blocks that run at the same time read the same keys from L2, and the last units cost
-// little.
+// A document's entries of the plan, each the rows of a unit, the costliest first, are cut into parts. Units are a part
+// for the first kv head, then for the next; then the next part. Blocks that run at the same time read the same keys
+// from L2, and the last units cost little.
 template <class Shape>
 __device__ __forceinline__ ForwardUnit describe_unit(const ForwardArgs& args, uint32_t index) {
   const Divisor& kv_heads = args.common.kv_heads;
   const PlanEntry* entries = args.common.plan.entries[PlanView::kForward];
-  const uint32_t of_document = kv_heads.quotient(index);
-  const auto tiles = static_cast<uint32_t>(entries[of_document].document_tiles);
-  const uint32_t first = of_document - (tiles - 1 - static_cast<uint32_t>(entries[of_document].tile));
+  const uint32_t some = kv_heads.quotient(index);  // an entry of the document
+  const auto count = static_cast<uint32_t>(entries[some].document_tiles);
+  const uint32_t first = some - (count - 1 - static_cast<uint32_t>(entries[some].tile));
   const uint32_t unit = index - first * kv_heads.value;
-  const uint32_t part_tiles = (tiles + kForwardParts - 1) / kForwardParts;
-  const uint32_t part = unit / (part_tiles * kv_heads.value) * part_tiles;  // its first tile
-  const uint32_t in_part = unit - part * kv_heads.value;
-  const uint32_t size = part_tiles < tiles - part ? part_tiles : tiles - part;
-  const uint32_t kv_head = in_part / size;
-  return ForwardUnit::make(args, entries[first + part + in_part - kv_head * size], static_cast<int32_t>(kv_head),
-                           Shape::kTiles, Shape::kKeys);
+  const uint32_t part_entries = (count + kForwardParts - 1) / kForwardParts;
+  const uint32_t part_first = unit / (part_entries * kv_heads.value) * part_entries;
+  const uint32_t in_part = unit - part_first * kv_heads.value;
+  const uint32_t part_size = part_entries < count - part_first ? part_entries : count - part_first;
+  const uint32_t kv_head = in_part / part_size;
+  return ForwardUnit::make(args, entries[first + part_first + in_part - kv_head * part_size],
+                           static_cast<int32_t>(kv_head), Shape::kTiles, Shape::kKeys);
 }
 
 }  // namespace packing_ops::attention::sm90

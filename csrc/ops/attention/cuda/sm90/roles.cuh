@@ -10,7 +10,8 @@ constexpr int kWarpThreads = 32;
 constexpr int kWarpgroupWarps = 4;
 constexpr int kWarpgroupThreads = kWarpgroupWarps * kWarpThreads;
 
-// Of a block, and registers of a thread. 24 and 240 spill in the producer.
+// Warpgroups, warps and threads of a block, and setmaxnreg's registers of a thread: 128 * 40 + 256 * 232 and
+// 128 * 32 + 384 * 160 fit 65,536. With two, 24 and 240 spill in the producer.
 template <int kCount>
 struct ConsumerWarpgroups {
   static_assert(kCount == 2 || kCount == 3);
