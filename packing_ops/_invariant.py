@@ -177,22 +177,50 @@ class ProductsByBlocks(TorchFunctionMode):
     """On the CPU a product of the calling thread is computed as products of ROWS rows, in forward and backward."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _PRODUCTS and len(args) > 1 and _by_rows(args[0], args[1]):
-            return _PRODUCTS[function](*args, **(kwargs or {}))
-        if function in _GROUPED and _by_rows(args[0], args[1]) and args[1].dim() == 3:
-            return _by_groups(*args, **(kwargs or {}))
+        if function in _PRODUCTS or function in _GROUPED:
+            named = {name: value for name, value in (kwargs or {}).items() if value is not None}
+            given = [*args, *(named.pop(name) for name in ("input", "weight", "other", "mat2") if name in named)]
+            if function in _GROUPED and _has_groups(given, named):
+                return _by_groups(*given, **named)
+            if function in _PRODUCTS and _has_rows(given, _DIMS.get(function)) and {*named} <= {"bias", "out"}:
+                return _PRODUCTS[function](*given, **named)
         return function(*args, **(kwargs or {}))
 
 
-def _by_rows(x: Any, other: Any) -> bool:
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.is_cpu and x.dim() > 1 and other.dim() > 1
+def _has_rows(given: list[Any], dims: int | None = None) -> bool:
+    """Whether the operands are those of a product by blocks; not what torch refuses."""
+    operands = given[:2]
+    for each in operands:
+        if type(each) not in (torch.Tensor, torch.nn.Parameter) or not each.is_cpu or each.layout != torch.strided:
+            return False
+        if each.dim() < 2 or (dims is not None and each.dim() != dims):
+            return False
+    if len(operands) < 2 or operands[0].shape[-1] == 0:
+        return False
+    return dims != 3 or operands[0].shape[0] == operands[1].shape[0]
+
+
+def _has_groups(given: list[Any], named: dict[str, Any]) -> bool:
+    if not _has_rows(given) or {*named} != {"offs"}:
+        return False
+    (x, weights), offs = given, named["offs"]
+    dims = x.dim(), weights.dim()
+    return dims == (2, 3) and offs.numel() == weights.shape[0] > 0 and int(offs[-1]) <= x.shape[0]
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if bias is not None and bias.dim() > 1:
+        return _linear(x, weight) + bias
     bias = None if bias is None else bias.expand(weight.shape[0])
     rows, weight, bias = as_autocast(x.reshape(-1, x.shape[-1]), weight, bias)  # all leading dims are rows
+    (count, size), columns = rows.shape, weight.shape[0]
+    if rows.element_size() > 2 and (size % ROWS or columns % ROWS):
+        # MKL has other kernels for some rows of a block where there are few columns, or an odd number of terms.
+        pad, more, beside = torch.nn.functional.pad, -size % ROWS, -columns % ROWS
+        rows, weight = pad(rows, (0, more)), pad(weight, (0, more, 0, beside))
+        bias = None if bias is None else pad(bias, (0, beside))
     out = _Product.apply(pad_rows(rows), weight.t(), bias)
-    return out[: rows.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
+    return out[:count, :columns].reshape(*x.shape[:-1], columns)
 
 
 def _matmul(x: torch.Tensor, other: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -203,7 +231,11 @@ def _matmul(x: torch.Tensor, other: torch.Tensor, out: torch.Tensor | None = Non
         pairs = zip(*(t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (x, other)), strict=True)
         products = [_matmul(*pair) for pair in pairs]
         found = torch.stack(products).unflatten(0, batch) if products else torch.matmul(x, other)
-    return found if out is None else out.copy_(found)
+    if out is None:
+        return found
+    if out.dtype != found.dtype:
+        return torch.matmul(x, other, out=out)  # torch's error
+    return torch.cat([found], out=out)  # which checks and resizes it
 
 
 def _by_groups(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -250,4 +282,5 @@ _PRODUCTS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.bmm: _matmul,
     torch.Tensor.__matmul__: _matmul,
 }
+_DIMS = {torch.mm: 2, torch.Tensor.mm: 2, torch.bmm: 3, torch.Tensor.bmm: 3}
 _GROUPED = {getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
