@@ -20,7 +20,7 @@ enum class Fault : uint8_t {
   kIndexOutside,           // indices[index] outside the rows
   kLengthOverCapacity,     // lengths[index] is over the capacity
   kPlanOfOtherDocuments,   // the plan was made for another cu_seqlens[index]
-  kPlanOfOtherHeads,       // the plan was made for other heads, head_dim or window
+  kPlanOfOtherHeads,       // the plan was made for other totals, heads, head_dim or window
   kValuesChanged,          // values[index] is not what it was
   kNoDepth,                // position_ids[index] is not the distance from its root in a prefix tree
   kPathsOfOtherTree,       // the paths were found for other segments than cu_seqlens_q[index]

@@ -28,7 +28,7 @@ FaultText attention_fault_text(Fault fault) {
               "one made for these cu_seqlens and seqused_k (kept plans too: they may have been written without torch's "
               "notice, by dist.broadcast, recv, .data, NumPy or DLPack; give each batch a tensor of its own)"};
     case Fault::kPlanOfOtherHeads:
-      return {"plan", "one made for these heads, this head_dim and this window"};
+      return {"plan", "one made for these totals, these heads, this head_dim and this window"};
     case Fault::kVisibleEndBeforeOwn:
       return {"visible_end", "at least one more than the position of its query"};
     case Fault::kVisibleEndPastKeys:

@@ -117,11 +117,14 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
       p.pages.page_size = p.pages.page_rows = page_size;
     }
     AttentionPlanParams plan = plan_params(p);
-    std::vector<int32_t> words(attention_plan_size(plan) + 4, -1);
-    plan.plan = p.plan = reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(words.data()) + 15) / 16 * 16);
-    if (tensors[14] != nullptr) {
-      plan.documents_q.cu_seqlens = plan.documents_k.cu_seqlens = static_cast<const int32_t*>(tensors[14]);
+    const int64_t documents = plan.documents_q.num_documents;
+    if (tensors[14] != nullptr) {  // and of their rows
+      const auto* planned = static_cast<const int32_t*>(tensors[14]);
+      plan.documents_q.cu_seqlens = plan.documents_k.cu_seqlens = planned;
+      plan.documents_q.total = plan.documents_k.total = planned[documents];
     }
+    std::vector<int32_t> words(std::max(attention_plan_size(plan), attention_plan_size(plan_params(p))) + 4, -1);
+    plan.plan = p.plan = reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(words.data()) + 15) / 16 * 16);
     if (tensors[16] != nullptr) plan.visible_end = static_cast<const int32_t*>(tensors[16]);
     std::vector<uint8_t> scratch;
     const auto with_scratch = [&](int64_t bytes, auto&& run) {

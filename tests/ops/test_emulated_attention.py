@@ -186,6 +186,22 @@ def test_a_plan_of_other_documents_is_a_fault(dtype):
         )
 
 
+@pytest.mark.parametrize(
+    ("gpu", "lengths", "sizes"),
+    [
+        ("sm_90", [15], {"heads": (8, 1), "dim": 128}),
+        ("sm_80", [5, 5, 5], {"heads": (4, 1), "dim": 64}),
+        ("sm_90", [17], {"heads": (2, 1), "dim": 32, "dtype": FP32}),
+    ],
+    ids=str,
+)
+def test_a_plan_of_other_totals_is_a_fault(gpu, lengths, sizes):
+    """Where its lists lie depends on the totals, which its size need not tell."""
+    case = Case(lengths, tail=1, **{"dtype": BF16, **sizes})
+    with pytest.raises(RuntimeError, match="fault"):
+        emulated.attention(case, HEADERS, gpu, planned_for=case.cu_seqlens[0].clone(), late_copies=False, seed=0)
+
+
 def test_wrong_cu_seqlens_give_zeros_and_an_error():
     case = Case([5, 9], heads=(2, 1), dim=64, dtype=BF16)
     case.cu_seqlens[0][1] = 20

@@ -108,6 +108,8 @@ struct PlanView {
                              window.left,
                              window_right(),
                              num_kv_heads,
+                             static_cast<int32_t>(total_q),
+                             static_cast<int32_t>(pages.used ? 0 : total_k),  // of pages: memory, which no list goes by
                              static_cast<int32_t>(pages.used ? pages.max_keys : -1)};
     uint32_t digest = 2166136261u;  // FNV-1a
     for (const int32_t word : words) digest = (digest ^ static_cast<uint32_t>(word)) * 16777619u;
