@@ -238,12 +238,12 @@ def _matmul(x: torch.Tensor, other: torch.Tensor, out: torch.Tensor | None = Non
     return torch.cat([found], out=out)  # which checks and resizes it
 
 
-def _by_groups(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+def _by_groups(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """torch.nn.functional.grouped_mm of rows that lie group by group: a product for each."""
     ends = offs.tolist()
     groups = zip([0, *ends], ends, weights, strict=False)
     out = [_matmul(x[start:end], weight) for start, end, weight in groups if end > start]
-    return torch.cat([*out, x.new_zeros(x.shape[0] - (ends[-1] if ends else 0), weights.shape[2])])
+    return torch.cat([*out, x.new_zeros(x.shape[0] - ends[-1], weights.shape[2])])
 
 
 class _Product(torch.autograd.Function):

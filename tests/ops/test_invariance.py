@@ -158,44 +158,6 @@ def test_values_in_the_mode_are_those_without(device, dtype):
             torch.testing.assert_close(a, b, **({"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {}))
 
 
-# --- products ---
-
-functions = {
-    "linear": lambda x, w: torch.nn.functional.linear(x, w.t(), w[0]),
-    "matmul": torch.matmul,
-    "@": lambda x, w: x @ w,
-    "mm": torch.mm,
-    "method": lambda x, w: x.mm(w),
-}
-
-
-@pytest.mark.parametrize("function", functions.values(), ids=functions)
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_rows_of_products(function, dtype):
-    w, x = torch.randn(64, 48).to(dtype), torch.randn(300, 64).to(dtype)
-    with po.invariant():
-        leaf = x.clone().requires_grad_()
-        expected = function(leaf, w)
-        expected.cumsum(0).sum().backward()
-        for rows in range(1, 40):
-            part = x[100 : 100 + rows].clone().requires_grad_()
-            out = function(part, w)
-            assert_same(out.detach(), expected[100 : 100 + rows].detach())
-            out.backward(torch.arange(200, 200 - rows, -1.0).to(dtype)[:, None].expand_as(out))
-            assert_same(part.grad, leaf.grad[100 : 100 + rows])
-
-
-def test_rows_of_batches_and_leading_dims():
-    x, w = torch.randn(2, 3, 5, 16), torch.randn(16, 8)
-    with po.invariant():
-        assert_same(torch.matmul(x, w).flatten(0, 2), x.flatten(0, 2) @ w)
-        batched = torch.bmm(x[0], w.expand(3, 16, 8).contiguous())
-        assert batched.shape == (3, 5, 8)
-        assert_same(batched[:, :3], torch.bmm(x[0][:, :3], w.expand(3, 16, 8).contiguous()))
-        assert torch.nn.functional.linear(x[0, 0, 0], w.t()).shape == (8,)
-        assert (w.t() @ x[0, 0, 0]).shape == (8,)
-
-
 def losses(name, hidden, labels):
     """A function of the library, of rows whose every token has a target, and its gradient of hidden alone."""
     weight, bias = head(hidden.dtype)
@@ -218,86 +180,6 @@ def test_every_product_of_the_library_has_16_rows(name, rows, dtype):
         found = rows_of_products(lambda: losses(name, hidden, labels).sum().backward())
     assert len(found) >= 6  # of each of three grains: the logits, unless they are kept again in backward, the gradient
     assert set(found) == {_invariant.ROWS}
-
-
-@pytest.mark.parametrize("function", functions.values(), ids=functions)
-@pytest.mark.parametrize("shape", [(1,), (33,), (2, 3, 5)], ids=str)
-def test_every_product_in_the_mode_has_16_rows(function, shape):
-    if len(shape) > 1 and function in (functions["mm"], functions["method"]):
-        pytest.skip("of two dimensions alone")
-    x, w = torch.randn(*shape, 64, requires_grad=True), torch.randn(64, 48)
-    with po.invariant():
-        out = function(x, w)
-        assert set(rows_of_products(lambda: function(x, w))) == {_invariant.ROWS}
-    assert set(rows_of_products(out.sum().backward)) == {_invariant.ROWS}  # outside of the mode too
-
-
-def test_every_product_of_a_batch_and_of_groups_has_16_rows():
-    x, w = torch.randn(3, 20, 16, requires_grad=True), torch.randn(3, 16, 8)
-    ends = torch.tensor([1, 1, 20], dtype=torch.int32)
-    with po.invariant():
-        for call in (lambda: torch.bmm(x, w), lambda: x @ w, lambda: torch._grouped_mm(x[0], w, offs=ends)):
-            assert set(rows_of_products(lambda call=call: call().sum().backward())) == {_invariant.ROWS}
-
-
-@pytest.mark.parametrize("dtype", [*LOW, torch.float64], ids=str)
-def test_products_of_float32_are_those_of_one_thread(dtype):
-    """MKL splits those of a few rows among many threads by where a row stands."""
-    before, found = torch.get_num_threads(), []
-
-    def product(rows):
-        found.append((rows.shape[0], torch.get_num_threads()))
-        if len(found) == 3:
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        _invariant.by_blocks(product, [torch.zeros(4 * _invariant.ROWS, 2, dtype=dtype)])
-    assert torch.get_num_threads() == before
-    assert found == [(_invariant.ROWS, before if dtype.itemsize == 2 else 1)] * 3
-
-
-def test_derivatives_of_products_in_the_mode():
-    """By autograd, a second time and by torch.func, of bias too."""
-    x, w, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 6), (4, 6), (4,)))
-
-    def linear(x, w, b):
-        with po.invariant():
-            return torch.nn.functional.linear(x, w, b)
-
-    assert torch.autograd.gradcheck(linear, (x, w, b))
-    assert torch.autograd.gradgradcheck(linear, (x, w, b))
-    of_rows = torch.func.vmap(torch.func.grad(lambda x: linear(x, w, b).square().sum()))(x[:, None])
-    torch.testing.assert_close(of_rows[:, 0], 2 * linear(x, w, b) @ w)
-
-
-@pytest.mark.parametrize("shape", [(5, 8), (16, 8), (2, 3, 8)], ids=str)
-def test_results_in_the_mode_take_writes(shape):
-    x, w = torch.randn(shape, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-
-    def gradients():
-        out = torch.nn.functional.linear(x, w)
-        out += 1
-        out[..., :2] *= 3
-        return torch.autograd.grad(out.sum(), (x, w))
-
-    wanted = gradients()
-    with po.invariant():
-        found, out = gradients(), torch.empty(4, 4)
-        torch.mm(w.detach(), w.detach().t(), out=out)
-        assert_same(out, w.detach() @ w.detach().t())
-    torch.testing.assert_close(found, wanted)
-
-
-def test_autocast_casts_products_in_the_mode():
-    x, w, b = torch.randn(5, 16, requires_grad=True), torch.randn(8, 16), torch.randn(8)
-    with torch.autocast("cpu", torch.bfloat16):
-        wanted = torch.nn.functional.linear(x, w, b)
-        with po.invariant():
-            found = torch.nn.functional.linear(x, w, b)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, wanted)
-    found.sum().backward()
-    assert x.grad.dtype == torch.float32
 
 
 # --- sums over a row ---
