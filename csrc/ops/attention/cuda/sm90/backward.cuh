@@ -31,9 +31,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     ptx::setmaxnreg_dec<Shape::kProducerRegisters>();
     if (threadIdx.x == first_thread_of(Role::kLoadUnits)) load_units<Shape>(args, barriers, base);
     if (warp == warp_of(Role::kLoadRowStats)) load_row_stats<Shape>(args, barriers, base);
-    if (threadIdx.x == first_thread_of(Role::kWaitForTickets)) wait_for_dq_tickets<Shape>(args, barriers);
-    if (Shape::kByColumns ? warp == warp_of(Role::kSendDq) : threadIdx.x == first_thread_of(Role::kSendDq)) {
-      send_dq<Shape>(args, barriers, base);
+    if (warp >= warp_of(Role::kSendDq) && (Shape::kByColumns || threadIdx.x % kWarpThreads == 0)) {
+      send_dq<Shape>(args, barriers, base, warp - warp_of(Role::kSendDq));
     }
   } else if (Shape::kNarrowValues && warp >= kWarpgroupWarps * (1 + Shape::kPanelsV)) {
     ptx::setmaxnreg_inc<Shape::kConsumerRegisters>();  // in either branch: in front of both, registers spill

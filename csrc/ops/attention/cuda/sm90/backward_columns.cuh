@@ -93,7 +93,7 @@ struct BackwardColumns : SharedScores<T, Shape, kTransform> {
       ptx::mbarrier_wait(&shared.dq_ticket_ready[slot], parity_of(step_idx, kStepStages));
       Math::finish_queries(args, dq, shared.steps[slot].tiles[0], shared.steps[slot], first_panel());
     }
-    arrive(&shared.dq_full[stage]);
+    arrive(&shared.dq_full[stage_of(step_idx, kDqSenders)]);
     ++step_idx;
   }
 

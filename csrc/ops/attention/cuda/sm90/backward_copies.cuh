@@ -10,7 +10,7 @@ template <class Shape>
 __device__ __forceinline__ BackwardUnit describe_unit(const BackwardArgs& args, int32_t index) {
   const Args& common = args.common;
   const BackwardWork work(common, common.plan.entries[PlanView::kBackward], index, args.tile_tokens, Shape::kUnitKeys,
-                          wgmma_backward_heads(Shape::kDim));
+                          wgmma_backward_heads(common.group));
   BackwardUnit unit;
   const DocumentWithEnds d = document_with_ends(work.entry, common.plan);
   unit.d = d;
@@ -220,18 +220,21 @@ __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBar
       ++step_idx;
     }
   }
-  // Announce the end
-  free_step().exists = false;
-  ptx::mbarrier_arrive(&shared.described[stage_of(step_idx, kStepStages)]);
+  // Announce the end, to each warp that sends dq
+  for (int i = 0; i < kDqSenders; ++i, ++step_idx) {
+    free_step().exists = false;
+    ptx::mbarrier_arrive(&shared.described[stage_of(step_idx, kStepStages)]);
+  }
   wait_for_keys();
   shared.units[stage_of(unit_idx, kUnitStages)].steps = -1;
   ptx::mbarrier_arrive(&shared.kv_full[stage_of(unit_idx, kKvStages)]);
 }
 
-// f(step, its number) for each of the block's steps, once it is described.
+// f(step, its number) for the block's steps from `first` on, every `stride`-th of them, once it is described.
 template <class Shape, class F>
-__device__ __forceinline__ void for_each_step(BackwardBarriers<Shape>& shared, const F& f) {
-  for (uint32_t step_idx = 0;; ++step_idx) {
+__device__ __forceinline__ void for_each_step(BackwardBarriers<Shape>& shared, uint32_t first, uint32_t stride,
+                                              const F& f) {
+  for (uint32_t step_idx = first;; step_idx += stride) {
     const int stage = stage_of(step_idx, kStepStages);
     ptx::mbarrier_wait(&shared.described[stage], parity_of(step_idx, kStepStages));
     const BackwardStep<Shape>& step = shared.steps[stage];
@@ -260,7 +263,7 @@ __device__ __forceinline__ void load_row_stats(const BackwardArgs& args, Backwar
                                                uint32_t base) {
   const Args& common = args.common;
   int32_t unit = 0;  // in `units`, which keep it until consumers have left its last step
-  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t step_idx) {
+  for_each_step(shared, 0, 1, [&](const BackwardStep<Shape>& step, uint32_t step_idx) {
     const int stage = stage_of(step_idx, kRowStages);
     if (step.opens >= 0 && common.plan.ends.first_token != nullptr) {
       load_first_tokens(common.plan.ends, shared.units[step.opens], shared.first_tokens);
@@ -293,21 +296,6 @@ __device__ __forceinline__ void load_row_stats(const BackwardArgs& args, Backwar
   ptx::cp_async_wait<0>();
 }
 
-template <class Shape>
-__device__ __forceinline__ void wait_for_dq_tickets(const BackwardArgs& args, BackwardBarriers<Shape>& shared) {
-  const int32_t* tickets = args.common.counters + Args::kWorkCounters;
-  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t step_idx) {
-#pragma unroll
-    for (int r = 0; r < Shape::kTiles; ++r) {
-      const DqTicket ticket = step.tiles[r].ticket;
-      if (ticket.slot < 0) continue;
-      while (static_cast<uint32_t>(ptx::load_acquire(tickets + ticket.slot)) != ticket.ticket) {
-      }
-    }
-    ptx::mbarrier_arrive(&shared.dq_ticket_ready[stage_of(step_idx, kStepStages)]);
-  });
-}
-
 // Rows of q and dout that no load writes: zeros, which add nothing. By warps `first`, `first + step` and so on, of
 // tiles of 64 rows and columns.
 __device__ __forceinline__ void zero_unused_rows(const BackwardArgs& args, uint32_t tile_q, int tiles, int first,
@@ -323,17 +311,29 @@ __device__ __forceinline__ void zero_unused_rows(const BackwardArgs& args, uint3
 }
 
 // Adds dq that other key tiles add to as well to the ring, in the order of tickets, and publishes the next ticket once
-// it is there. By one lane; by columns by a warp, which also zeroes the rows of q and dout that dq has overwritten.
+// it is there. By one lane of a warp for every kDqSenders-th step; by columns by the warp, which also zeroes the rows of
+// q and dout that dq has overwritten.
 template <class Shape>
-__device__ __forceinline__ void send_dq(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base) {
+__device__ __forceinline__ void send_dq(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base,
+                                        int sender) {
   int32_t* tickets = args.common.counters + Args::kWorkCounters;
   const bool sends = (threadIdx.x & 31) == 0;
-  for_each_step(shared, [&](const BackwardStep<Shape>& step, uint32_t step_idx) {
+  for_each_step(shared, sender, kDqSenders, [&](const BackwardStep<Shape>& step, uint32_t step_idx) {
     const int slot = stage_of(step_idx, kStepStages);
     const int stage = stage_of(step_idx, Shape::kDqStages);
     // Wait ticket and dQ
-    ptx::mbarrier_wait(&shared.dq_ticket_ready[slot], parity_of(step_idx, kStepStages));
-    ptx::mbarrier_wait(&shared.dq_full[stage], parity_of(step_idx, Shape::kDqStages));
+    if (sends) {
+#pragma unroll
+      for (int r = 0; r < Shape::kTiles; ++r) {
+        const DqTicket ticket = step.tiles[r].ticket;
+        if (ticket.slot < 0) continue;
+        while (static_cast<uint32_t>(ptx::load_acquire(tickets + ticket.slot)) != ticket.ticket) {
+        }
+      }
+      ptx::mbarrier_arrive(&shared.dq_ticket_ready[slot]);
+    }
+    if constexpr (Shape::kByColumns) __syncwarp();
+    ptx::mbarrier_wait(&shared.dq_full[sender], parity_of(step_idx, kDqSenders));
     // Add to the ring
     if (sends) {
       ptx::fence_proxy_async_global();

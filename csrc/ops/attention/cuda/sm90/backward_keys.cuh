@@ -101,7 +101,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
       Math::finish_queries(args, dq, shared.steps[slot].tiles[row_part], shared.steps[slot], column_part);
     }
     __syncwarp();
-    arrive(&shared.dq_full[stage]);
+    arrive(&shared.dq_full[stage_of(step_idx, kDqSenders)]);
   };
   // Release Q and dO
   const auto end_sums = [&] {

@@ -196,7 +196,7 @@ struct BackwardPanel : SharedScores<T, Shape, kTransform> {
       ptx::mbarrier_wait(&shared.dq_ticket_ready[slot], parity_of(step_idx, kStepStages));
       Math::finish_queries(args, dq, shared.steps[slot].tiles[0], shared.steps[slot], w);
     }
-    arrive(&shared.dq_full[0]);
+    arrive(&shared.dq_full[stage_of(step_idx, kDqSenders)]);
     // Release Q, p and ds
     ptx::wgmma_wait_group<0>();
     if constexpr (kValues) ptx::fence_operands(dv);

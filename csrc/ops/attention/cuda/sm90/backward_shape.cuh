@@ -139,7 +139,7 @@ struct BackwardBarriers : std::conditional_t<Shape::kByPanels, DoutBarriers, NoB
   uint64_t described[kStepStages];
   uint64_t dq_ticket_ready[kStepStages];      // the step's dq may be added
   uint64_t dq_ticket_published[kStepStages];  // its next ticket is in memory
-  uint64_t dq_full[Shape::kDqStages];
+  uint64_t dq_full[kDqSenders];  // of every kDqSenders-th step
   uint64_t dq_empty[Shape::kDqStages];          // by columns q_empty says it
   uint64_t rows_read;                           // by columns: wgmma has read q and dout, dq may overwrite them
   uint64_t keys_read;                           // by the unit's last wgmma
@@ -159,10 +159,8 @@ struct BackwardBarriers : std::conditional_t<Shape::kByPanels, DoutBarriers, NoB
       ptx::mbarrier_init(&dq_ticket_ready[i], 1);
       ptx::mbarrier_init(&dq_ticket_published[i], 1);
     }
-    for (int i = 0; i < Shape::kDqStages; ++i) {
-      ptx::mbarrier_init(&dq_full[i], Shape::kConsumerWarps);
-      ptx::mbarrier_init(&dq_empty[i], 1);
-    }
+    for (int i = 0; i < kDqSenders; ++i) ptx::mbarrier_init(&dq_full[i], Shape::kConsumerWarps);
+    for (int i = 0; i < Shape::kDqStages; ++i) ptx::mbarrier_init(&dq_empty[i], 1);
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&ds_full[i], Shape::kConsumerWarps);
     for (int i = 0; i < Shape::kConsumerWarpgroups; ++i) ptx::mbarrier_init(&staged[i], kWarpgroupWarps);
     ptx::mbarrier_init(&rows_read, Shape::kConsumerWarps);

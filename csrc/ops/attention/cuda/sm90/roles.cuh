@@ -32,9 +32,10 @@ enum class Role : int {
   // backward
   kLoadUnits = 0,
   kLoadRowStats = 1,
-  kWaitForTickets = 2,
-  kSendDq = 3
+  kSendDq = 2  // and the next warp
 };
+
+constexpr int kDqSenders = 2;
 
 constexpr int warp_of(Role role) {
   return static_cast<int>(role);
