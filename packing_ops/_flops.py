@@ -14,7 +14,7 @@ import sys
 import torch
 
 from packing_ops import _library
-from packing_ops._logps import chunk_of, rows_at_most
+from packing_ops._logps_chunks import chunk_of, rows_at_most
 
 _COUNTER = "torch.utils.flop_counter"
 

@@ -17,14 +17,14 @@ from packing_ops import _ops
 from packing_ops._arguments import at_least, described, integer, number, sum_dtype
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
 from packing_ops._invariant import ROWS, pad_rows, rows_of_product
-from packing_ops._logps import (
-    _MULTIPLE,
-    _Chunks,
-    _Gradients,
-    _round_up,
-    _Rows,
+from packing_ops._logps_chunks import (
+    MULTIPLE,
+    Chunks,
+    Gradients,
+    Rows,
     chunk_of,
     gradients_of_head,
+    round_up,
     rows_at_most,
 )
 from packing_ops.logps import Head, check_positive, checked_head, checked_labels
@@ -185,22 +185,22 @@ def _targets(
 # --- the two ops that loop over blocks of rows and chunks of the vocabulary ---
 
 
-def _heads(rows: _Rows, head: Head, teacher: Head, chunk: int | None, max_targets: int | None) -> tuple[_Chunks, ...]:
+def _heads(rows: Rows, head: Head, teacher: Head, chunk: int | None, max_targets: int | None) -> tuple[Chunks, ...]:
     """Chunks of both heads, over the rows that have a target. Their logits share the memory that one head's would have."""
     hidden, weight, _ = head
     at_most = rows_at_most(hidden.shape[0], max_targets)
     chunk = chunk_of(chunk, 2 * at_most, hidden, weight.shape[0])
-    return tuple(_Chunks(rows, *each, chunk, None, hidden.new_empty(0, 0, 0)) for each in (head, teacher))
+    return tuple(Chunks(rows, *each, chunk, None, hidden.new_empty(0, 0, 0)) for each in (head, teacher))
 
 
-def _block_of(head: _Chunks) -> int:
+def _block_of(head: Chunks) -> int:
     """Rows of the whole vocabulary that are no more logits than a chunk has, in equal blocks."""
     blocks = -(-head.rows // max(head.rows * head.chunk // head.weight.shape[0], 1))
     size = -(-head.rows // max(blocks, 1))
-    return max(_round_up(size, ROWS if size < _MULTIPLE else _MULTIPLE), ROWS)
+    return max(round_up(size, ROWS if size < MULTIPLE else MULTIPLE), ROWS)
 
 
-def _logits_of(head: _Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor:
+def _logits_of(head: Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor:
     hidden = head.hidden[rows]
     hidden = pad_rows(hidden) if head.invariant else hidden
     logits = memory[: hidden.shape[0], : head.weight.shape[0]]
@@ -211,13 +211,13 @@ def _logits_of(head: _Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor
 @on_its_own
 def _token_kl(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     targets, *numbers, chunk, max_targets = arguments[6:]
-    rows = _Rows(targets, max_targets)
+    rows = Rows(targets, max_targets)
     head, teacher = heads = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets)
     found = head.hidden.new_empty(4, head.rows, dtype=sum_dtype(head.hidden.dtype))
     block, vocab = _block_of(head), head.weight.shape[0]
     size = min(block, head.hidden.shape[0])
     size = rows_of_product(size, head.hidden) if head.invariant else size
-    memory = [each.hidden.new_empty(size, _round_up(vocab, 8)) for each in heads]
+    memory = [each.hidden.new_empty(size, round_up(vocab, 8)) for each in heads]
     for first in range(0, head.rows, block):
         part = slice(first, first + block)
         logits, teacher_logits = (_logits_of(*each) for each in zip(heads, (part, part), memory, strict=True))
@@ -233,9 +233,9 @@ def _token_kl(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
     targets, stats, *numbers, chunk, max_targets, need_hidden, need_weight, need_bias = arguments[6:]
     grad = torch.zeros_like(stats[0]) if grad is None else grad
-    rows = _Rows(targets, max_targets)
+    rows = Rows(targets, max_targets)
     head, teacher = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets)
-    gradients = _Gradients(head, stats.dtype, need_hidden, need_weight, need_bias)
+    gradients = Gradients(head, stats.dtype, need_hidden, need_weight, need_bias)
     of_rows = rows.targets, *numbers, rows.of(stats), rows.of(grad)
     for (part, _, weight, bias, logits, _), (_, _, teacher_weight, teacher_bias, teacher_logits, _) in zip(
         head, teacher, strict=True

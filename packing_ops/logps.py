@@ -4,7 +4,7 @@ The logits, hidden @ weight.T + bias, are ``[total, vocab]``: 5 GB in bf16 for 1
 that in float32 and once more for the gradient. Here they are made in chunks ``[total, chunk]``, some entries of the
 vocabulary for all tokens that have a target: a product of torch's (cuBLAS), then one kernel that adds each row to its
 running maximum, sum of exponentials and chosen logit (online softmax). The backward makes each chunk again, or takes it
-from those that were kept, turns it in place into d(logits), and multiplies it with weight and with hidden (_logps.py).
+from those that were kept, turns it in place into d(logits), and multiplies it with weight and with hidden (_logps.py, _logps_chunks.py).
 
 What it costs beside the products (forward: one; backward: that one again where the logits were not kept, and one for
 each gradient): the kernel reads the logits, and in backward writes them too. At 16,384 tokens, 151,936 entries and bf16

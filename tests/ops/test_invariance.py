@@ -134,7 +134,7 @@ def test_losses_by_token_and_by_document(device, lengths):
 
 
 def test_chunks_are_whole_grains():
-    from packing_ops._logps import chunk_of
+    from packing_ops._logps_chunks import chunk_of
 
     def chunk(asked, vocab=151_936):
         return chunk_of(asked, 1_000_000, torch.empty(0, 1), vocab)

@@ -367,11 +367,11 @@ def test_logits_of_one_chunk_in_memory(device):
 
 def test_chunk_by_default():
     """512 MiB of logits, 64 MiB on the CPU, for both heads."""
-    from packing_ops._logps import _Rows
+    from packing_ops._logps_chunks import Rows
     from packing_ops.distillation import _block_of, _heads
 
     head = torch.empty(1024, 1), torch.empty(151_936, 1), None
-    rows = _Rows(torch.zeros(1024, dtype=torch.int32), None)
+    rows = Rows(torch.zeros(1024, dtype=torch.int32), None)
     student, teacher = _heads(rows, head, head, None, None)
     assert student.chunk == teacher.chunk == 8064  # 19, where 8,192 would fit: whole 128
     assert _block_of(student) == 64
