@@ -47,7 +47,7 @@ def _token_logps(
 ) -> tuple[torch.Tensor, ...]:
     vocab, dtype = weight.shape[0], sum_dtype(hidden.dtype)
     rows = Rows(targets, max_targets, allowed)
-    kept = hidden.new_empty(kept_shape(hidden, vocab, chunk, max_targets, keep_logits) if keep_logits else (0, 0, 0))
+    kept = hidden.new_empty(kept_shape(hidden, vocab, chunk, max_targets, keep_logits))
     chunk = chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, vocab)
     chunks = Chunks(rows, hidden, weight, bias, chunk, group, kept)
     scales = rows.scales(temperature, outer, dtype)
@@ -133,8 +133,7 @@ def _backward(overwrites: bool) -> Any:
     ) -> tuple[torch.Tensor, ...]:
         needed, allowed = others[:3], others[3:]
         rows = Rows(targets, max_targets, allowed)
-        if kept.numel():
-            check_kept(kept, hidden, weight.shape[0], chunk, max_targets)
+        check_kept(kept, hidden, weight.shape[0], chunk, max_targets)
         chunk = chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, weight.shape[0])
         chunks = Chunks(rows, hidden, weight, bias, chunk, group, kept)
         gradients = Gradients(chunks, lse.dtype, *needed)
@@ -205,7 +204,7 @@ def _(
     total, dtype = hidden.shape[0], sum_dtype(hidden.dtype)
     dtypes = [torch.int64 if name == "top1" else dtype for name in OUTPUTS]
     sizes = [total if more or name in ALWAYS else 0 for name in OUTPUTS]
-    kept = kept_shape(hidden, weight.shape[0], chunk, max_targets, keep_logits) if keep_logits else (0, 0, 0)
+    kept = kept_shape(hidden, weight.shape[0], chunk, max_targets, keep_logits)
     found = [hidden.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
     return *found, hidden.new_empty(kept)
 

@@ -35,33 +35,36 @@ def rows_at_most(total: int, max_targets: int | None) -> int:
 
 
 def chunk_of(chunk: int | None, rows: int, hidden: torch.Tensor, vocab: int) -> int:
-    """Entries of the vocabulary in a chunk."""
+    """Entries of the vocabulary in a chunk, a multiple of 8: rows of them start on 16 bytes. rows: of all heads."""
     if chunk is None:
         most = _LOGITS_BYTES.get(hidden.device.type, 1) // torch.sym_max(rows * hidden.element_size(), 1)
         count = -(-vocab // torch.sym_max(most, _FEWEST))
         chunk = round_up(-(-vocab // count), MULTIPLE)
     if active():
         chunk = torch.sym_max(chunk // GRAIN, 1) * GRAIN
-    return torch.sym_min(chunk, vocab)
+    return round_up(torch.sym_min(chunk, vocab), 8)
 
 
 def kept_shape(
-    hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None, keep_logits: int
+    hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None, keep_logits: int, heads: int = 1
 ) -> tuple[int, int, int]:
-    """[chunks, rows, columns] of the logits that are kept: as many whole chunks as fit into so many bytes."""
+    """[chunks, rows, columns] of the logits that are kept of one head: as many whole chunks as fit into so many bytes."""
+    if keep_logits == 0:
+        return 0, 0, 0
     rows = rows_at_most(hidden.shape[0], max_targets)
-    chunk = chunk_of(chunk, rows, hidden, vocab)
+    chunk = chunk_of(chunk, heads * rows, hidden, vocab)
     rows = rows_of_product(rows, hidden) if active() else rows
-    columns = round_up(chunk, 8)  # rows start on 16 bytes, whatever the chunk
-    fit = keep_logits // torch.sym_max(rows * columns * hidden.element_size(), 1)
-    return torch.sym_min(fit, -(-vocab // chunk)), rows, columns
+    fit = keep_logits // torch.sym_max(rows * chunk * hidden.element_size(), 1)
+    return torch.sym_min(fit, -(-vocab // chunk)), rows, chunk
 
 
 def check_kept(
-    kept: torch.Tensor, hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None
+    kept: torch.Tensor, hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None, heads: int = 1
 ) -> None:
     """ValueError where a compiled graph's forward ran in another mode than its backward: eager code makes logits again."""
-    wanted = kept_shape(hidden, vocab, chunk, max_targets, kept.numel() * kept.element_size())
+    if kept.numel() == 0:
+        return
+    wanted = kept_shape(hidden, vocab, chunk, max_targets, kept.numel() * kept.element_size(), heads)
     if tuple(kept.shape) != wanted:
         raise ValueError(
             f"keep_logits: expected a backward inside packing_ops.invariant() where the forward was, got {list(wanted)} "
@@ -181,11 +184,13 @@ class Chunks:
             else:
                 memory = self.scratch() if memory is None else memory
                 logits = memory
-            bias = None if self.bias is None else self.bias[part]
-            yield part, offset + first, self.weight[part], bias, logits[:, : part.stop - first], is_kept
+            yield part, offset + first, self.weight[part], self.bias_of(part), logits[:, : part.stop - first], is_kept
 
     def scratch(self) -> torch.Tensor:
-        return self.hidden.new_empty(self.hidden.shape[0], round_up(self.chunk, 8))
+        return self.hidden.new_empty(self.hidden.shape[0], self.chunk)
+
+    def bias_of(self, part: slice) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias[part]
 
     def multiply(self, weight: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
         """logits of a chunk's weight, of all rows or those in hidden."""
@@ -213,10 +218,21 @@ class Chunks:
 
 class Gradients:
     # Of hidden, weight and bias, from d(logits) chunk by chunk. Where d(logits) stays, that of weight is made after the
-    # float32 one of hidden is gone: less memory at a time.
+    # float32 one of hidden is gone: less memory at a time. With a scale [rows] d(logits) is unit times what the scale of
+    # its row has still to be multiplied by.
 
-    def __init__(self, chunks: Chunks, dtype: torch.dtype, need_hidden: bool, need_weight: bool, need_bias: bool):
+    def __init__(
+        self,
+        chunks: Chunks,
+        dtype: torch.dtype,
+        need_hidden: bool,
+        need_weight: bool,
+        need_bias: bool,
+        scale: torch.Tensor | None = None,
+        unit: float = 1,
+    ) -> None:
         self.chunks, self.need_hidden, self.need_weight, self.need_bias = chunks, need_hidden, need_weight, need_bias
+        self.scale, self.unit = scale, unit
         weight = chunks.weight
         self.hidden = chunks.hidden.new_zeros(chunks.hidden.shape if need_hidden else 0, dtype=dtype)
         self.weight: torch.Tensor | None = None
@@ -233,20 +249,36 @@ class Gradients:
                     of_grain, part_of_weight = pad(of_grain, (0, missing)), pad(part_of_weight, (0, 0, 0, missing))
                 self.chunks.by_rows(_add_product, (self.hidden, of_grain), part_of_weight)
         if self.need_bias:
-            self.bias[part] = logits.sum(0, dtype=self.hidden.dtype)
+            self.bias[part] = self._bias(logits)
         if self.need_weight and later:
             self.later.append((part, logits))
         elif self.need_weight:
             self._add_weight(part, logits)
 
+    def _bias(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            return logits.sum(0, dtype=self.hidden.dtype)
+        logits = logits.to(self.hidden.dtype) if logits.is_cpu else logits
+        total = self.scale.new_zeros(1, logits.shape[1])
+        _add_product(total, self.scale[None].to(logits.dtype), logits)
+        return total[0] / self.unit
+
     def _add_weight(self, part: slice, logits: torch.Tensor) -> None:
         if self.weight is None:
-            self.weight = self.chunks.weight.new_empty(self.chunks.weight.shape)
-        torch.mm(logits.t(), self.chunks.hidden[: self.chunks.rows], out=self.weight[part])
+            self.weight, self.factors = self.chunks.weight.new_empty(self.chunks.weight.shape), self._factors()
+        into = self.weight[part]
+        torch.addmm(into, logits.t(), self.factors, beta=0, alpha=1 / self.unit, out=into)
+
+    def _factors(self) -> torch.Tensor:
+        """What d(logits) is multiplied by for the gradient of weight: hidden, with its rows' scale."""
+        hidden = self.chunks.hidden[: self.chunks.rows]
+        return hidden if self.scale is None else torch.mul(hidden, self.scale[:, None], out=torch.empty_like(hidden))
 
     def finished(self, rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         hidden, self.hidden = self.hidden[: self.chunks.rows], self.hidden[:0]
         if self.need_hidden:
+            if self.scale is not None:
+                hidden.mul_(self.scale[:, None] / self.unit)
             if self.chunks.group is not None:
                 torch.distributed.all_reduce(hidden, group=self.chunks.group)
             (hidden,) = rows.back(hidden.to(dtype))

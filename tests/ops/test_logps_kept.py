@@ -75,9 +75,9 @@ def products(monkeypatch, function):
 
 
 def test_products_of_a_backward(device, monkeypatch):
-    """For each chunk that of weight, and the logits unless they are kept; what is added to hidden's is an addmm."""
+    """The logits of each chunk unless they are kept; those of the gradients are addmm's."""
     hidden, weight, labels, cu_seqlens, _ = batch(device, dtype=torch.float32)
-    for keep, wanted in ((0, 10), (2 * chunk_bytes(hidden.shape[0], torch.float32), 8), (ALL, 5)):
+    for keep, wanted in ((0, 5), (2 * chunk_bytes(hidden.shape[0], torch.float32), 3), (ALL, 0)):
         loss = po.token_logps(*leaves(hidden, weight), labels, cu_seqlens, chunk=CHUNK, keep_logits=keep).sum()
         assert products(monkeypatch, loss.backward) == wanted
 
