@@ -275,7 +275,7 @@ class Gradients:
         return hidden if self.scale is None else torch.mul(hidden, self.scale[:, None], out=torch.empty_like(hidden))
 
     def finished(self, rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        hidden, self.hidden = self.hidden[: self.chunks.rows], self.hidden[:0]
+        hidden, self.hidden = self.hidden[: self.chunks.rows], self.hidden.new_empty(0)  # no view of it stays
         if self.need_hidden:
             if self.scale is not None:
                 hidden.mul_(self.scale[:, None] / self.unit)
