@@ -34,6 +34,10 @@ struct Head {
         inv_temperature(static_cast<Real>(head.inv_temperature)) {}
 
   // What load_grain takes: the temperature is left to the exponents.
+  template <int kCount>
+  __device__ void alter(Real (&values)[kCount], int column) const {
+    if (bias) add_bias(bias + column, values);
+  }
   __device__ Real altered(Real logit, int column) const { return bias ? logit + bias[column] : logit; }
   template <int kCount>
   __device__ uint32_t allowed(int) const {
