@@ -218,8 +218,8 @@ class Chunks:
 
 class Gradients:
     # Of hidden, weight and bias, from d(logits) chunk by chunk. Where d(logits) stays, that of weight is made after the
-    # float32 one of hidden is gone: less memory at a time. With a scale [rows] d(logits) is unit times what the scale of
-    # its row has still to be multiplied by.
+    # float32 one of hidden is gone: less memory at a time. With a scale [rows] they are those of scale / unit * d(logits),
+    # though d(logits) itself stays as it is.
 
     def __init__(
         self,
