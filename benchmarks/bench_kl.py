@@ -2,10 +2,13 @@
 
 token_kl, forward and with backward, of the forward KL (beta 0) and of the Jensen-Shannon divergence (beta 0.5), for a
 student and a teacher of some hidden sizes; every slot counts, or half of them do. The floor, "bare matmuls", is cuBLAS
-alone on logits that are there in full: a product for each head in forward, those again and two gradients in backward.
+alone on logits that are there in full: a product for each head in forward, those again and two gradients in backward;
+"bare matmuls, logits kept" does not make the logits again. Ours keeps nothing, all, or no more than TRL's takes.
 Beside it torch, and where they are installed Liger's fused linear JSD (a scalar, gradients made in its forward) and TRL's
 chunked divergence. The most memory that a call takes beside its arguments, gradients included, is in the column peak_mib.
 """
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,7 @@ import packing_ops as po
 # slots, entries of the vocabulary, hidden sizes of student and teacher
 SIZES = {"cuda": (16_384, 151_936, ((1024, 2048), (2048, 4096), (4096, 4096))), "cpu": (256, 16_384, ((256, 384),))}
 NAMES = {0.0: "forward KL", 0.5: "JSD"}
+KEPT = {"all logits kept": 2**40, "keep_logits=3 GiB": 3 << 30}
 
 
 def eager_divergence(hidden, weight, teacher_hidden, teacher_weight, kept, beta):
@@ -57,12 +61,12 @@ def trl_divergence():
     return divergence
 
 
-def matmuls(heads, logits, backward):
+def matmuls(heads, logits, times, backward):
     hidden, weight, teacher_hidden, teacher_weight = (t.detach() for t in heads)
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
     def products():
-        for _ in range(1 + backward):
+        for _ in range(times):
             torch.mm(teacher_hidden, teacher_weight.t(), out=logits)
             torch.mm(hidden, weight.t(), out=logits)
         if backward:
@@ -112,7 +116,7 @@ def functions_of(heads, labels, metadata, beta):
     count = int(kept.sum())  # which a collator knows
     compiled, liger, trl = compiled_alone(eager_divergence), liger_jsd(), trl_divergence()
     functions = {
-        "packing_ops": lambda: po.token_kl(*heads, labels, metadata, beta=beta, max_targets=count),
+        "packing_ops": functools.partial(po.token_kl, *heads, labels, metadata, beta=beta, max_targets=count),
         "torch eager": lambda: eager_divergence(*heads, kept, beta),
     }
     if device == "cuda":
@@ -122,6 +126,14 @@ def functions_of(heads, labels, metadata, beta):
     if liger is not None and device == "cuda":  # its kernels are Triton's
         functions["Liger's fused linear JSD"] = lambda: liger(heads, targets, beta)
     return functions
+
+
+def with_gradients(functions, heads):
+    """{provider: forward and backward}, of those that fit; ours also where it keeps d(logits)."""
+    ours = functions["packing_ops"]
+    kept = {f"packing_ops, {name}": functools.partial(ours, keep_logits=keep) for name, keep in KEPT.items()}
+    calls = {name: gradients_of(f, heads[:2]) for name, f in {**functions, **kept}.items()}
+    return {name: call for name, call in calls.items() if fits(call)}
 
 
 def cases_of_size(device, sizes):
@@ -135,15 +147,13 @@ def cases_of_size(device, sizes):
         functions = functions_of(heads, labels, metadata, beta)
         forward = {name: without_gradient(f) for name, f in functions.items() if not name.startswith("Liger")}
         forward = {name: call for name, call in forward.items() if fits(call)}
-        forward["bare matmuls"] = matmuls(heads, logits, 0)
+        forward["bare matmuls"] = matmuls(heads, logits, 1, False)
         yield Case(f"token_kl, {name}, forward", shape, dtype, forward, runs=11)
-        both = {name: gradients_of(f, heads[:2]) for name, f in functions.items()}
-        both = {name: call for name, call in both.items() if fits(call)}
-        both["bare matmuls"] = matmuls(heads, logits, 1)
+        both = with_gradients(functions, heads)
+        both["bare matmuls"] = matmuls(heads, logits, 2, True)
+        both["bare matmuls, logits kept"] = matmuls(heads, logits, 1, True)
         yield Case(f"token_kl, {name}, forward and backward", shape, dtype, both, runs=11)
-    functions = functions_of(heads, masked, metadata, 0.5)
-    half = {name: gradients_of(f, heads[:2]) for name, f in functions.items()}
-    half = {name: call for name, call in half.items() if fits(call)}
+    half = with_gradients(functions_of(heads, masked, metadata, 0.5), heads)
     yield Case("token_kl, JSD, half of the slots count, forward and backward", shape, dtype, half, runs=11)
 
 

@@ -14,7 +14,7 @@ import sys
 import torch
 
 from packing_ops import _library
-from packing_ops._logps import chunk_of, rows_at_most
+from packing_ops._logps_chunks import rows_at_most
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -111,9 +111,14 @@ def _logps_backward(
 ):
     """A product for each gradient, and the logits once more where they were not kept."""
     _, need_hidden, need_weight, *_ = rest
-    product, vocab = _logps_product(hidden, weight, targets, max_targets), weight.shape[0]
-    kept = logits.shape[0] * chunk_of(chunk, rows_at_most(hidden.shape[0], max_targets), hidden, vocab)
-    return product * (need_hidden + need_weight) + product * max(vocab - kept, 0) // vocab
+    product = _logps_product(hidden, weight, targets, max_targets)
+    return product * (need_hidden + need_weight) + _not_kept(product, logits.shape[0] * logits.shape[2], weight)
+
+
+def _not_kept(product, columns, weight):
+    """What is left of a product where so many columns were kept."""
+    vocab = weight.shape[0]
+    return product * max(vocab - columns, 0) // vocab
 
 
 def _kl_products(given):
@@ -127,10 +132,12 @@ def _kl_forward(*args, out_val):
 
 
 def _kl_backward(*args, out_val):
-    """The logits of both heads once more, and a product for each gradient."""
+    """A product for each gradient, and the logits of both heads once more where nothing was kept."""
     given = _by_name(torch.ops.packing_ops.token_kl_backward, args)
     student, teacher = _kl_products(given)
-    return student * (1 + given["need_hidden"] + given["need_weight"]) + teacher
+    _, chunks, columns = given["slopes"].shape
+    again = _not_kept(student + teacher, chunks * columns, given["weight"])
+    return student * (given["need_hidden"] + given["need_weight"]) + again
 
 
 def register_flop_formulas() -> None:

@@ -5,29 +5,33 @@ for the sum of exponentials of both heads, then for its terms. So the forward ta
 product for each head, then one kernel that reads its rows twice. In chunks of the vocabulary the products would be made
 twice. The backward takes chunks of the vocabulary ``[total, chunk]``, as that of token_logps and for its reasons: a
 product for each head, a kernel that turns the student's logits into d(logits) in place, and a product for each gradient.
+Or the forward turns the logits of a block of rows into d(logits) as soon as it has read them, and keeps these.
 
-Products, in all: forward one for each head, backward those again and one for each gradient, for every divergence.
+Products, in all: forward one for each head, backward those again and one for each gradient, for every divergence; where
+all is kept, one for each head and one for each gradient.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from packing_ops import _ops
 from packing_ops._arguments import at_least, described, integer, number, sum_dtype
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
-from packing_ops._invariant import ROWS, pad_rows, rows_of_product
-from packing_ops._logps import (
-    _MULTIPLE,
-    _Chunks,
-    _Gradients,
-    _round_up,
-    _Rows,
+from packing_ops._invariant import ROWS, active, pad_rows, rows_of_product
+from packing_ops._logps_chunks import (
+    MULTIPLE,
+    Chunks,
+    Gradients,
+    Rows,
+    check_kept,
     chunk_of,
     gradients_of_head,
+    kept_shape,
+    round_up,
     rows_at_most,
 )
-from packing_ops.logps import Head, check_positive, checked_head, checked_labels
+from packing_ops.logps import Head, bytes_to_keep, check_positive, checked_head, checked_labels
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -47,6 +51,7 @@ def token_kl(
     teacher_bias: torch.Tensor | None = None,
     ignore_index: int = -100,
     max_targets: int | None = None,
+    keep_logits: int | Literal["auto"] = 0,
 ) -> torch.Tensor:
     """Divergence between a student's and a teacher's prediction of each slot's next token, for distillation. Differentiable.
 
@@ -70,14 +75,17 @@ def token_kl(
         beta: 0 to 1.
         temperature: the student's logits are divided by it, above 0. Nothing multiplies the result by its square.
         teacher_temperature: the teacher's; by default temperature.
-        chunk: entries of the vocabulary whose logits are in memory at a time: of each head ``total * chunk`` elements of
-            hidden's dtype, in forward too, where they are fewer rows of the whole vocabulary. By default as many as make
-            512 MiB for both heads (64 MiB on the CPU).
+        chunk: entries of the vocabulary whose logits are in memory at a time, rounded up to a multiple of 8: of each head
+            ``total * chunk`` elements of hidden's dtype, in forward too, where they are fewer rows of the whole
+            vocabulary. By default as many as make 512 MiB for both heads (64 MiB on the CPU).
         bias, teacher_bias: ``[vocab]``, the heads', the dtype of weight.
         ignore_index: of labels that are no mask; it may be any number that they hold.
         max_targets: slots that count, or an upper bound, as token_logps: the products take no more rows. By default
             ``metadata.num_targets`` for labels that are no mask. On the CPU they are counted; on CUDA without a bound all
             rows are multiplied. More slots than the bound are an error, on CUDA in a later call, and NaN.
+        keep_logits: bytes. What the backward makes of both heads' logits, the gradient of the student's in hidden's dtype,
+            is kept from the forward for as many chunks as fit: of these the backward makes no logits. ``"auto"``: half
+            of what is free, as token_logps has it. Within packing_ops.invariant() gradients have the same bits.
 
     Returns:
         ``[total]``, float32 (float64 for float64), in nats. 0, with gradient 0, at the last slot of each document, where
@@ -86,10 +94,11 @@ def token_kl(
         and nothing synchronises. Within packing_ops.invariant() no result of a slot, and no gradient of hidden, depends
         on chunk or on other slots.
 
-        Work: 2 * rows * vocab * (hidden + teacher's hidden) operations, in backward as many again and
-        2 * rows * vocab * hidden for each gradient. Memory beside results and gradients: one chunk of logits of each
-        head, four numbers per slot, the gathered rows, and in backward a float32 gradient of hidden where hidden is of a half type. At
-        16,384 slots in bf16 this is 0.6 GB for hidden 1,024 and 0.8 GB for 4,096.
+        Work: 2 * rows * vocab * (hidden + teacher's hidden) operations, in backward as many again (of what was not kept)
+        and 2 * rows * vocab * hidden for each gradient. Memory beside results and gradients: one chunk of logits of each
+        head, four numbers per slot, the gathered rows, what is kept (``rows * vocab`` elements of hidden's dtype for all),
+        and in backward a float32 gradient of hidden where hidden is of a half type. At 16,384 slots in bf16 this is 0.6 GB
+        for hidden 1,024 and 0.8 GB for 4,096, and 5 GB more for a vocabulary of 151,936 with all kept.
 
     Example:
         >>> hidden, teacher_hidden = torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
@@ -135,10 +144,9 @@ def token_kl(
     if max_targets is not None:
         max_targets = at_least(max_targets, "max_targets", 0)
     teacher = [None if t is None else t.detach() for t in (teacher_hidden, teacher_weight, teacher_bias)]
-    kl, _ = _ops.token_kl(
-        hidden, weight, bias, *teacher, targets, inv_temperature, teacher_inv_temperature, beta, chunk, max_targets
-    )
-    return kl
+    numbers = inv_temperature, teacher_inv_temperature, beta
+    keep = bytes_to_keep(keep_logits, (hidden, weight, bias))
+    return _ops.token_kl(hidden, weight, bias, *teacher, targets, *numbers, chunk, max_targets, keep)[0]
 
 
 def _check_teacher(
@@ -184,23 +192,48 @@ def _targets(
 
 # --- the two ops that loop over blocks of rows and chunks of the vocabulary ---
 
+# d(z), which the forward may keep, is of one unit of each row's gradient, which only the backward knows. It is rounded to
+# hidden's dtype times so much: float16 has few numbers near 0.
+_UNIT = 64.0
 
-def _heads(rows: _Rows, head: Head, teacher: Head, chunk: int | None, max_targets: int | None) -> tuple[_Chunks, ...]:
+
+def _heads(
+    rows: Rows, head: Head, teacher: Head, chunk: int | None, max_targets: int | None, kept: torch.Tensor
+) -> tuple[Chunks, ...]:
     """Chunks of both heads, over the rows that have a target. Their logits share the memory that one head's would have."""
     hidden, weight, _ = head
     at_most = rows_at_most(hidden.shape[0], max_targets)
     chunk = chunk_of(chunk, 2 * at_most, hidden, weight.shape[0])
-    return tuple(_Chunks(rows, *each, chunk, None, hidden.new_empty(0, 0, 0)) for each in (head, teacher))
+    return tuple(Chunks(rows, *each, chunk, None, kept) for each in (head, teacher))
 
 
-def _block_of(head: _Chunks) -> int:
+def _new_kept(
+    hidden: torch.Tensor, weight: torch.Tensor, chunk: int | None, max_targets: int | None, keep_logits: int
+) -> torch.Tensor:
+    """``[rows, chunks, columns]`` for d(z): in a row the vocabulary from its first entry on."""
+    chunks, rows, columns = kept_shape(hidden, weight.shape[0], chunk, max_targets, keep_logits, heads=2)
+    return hidden.new_empty(rows, chunks, columns)
+
+
+def _is_finite(stats: torch.Tensor) -> torch.Tensor:
+    """Of rows: d(z) is not where these are not, but it is where the divergence alone is inf."""
+    return stats[1:].isfinite().all(0)
+
+
+def _scale(grad: torch.Tensor, targets: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+    """What the rows of d(z) are multiplied by: 0 where they do not count, NaN where zeros stand for what is not finite."""
+    scale = grad.masked_fill(targets < 0, 0)
+    return scale.masked_fill_((scale != 0) & ~finite, torch.nan)
+
+
+def _block_of(head: Chunks) -> int:
     """Rows of the whole vocabulary that are no more logits than a chunk has, in equal blocks."""
     blocks = -(-head.rows // max(head.rows * head.chunk // head.weight.shape[0], 1))
     size = -(-head.rows // max(blocks, 1))
-    return max(_round_up(size, ROWS if size < _MULTIPLE else _MULTIPLE), ROWS)
+    return max(round_up(size, ROWS if size < MULTIPLE else MULTIPLE), ROWS)
 
 
-def _logits_of(head: _Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor:
+def _logits_of(head: Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor:
     hidden = head.hidden[rows]
     hidden = pad_rows(hidden) if head.invariant else hidden
     logits = memory[: hidden.shape[0], : head.weight.shape[0]]
@@ -209,41 +242,54 @@ def _logits_of(head: _Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor
 
 
 @on_its_own
-def _token_kl(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    targets, *numbers, chunk, max_targets = arguments[6:]
-    rows = _Rows(targets, max_targets)
-    head, teacher = heads = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets)
+def _token_kl(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    targets, *numbers, chunk, max_targets, keep_logits = arguments[6:]
+    rows = Rows(targets, max_targets)
+    kept = _new_kept(arguments[0], arguments[1], chunk, max_targets, keep_logits)
+    head, teacher = heads = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets, kept.transpose(0, 1))
     found = head.hidden.new_empty(4, head.rows, dtype=sum_dtype(head.hidden.dtype))
     block, vocab = _block_of(head), head.weight.shape[0]
     size = min(block, head.hidden.shape[0])
     size = rows_of_product(size, head.hidden) if head.invariant else size
-    memory = [each.hidden.new_empty(size, _round_up(vocab, 8)) for each in heads]
+    memory = [each.hidden.new_empty(size, round_up(vocab, 8)) for each in heads]
+    slopes = kept.flatten(1)[: head.rows, :vocab]
+    columns = slice(slopes.shape[1])
     for first in range(0, head.rows, block):
         part = slice(first, first + block)
         logits, teacher_logits = (_logits_of(*each) for each in zip(heads, (part, part), memory, strict=True))
-        found[:, part] = _ops.kl_rows(
-            logits, head.bias, teacher_logits, teacher.bias, rows.targets[part].contiguous(), *numbers
-        )
+        targets = rows.targets[part].contiguous()
+        stats = _ops.kl_rows(logits, head.bias, teacher_logits, teacher.bias, targets, *numbers)
+        found[:, part] = stats
+        if slopes.numel():
+            kept_of = logits[:, columns], head.bias_of(columns), teacher_logits[:, columns], teacher.bias_of(columns)
+            targets = targets.masked_fill(~_is_finite(stats), -1)
+            _ops.kl_chunk_backward_(*kept_of, targets, *numbers, stats, _UNIT, slopes[part])
     stats = found if rows.index is None else torch.stack(rows.back(*found))
     over = rows.over_bound()
-    return stats[0].clone() if over is None else stats[0].masked_fill(over, torch.nan), stats
+    return stats[0].clone() if over is None else stats[0].masked_fill(over, torch.nan), stats, kept
 
 
 @on_its_own
 def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
-    targets, stats, *numbers, chunk, max_targets, need_hidden, need_weight, need_bias = arguments[6:]
+    targets, stats, kept, *numbers, chunk, max_targets, need_hidden, need_weight, need_bias = arguments[6:]
     grad = torch.zeros_like(stats[0]) if grad is None else grad
-    rows = _Rows(targets, max_targets)
-    head, teacher = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets)
-    gradients = _Gradients(head, stats.dtype, need_hidden, need_weight, need_bias)
-    of_rows = rows.targets, *numbers, rows.of(stats), rows.of(grad)
-    for (part, _, weight, bias, logits, _), (_, _, teacher_weight, teacher_bias, teacher_logits, _) in zip(
+    rows, kept = Rows(targets, max_targets), kept.transpose(0, 1)
+    check_kept(kept, arguments[0], arguments[1].shape[0], chunk, max_targets, heads=2)
+    head, teacher = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets, kept)
+    stats = rows.of(stats)
+    finite = _is_finite(stats)
+    of_rows = rows.targets.masked_fill(~finite, -1), *numbers, stats, _UNIT
+    scale = _scale(numbers[0] * rows.of(grad), rows.targets, finite)
+    gradients = Gradients(head, stats.dtype, need_hidden, need_weight, need_bias, scale, _UNIT)
+    for (part, _, weight, bias, logits, is_kept), (_, _, teacher_weight, teacher_bias, teacher_logits, _) in zip(
         head, teacher, strict=True
     ):
-        head.multiply(weight, logits)
-        teacher.multiply(teacher_weight, teacher_logits)
-        _ops.kl_chunk_backward_(logits[: head.rows], bias, teacher_logits[: head.rows], teacher_bias, *of_rows)
-        gradients.add(part, weight, logits, later=False)
+        if not is_kept:
+            head.multiply(weight, logits)
+            teacher.multiply(teacher_weight, teacher_logits)
+            out = logits[: head.rows]
+            _ops.kl_chunk_backward_(out, bias, teacher_logits[: head.rows], teacher_bias, *of_rows, out)
+        gradients.add(part, weight, logits, later=is_kept)
     return gradients.finished(rows, head.hidden.dtype)
 
 
@@ -266,25 +312,28 @@ def _(logits: torch.Tensor, *others: Any) -> None:
 
 
 @_ops.register_fake("token_kl")
-def _(hidden: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+def _(hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     total, dtype = hidden.shape[0], sum_dtype(hidden.dtype)
-    return hidden.new_empty(total, dtype=dtype), hidden.new_empty((4, total), dtype=dtype)
+    kl, stats = hidden.new_empty(total, dtype=dtype), hidden.new_empty((4, total), dtype=dtype)
+    return kl, stats, _new_kept(hidden, weight, *others[-3:])
 
 
 _ops.register_fake("token_kl_backward")(gradients_of_head)
 
 
 def _token_kl_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, stats = output
-    ctx.mark_non_differentiable(stats)
-    ctx.save_for_backward(*inputs[:7], stats)
-    ctx.options = inputs[7:]
+    _, stats, kept = output
+    ctx.mark_non_differentiable(stats, kept)
+    ctx.save_for_backward(*inputs[:7], stats, kept)
+    ctx.options, ctx.mode = inputs[7:-1], active()
 
 
-def _token_kl_backward_formula(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+def _token_kl_backward_formula(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+    *tensors, kept = ctx.saved_tensors
+    kept = kept if ctx.mode == active() else kept[:, :0]  # laid out in another mode
     needed = ctx.needs_input_grad[:3]
-    grads = past_autograd(_ops.token_kl_backward, grad, *ctx.saved_tensors, *ctx.options, *needed)
-    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 9
+    grads = past_autograd(_ops.token_kl_backward, grad, *tensors, kept, *ctx.options, *needed)
+    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 10
 
 
 register_autograd("token_kl", _token_kl_backward_formula, setup_context=_token_kl_context)

@@ -4,7 +4,8 @@ The logits, hidden @ weight.T + bias, are ``[total, vocab]``: 5 GB in bf16 for 1
 that in float32 and once more for the gradient. Here they are made in chunks ``[total, chunk]``, some entries of the
 vocabulary for all tokens that have a target: a product of torch's (cuBLAS), then one kernel that adds each row to its
 running maximum, sum of exponentials and chosen logit (online softmax). The backward makes each chunk again, or takes it
-from those that were kept, turns it in place into d(logits), and multiplies it with weight and with hidden (_logps.py).
+from those that were kept, turns it in place into d(logits), and multiplies it with weight and with hidden (_logps.py,
+_logps_chunks.py).
 
 What it costs beside the products (forward: one; backward: that one again where the logits were not kept, and one for
 each gradient): the kernel reads the logits, and in backward writes them too. At 16,384 tokens, 151,936 entries and bf16
@@ -134,8 +135,9 @@ def token_logps(
         temperature: above 0; or a floating tensor ``[total]`` or ``[1, total]``: of what each slot predicts. It gets no
             gradient.
         chunk: entries of the vocabulary whose logits are in memory at a time, ``total * chunk`` elements of hidden's
-            dtype. By default as many as make 512 MiB (64 MiB on the CPU), at least 512, in equal chunks. Within
-            packing_ops.invariant() a multiple of 4,096: no result of a slot then depends on chunk or on other slots.
+            dtype, rounded up to a multiple of 8. By default as many as make 512 MiB (64 MiB on the CPU), at least 512, in
+            equal chunks. Within packing_ops.invariant() a multiple of 4,096: no result of a slot then depends on chunk or
+            on other slots.
         entropy: ``True`` for ``outputs=("logps", "entropy")``.
         bias: ``[vocab]``, the head's, the dtype of weight.
         ignore_index: of labels; it may be any number that they hold.
@@ -384,7 +386,7 @@ def logps_of_targets(
         inner,
         chunk,
         max_targets,
-        _bytes_to_keep(options.keep_logits, head),
+        bytes_to_keep(options.keep_logits, head),
         not set(names) <= set(ALWAYS),
         None if group is None else group.group_name,
         *options.allowed,
@@ -430,7 +432,8 @@ def _temperatures(temperature: torch.Tensor, hidden: torch.Tensor) -> torch.Tens
     return temperature.to(hidden.device).reshape(-1).expand(total)
 
 
-def _bytes_to_keep(keep_logits: int | str, head: Head) -> int:
+def bytes_to_keep(keep_logits: int | str, head: Head) -> int:
+    """Of logits, for a backward: 0 where there is none. ValueError unless it is bytes or "auto"."""
     if isinstance(keep_logits, str) and keep_logits != "auto":
         raise ValueError(f"keep_logits: expected bytes or 'auto', got {keep_logits!r}")
     keep = 0 if isinstance(keep_logits, str) else at_least(keep_logits, "keep_logits", 0, "bytes")

@@ -70,7 +70,7 @@ def step(x):
     ops.logps_chunk_backward_(allowed_gradient, None, targets, 0, scales, 0.0, of_allowed[1].log(), slopes, mask)
     heads = x["q"].flatten(1)[:, :99].clone(), None, x["q"].flatten(1)[:, 1:100], None, targets, 0.1, 0.2, 0.5
     divergence = ops.kl_rows(*heads)
-    ops.kl_chunk_backward_(*heads, divergence, x["values"])
+    ops.kl_chunk_backward_(*heads, divergence, 1.0, heads[0])
     return {
         "cu_seqlens": cu_seqlens,
         "position_ids": position_ids,
@@ -123,8 +123,8 @@ def with_products(x):
         slopes, *head, targets, None, lse, kept, *options, None, True, True, False
     )
     options = 0.1, 0.2, 0.5, 40, 1000
-    kl, stats = ops.token_kl(*head, *head, targets, *options)
-    of_kl, _, _ = ops.token_kl_backward(kl, *head, *head, targets, stats, *options, True, True, False)
+    kl, *saved = ops.token_kl(*head, *head, targets, *options, 2**17)
+    of_kl, _, _ = ops.token_kl_backward(kl, *head, *head, targets, *saved, *options, True, True, False)
     found |= {"kl": kl, "grad_of_kl": of_kl}
     return {**found, "logps": logps, "entropy": entropy, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
 

@@ -226,7 +226,7 @@ def test_one_chunk_of_logits_in_memory(device):
 
 def test_chunk_by_default():
     """As docstrings tell: 64 MiB of logits on the CPU, equal chunks, at least 512 entries, at most all of them."""
-    from packing_ops._logps import chunk_of
+    from packing_ops._logps_chunks import chunk_of
 
     def chunk(total, vocab):
         return chunk_of(None, total, torch.empty(total, 1), vocab)

@@ -1,6 +1,7 @@
 """token_logps that keeps logits from forward to backward: the same bits, in less time and more memory."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from logps_case import LOW, batch, leaves
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
+from packing_ops._logps_chunks import Gradients
 
 ops = torch.ops.packing_ops
 ALL = 2**40
@@ -75,9 +77,9 @@ def products(monkeypatch, function):
 
 
 def test_products_of_a_backward(device, monkeypatch):
-    """For each chunk that of weight, and the logits unless they are kept; what is added to hidden's is an addmm."""
+    """The logits of each chunk unless they are kept; those of the gradients are addmm's."""
     hidden, weight, labels, cu_seqlens, _ = batch(device, dtype=torch.float32)
-    for keep, wanted in ((0, 10), (2 * chunk_bytes(hidden.shape[0], torch.float32), 8), (ALL, 5)):
+    for keep, wanted in ((0, 5), (2 * chunk_bytes(hidden.shape[0], torch.float32), 3), (ALL, 0)):
         loss = po.token_logps(*leaves(hidden, weight), labels, cu_seqlens, chunk=CHUNK, keep_logits=keep).sum()
         assert products(monkeypatch, loss.backward) == wanted
 
@@ -189,11 +191,29 @@ def test_auto_keeps_what_fits():
     assert kept_of(logps).shape == (5, hidden.shape[0], CHUNK)
 
 
+def test_the_float32_gradient_of_hidden_is_gone_before_that_of_weight(device, monkeypatch):
+    """It is a quarter of a GB beside 16,384 rows of 4,096."""
+    hidden, weight, labels, cu_seqlens, _ = batch(device, dtype=torch.bfloat16)
+    rows = int((po.shift_labels(labels, cu_seqlens) != -100).sum()) if device == "cpu" else hidden.shape[0]
+    seen, add_weight = [], Gradients._add_weight
+
+    def watched(*args):
+        alive = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == device]
+        seen.append(any(t.untyped_storage().nbytes() == rows * hidden.shape[1] * 4 for t in alive))
+        return add_weight(*args)
+
+    monkeypatch.setattr(Gradients, "_add_weight", watched)
+    for keep, wanted in ((0, True), (ALL, False)):
+        seen.clear()
+        po.token_logps(*leaves(hidden, weight), labels, cu_seqlens, chunk=CHUNK, keep_logits=keep).sum().backward()
+        assert seen == [wanted] * 5
+
+
 @pytest.mark.gpu
 def test_memory_with_all_kept():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    hidden, weight, labels, cu_seqlens, _ = batch("cuda", 65_536, 256, [4096], 0, dtype=torch.bfloat16)
+    hidden, weight, labels, cu_seqlens, _ = batch("cuda", 65_536, 2048, [4096], 0, dtype=torch.bfloat16)
     tensors = leaves(hidden, weight)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

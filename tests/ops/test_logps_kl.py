@@ -358,8 +358,8 @@ def test_logits_of_one_chunk_in_memory(device):
             return out
 
     with Largest():  # below the op, where its own products are seen
-        kl, stats = module._token_kl(*student, *teacher, targets, 1.0, 1.0, 0.5, chunk, None)
-        module._token_kl_backward(kl, *student, *teacher, targets, stats, 1.0, 1.0, 0.5, chunk, None, True, True, True)
+        kl, *saved = module._token_kl(*student, *teacher, targets, 1.0, 1.0, 0.5, chunk, None, 0)
+        module._token_kl_backward(kl, *student, *teacher, targets, *saved, 1.0, 1.0, 0.5, chunk, None, True, True, True)
     blocks = 32 * 4000  # 25 rows of the whole vocabulary are as many logits as a chunk has: by whole 16
     assert total * 100 <= largest <= max(blocks, total * 104, student[1].numel() * 4)
     assert largest < total * 4000 // 10
@@ -367,12 +367,12 @@ def test_logits_of_one_chunk_in_memory(device):
 
 def test_chunk_by_default():
     """512 MiB of logits, 64 MiB on the CPU, for both heads."""
-    from packing_ops._logps import _Rows
+    from packing_ops._logps_chunks import Rows
     from packing_ops.distillation import _block_of, _heads
 
     head = torch.empty(1024, 1), torch.empty(151_936, 1), None
-    rows = _Rows(torch.zeros(1024, dtype=torch.int32), None)
-    student, teacher = _heads(rows, head, head, None, None)
+    rows = Rows(torch.zeros(1024, dtype=torch.int32), None)
+    student, teacher = _heads(rows, head, head, None, None, torch.empty(0, 0, 0))
     assert student.chunk == teacher.chunk == 8064  # 19, where 8,192 would fit: whole 128
     assert _block_of(student) == 64
     assert 2 * 4 * max(1024 * student.chunk, 64 * 151_936) <= 76 << 20

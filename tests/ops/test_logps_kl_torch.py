@@ -93,17 +93,18 @@ def op_samples(device):
     logits, teacher_logits = student[0] @ student[1].t(), teacher[0] @ teacher[1].t()
     found = ops.kl_rows(logits, None, teacher_logits, None, targets, 1.0, 1.0, 0.5)
     kl, stats = found[0].clone(), found
-    heads = logits, student[2], teacher_logits, teacher[2]
+    heads, out = (logits, student[2], teacher_logits, teacher[2]), torch.empty_like(logits)
+    slopes, every = out.new_zeros(35, 2, 16), torch.zeros_like(targets)  # what is kept of others is anything
     return [
         (ops.kl_rows, (*heads, targets, 1.0, 0.5, 0.5)),
         (ops.kl_rows, (logits[:, 1:8], None, teacher_logits[:, 3:10], None, targets, 1.0, 1.0, 1.0)),
-        (ops.kl_chunk_backward_, (*heads, targets, 1.0, 0.5, 0.5, stats, kl)),
-        (ops.kl_chunk_backward_, (logits.clone(), None, *heads[2:], targets, 1.0, 1.0, 0.0, stats, kl)),
-        (ops.token_kl, (*leaves(*student), *teacher, targets, 1.0, 1.0, 0.5, 16, None)),
-        (ops.token_kl, (*leaves(*student[:2]), None, *teacher, targets, 0.5, 1.0, 0.0, None, 33)),
+        (ops.kl_chunk_backward_, (*heads, targets, 1.0, 0.5, 0.5, stats, 64.0, out)),
+        (ops.kl_chunk_backward_, (logits, None, *heads[2:], targets, 1.0, 1.0, 0.0, stats, 1.0, out)),
+        (ops.token_kl, (*leaves(*student), *teacher, every, 1.0, 1.0, 0.5, 16, None, 5000)),
+        (ops.token_kl, (*leaves(*student[:2]), None, *teacher, targets, 0.5, 1.0, 0.0, None, 33, 0)),
         (
             ops.token_kl_backward,
-            (kl, *student, *teacher, targets, stats, 1.0, 1.0, 0.5, 16, 30, True, False, True),
+            (kl, *student, *teacher, targets, stats, slopes, 1.0, 1.0, 0.5, 16, 30, True, False, True),
         ),
     ]
 
@@ -114,19 +115,30 @@ def test_opcheck(device, sample):
     torch.library.opcheck(op, arguments)
 
 
-@pytest.mark.parametrize("change", ["shape", "dtype", "stats", "beta", "overlap"])
+@pytest.mark.parametrize("change", ["shape", "dtype", "stats", "beta", "out", "teacher", "overlap"])
 def test_ops_name_what_does_not_fit(device, change):
     logits, other = torch.randn(3, 8, device=device), torch.randn(3, 8, device=device)
     targets, stats = torch.zeros(3, dtype=torch.int32, device=device), torch.zeros(4, 3, device=device)
     given, message = {
         "shape": (
-            (logits, None, other[:, 1:], None, targets, 1.0, 1.0, 0.5, stats, stats[0]),
+            (logits, None, other[:, 1:], None, targets, 1.0, 1.0, 0.5, stats, 1.0, logits),
             r"teacher_logits: .*\[3, 8\]",
         ),
-        "dtype": ((logits, None, other.double(), None, targets, 1.0, 1.0, 0.5, stats, stats[0]), "teacher_logits: "),
-        "stats": ((logits, None, other, None, targets, 1.0, 1.0, 0.5, stats[:2], stats[0]), "stats: "),
-        "beta": ((logits, None, other, None, targets, 1.0, 1.0, 2.0, stats, stats[0]), "beta: expected 0 to 1, got 2"),
-        "overlap": ((logits, None, logits, None, targets, 1.0, 1.0, 0.5, stats, stats[0]), "logits"),
+        "dtype": ((logits, None, other.double(), None, targets, 1.0, 1.0, 0.5, stats, 1.0, logits), "teacher_logits: "),
+        "stats": ((logits, None, other, None, targets, 1.0, 1.0, 0.5, stats[:2], 1.0, logits), "stats: "),
+        "beta": (
+            (logits, None, other, None, targets, 1.0, 1.0, 2.0, stats, 1.0, logits),
+            "beta: expected 0 to 1, got 2",
+        ),
+        "out": ((logits, None, other, None, targets, 1.0, 1.0, 0.5, stats, 1.0, logits.double()), "out: "),
+        "teacher": (
+            (logits, None, other, None, targets, 1.0, 1.0, 0.5, stats, 1.0, other),
+            "out: .*of teacher_logits's",
+        ),
+        "overlap": (
+            (logits[1:], None, other[1:], None, targets[1:], 1.0, 1.0, 0.5, stats[:, 1:].contiguous(), 1.0, logits[:2]),
+            "out: .*of logits's",
+        ),
     }[change]
     from packing_ops import _ops
 
@@ -139,10 +151,9 @@ def test_ops_name_what_does_not_fit(device, change):
 def test_rows_at_any_address(device, dtype, beta):
     """The ops themselves on views: both heads' rows at any distance from whole vectors of 16 bytes."""
     rows, wide = 5, torch.float64 if dtype == torch.float64 else torch.float32
-    memory, teacher_memory = (torch.randn(rows, 80, device=device).to(dtype) for _ in range(2))
+    memory, teacher_memory, other = (torch.randn(rows, 80, device=device).to(dtype) for _ in range(3))
     bias = torch.randn(80, device=device, dtype=wide)
     targets = torch.tensor([-1, 0, 2, 5, 12], dtype=torch.int32, device=device)
-    grads = torch.randn(rows, device=device, dtype=wide)
     near = {"rtol": 1e-2 if dtype.itemsize == 2 else 1e-4, "atol": 2e-6}
     for start, teacher_start in ((0, 0), (1, 1), (3, 3), (8, 8), (0, 1), (5, 2)):
         for columns in (1, 2, 7, 8, 9, 16, 17, 63):
@@ -157,10 +168,13 @@ def test_rows_at_any_address(device, dtype, beta):
             kept = targets >= 0
             found = ops.kl_rows(logits, bias[:columns], of_teacher, None, targets, 0.5, 2.0, beta)
             torch.testing.assert_close(found[0], torch.where(kept, expected, 0).detach(), rtol=1e-4, atol=2e-6)
+            given = bias[:columns], of_teacher, None, targets, 0.5, 2.0, beta, found, 3.0
+            (dz,) = torch.autograd.grad(expected, z, kept.to(wide))
             changed = memory.clone()
-            part = changed[:, start : start + columns]
-            ops.kl_chunk_backward_(part, bias[:columns], of_teacher, None, targets, 0.5, 2.0, beta, found, grads)
-            (dz,) = torch.autograd.grad(expected, z, torch.where(kept, grads, 0))
-            torch.testing.assert_close(part, (0.5 * dz).to(dtype), **near)
+            part, out = changed[:, start : start + columns], other[:, teacher_start : teacher_start + columns]
+            ops.kl_chunk_backward_(logits, *given, out)
+            ops.kl_chunk_backward_(part, *given, part)  # in place
+            torch.testing.assert_close(part, (3 * dz).to(dtype), **near)
+            assert_same(out, part)
             changed[:, start : start + columns] = memory[:, start : start + columns]
             assert_same(changed, memory)  # nothing beside them

@@ -171,3 +171,27 @@ def test_rows_at_any_address(device, dtype):
             torch.testing.assert_close(part, expected.to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
             changed[:, start : start + columns] = memory[:, start : start + columns]
             assert_same(changed, memory)  # nothing beside them
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bias_at_any_address(device, dtype):
+    """The same bits: beside whole grains of logits it is read in vectors of 16 bytes where these begin at one."""
+    columns, wide = 2100, torch.float64 if dtype == torch.float64 else torch.float32
+    logits, memory = (
+        torch.randn(3, columns, device=device).to(dtype),
+        torch.randn(columns + 3, device=device, dtype=wide),
+    )
+    targets, ones = (
+        torch.tensor([0, 5, 2099], dtype=torch.int32, device=device),
+        torch.ones(3, device=device, dtype=wide),
+    )
+    for start in (1, 2, 3):
+        found = []
+        for bias in (memory[start : start + columns], memory[start : start + columns].clone()):
+            state = torch.zeros(7, 3, device=device, dtype=wide)
+            ops.logps_chunk_(logits, bias, targets, 0, ones, 0.0, state)
+            found.append((state, ops.kl_rows(logits, bias, logits, None, targets, 1.0, 1.0, 0.5)))
+        for one, other in zip(*found, strict=True):
+            assert_same(one, other)
+        lse = (logits.to(wide) + memory[start : start + columns]).logsumexp(1)
+        torch.testing.assert_close(found[0][1][1], lse)

@@ -26,10 +26,18 @@ struct Scaling {
     const uint32_t bits = mask[column / 32] >> place;
     return place > 32 - kCount ? bits | mask[column / 32 + 1] << (32 - place) : bits;
   }
+  template <int kCount>
+  __device__ void alter(Real (&logits)[kCount], int column) const {
+    if (!kAltered) return;
+    if (bias) add_bias(bias + column, logits);
+    if (inner == Real(0)) return;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) logits[i] = tanh_of<T>(inner * logits[i]);
+  }
   __device__ Real altered(Real logit, int column) const {
-    if (!kAltered) return logit;
-    const Real biased = bias ? logit + bias[column] : logit;
-    return inner == Real(0) ? biased : tanh_of<T>(inner * biased);
+    Real one[1] = {logit};
+    alter(one, column);
+    return one[0];
   }
   // d(z) to d(logit).
   __device__ Real slope(Real altered) const {

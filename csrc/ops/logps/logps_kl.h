@@ -12,7 +12,7 @@ namespace packing_ops {
 // A scaled logit is z = (logits + bias) * inv_temperature. Logits of a head are [rows, columns]; numbers beside them
 // are Real: float64 for float64 logits, else float32.
 struct KlHead {
-  void* logits = nullptr;
+  const void* logits = nullptr;
   int64_t row_stride = 0;      // elements from one row to the next
   const void* bias = nullptr;  // [columns], or null
   double inv_temperature = 1;
@@ -22,7 +22,7 @@ struct KlHead {
 // beta 0: KL(Q || P). beta 1: KL(P || Q). Between: beta KL(Q || M) + (1 - beta) KL(P || M).
 struct KlParams {
   DType dtype = DType::kFloat32;  // of both heads' logits
-  KlHead student;                 // backward: d(logits) takes the place of its logits
+  KlHead student;
   KlHead teacher;
   int64_t rows = 0;
   int64_t columns = 0;               // forward: the whole vocabulary; backward: some of it
@@ -34,7 +34,11 @@ struct KlParams {
   void* student_lse = nullptr;  // log of the sum of exp(z)
   void* teacher_lse = nullptr;
   void* student_kl = nullptr;  // KL(P || M); 0 for beta 0
-  const void* grad = nullptr;  // of divergence; backward alone
+
+  // Backward alone: scale * d(divergence) / d(z) of the student. It may take the place of its logits.
+  double scale = 1;
+  void* out = nullptr;     // [rows, columns], of their dtype
+  int64_t out_stride = 0;  // elements from one row to the next
 };
 
 void launch_kl_rows_cpu(const KlParams& p);

@@ -49,6 +49,11 @@ KlParams kl_params(const Tensor& logits, const Tensor& teacher_logits, const Ten
   return p;
 }
 
+// Of tensors of one shape: element by element.
+bool same_memory(const Tensor& a, const Tensor& b) {
+  return a.data_ptr() == b.data_ptr() && a.stride(0) == b.stride(0);
+}
+
 // The rows of a contiguous [4, rows].
 void set_stats(KlParams& p, const Tensor& stats) {
   const int64_t bytes = p.rows * (p.dtype == DType::kFloat64 ? 8 : 4);
@@ -74,25 +79,28 @@ Tensor kl_rows(const Tensor& logits, std::optional<Tensor> bias, const Tensor& t
   return stats;
 }
 
-void kl_chunk_backward_(Tensor logits, std::optional<Tensor> bias, const Tensor& teacher_logits,
+void kl_chunk_backward_(const Tensor& logits, std::optional<Tensor> bias, const Tensor& teacher_logits,
                         std::optional<Tensor> teacher_bias, const Tensor& targets, double inv_temperature,
-                        double teacher_inv_temperature, double beta, const Tensor& stats, const Tensor& grad) {
+                        double teacher_inv_temperature, double beta, const Tensor& stats, double scale, Tensor out) {
   KlParams p = kl_params(logits, teacher_logits, targets, beta);
   p.student = kl_head(logits, "logits", bias, "bias", inv_temperature);
   p.teacher = kl_head(teacher_logits, "teacher_logits", teacher_bias, "teacher_bias", teacher_inv_temperature);
-  check_no_overlap(logits, "logits");
-  check_no_overlap(logits, "logits", teacher_logits, "teacher_logits");
   const DType real = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   check_dtype(stats, "stats", {real});
   check_shape(stats, "stats", {4, p.rows}, "[4, rows of logits]");
   check_same_device(stats, "stats", logits, "logits");
   check(stats.is_contiguous(), "stats: expected contiguous, got other strides");
   set_stats(p, stats);
-  check_dtype(grad, "grad", {real});
-  check_shape(grad, "grad", {p.rows}, "a number per row of logits");
-  check_same_device(grad, "grad", logits, "logits");
-  check(grad.is_contiguous(), "grad: expected contiguous, got stride ", grad.stride(0));
-  p.grad = grad.data_ptr();
+  p.scale = scale;
+  check_dtype(out, "out", {p.dtype});
+  check_shape(out, "out", {p.rows, p.columns}, "as logits");
+  check_same_device(out, "out", logits, "logits");
+  check_last_dim_contiguous(out, "out");
+  check_no_overlap(out, "out");
+  if (!same_memory(out, logits)) check_no_overlap(out, "out", logits, "logits");
+  check_no_overlap(out, "out", teacher_logits, "teacher_logits");
+  p.out = out.data_ptr();
+  p.out_stride = out.stride(0);
   launch(logits, p, launch_kl_chunk_backward_cpu, PACKING_OPS_CUDA(launch_kl_chunk_backward_cuda));
 }
 

@@ -99,7 +99,7 @@ PACKING_OPS_MULTIVERSION void kl_of_rows(const KlParams& p, const Logits<Real>& 
 }
 
 // d(z) of the student: beta 0: P - Q; beta 1: P * (log P - log Q - student_kl); between: (1 - beta) * P * (log P - log
-// M - student_kl); times grad.
+// M - student_kl); times scale.
 template <class Real>
 PACKING_OPS_MULTIVERSION void kl_grad_rows(const KlParams& p, const Logits<Real>& access, int64_t begin, int64_t end) {
   Piece<Real> student, teacher;
@@ -108,13 +108,11 @@ PACKING_OPS_MULTIVERSION void kl_grad_rows(const KlParams& p, const Logits<Real>
   const Real beta = static_cast<Real>(p.beta);
   const bool mixed = p.beta > 0 && p.beta < 1;
   for (int64_t row = begin; row < end; ++row) {
-    const Real grad = static_cast<const Real*>(p.grad)[row];
-    const bool zero = p.targets[row] < 0 || grad == Real(0);
     const Real student_kl = static_cast<const Real*>(p.student_kl)[row];
     for (int64_t from = 0; from < p.columns; from += kPiece) {
       const int64_t count = std::min(kPiece, p.columns - from);
       Real* dz = student.logp;
-      if (zero) {
+      if (p.targets[row] < 0) {
         std::fill(dz, dz + count, Real(0));
       } else {
         student_head.probabilities(access, row, from, count, static_cast<const Real*>(p.student_lse)[row], Real(0),
@@ -123,17 +121,17 @@ PACKING_OPS_MULTIVERSION void kl_grad_rows(const KlParams& p, const Logits<Real>
                                    teacher);
         if (mixed) log_mixture(student.p, teacher.p, beta, count, mixture);
         if (p.beta == 0) {
-          for (int64_t j = 0; j < count; ++j) dz[j] = grad * (student.p[j] - teacher.p[j]);
+          for (int64_t j = 0; j < count; ++j) dz[j] = student.p[j] - teacher.p[j];
         } else {
           const Real* of = mixed ? mixture : teacher.logp;
-          const Real scale = mixed ? grad * (Real(1) - beta) : grad;
+          const Real weight = mixed ? Real(1) - beta : Real(1);
           for (int64_t j = 0; j < count; ++j) {
-            const Real slope = scale * student.p[j] * (student.logp[j] - of[j] - student_kl);
+            const Real slope = weight * student.p[j] * (student.logp[j] - of[j] - student_kl);
             dz[j] = student.p[j] == Real(0) ? Real(0) : slope;
           }
         }
       }
-      access.store(dz, student_head.inv_temperature, row * p.student.row_stride + from, count, p.student.logits);
+      access.store(dz, static_cast<Real>(p.scale), row * p.out_stride + from, count, p.out);
     }
   }
 }

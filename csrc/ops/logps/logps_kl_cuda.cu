@@ -34,6 +34,10 @@ struct Head {
         inv_temperature(static_cast<Real>(head.inv_temperature)) {}
 
   // What load_grain takes: the temperature is left to the exponents.
+  template <int kCount>
+  __device__ void alter(Real (&values)[kCount], int column) const {
+    if (bias) add_bias(bias + column, values);
+  }
   __device__ Real altered(Real logit, int column) const { return bias ? logit + bias[column] : logit; }
   template <int kCount>
   __device__ uint32_t allowed(int) const {
@@ -176,13 +180,13 @@ __global__ void __launch_bounds__(kThreads) kl_rows_kernel(KlParams p) {
   static_cast<Real*>(p.student_kl)[row] = all.student;
 }
 
-// d(logit) of the student.
+// d(z) of the student, times scale.
 template <class T, Kind kKind>
 struct Gradient {
   using Real = accumulate_t<T>;
   Head<T> student, teacher;
   Real lse, teacher_lse, student_kl, beta;
-  Real scale;  // grad, with the temperature and the weight of KL(P || M)
+  Real scale;  // with the weight of KL(P || M)
 
   __device__ Gradient(const KlParams& p, int64_t row)
       : student(p.student, row),
@@ -191,7 +195,7 @@ struct Gradient {
         teacher_lse(static_cast<const Real*>(p.teacher_lse)[row]),
         student_kl(static_cast<const Real*>(p.student_kl)[row]),
         beta(static_cast<Real>(p.beta)),
-        scale(static_cast<const Real*>(p.grad)[row] * student.inv_temperature) {
+        scale(static_cast<Real>(p.scale)) {
     if (kKind == Kind::kMixed) scale *= Real(1) - beta;
   }
   __device__ Real operator()(Real logit, Real teacher_logit, int column) const {
@@ -215,14 +219,19 @@ __global__ void __launch_bounds__(kThreads) kl_chunk_backward_kernel(KlParams p)
   using Vector = typename Row<T>::Vector;
   constexpr int kVec = Row<T>::kVec;
   const int64_t row = blockIdx.x;
-  T* logits = static_cast<T*>(p.student.logits) + row * p.student.row_stride;
   const Gradient<T, kKind> gradient(p, row);
+  const T* logits = gradient.student.logits;
   const T* of_teacher = gradient.teacher.logits;
-  const bool zero = p.targets[row] < 0 || static_cast<const Real*>(p.grad)[row] == Real(0);
-  Row<T> layout(logits, static_cast<int>(p.columns));
-  if ((reinterpret_cast<uintptr_t>(logits) ^ reinterpret_cast<uintptr_t>(of_teacher)) % 16 != 0) layout.vectors = 0;
-  Vector* vectors = reinterpret_cast<Vector*>(logits + layout.before);
+  T* out = static_cast<T*>(p.out) + row * p.out_stride;
+  const bool zero = p.targets[row] < 0;
+  Row<T> layout(out, static_cast<int>(p.columns));
+  const auto lies_as_out = [out](const T* other) {
+    return (reinterpret_cast<uintptr_t>(other) ^ reinterpret_cast<uintptr_t>(out)) % 16 == 0;
+  };
+  if (!lies_as_out(logits) || !lies_as_out(of_teacher)) layout.vectors = 0;
+  const Vector* vectors = reinterpret_cast<const Vector*>(logits + layout.before);
   const Vector* teacher_vectors = reinterpret_cast<const Vector*>(of_teacher + layout.before);
+  Vector* out_vectors = reinterpret_cast<Vector*>(out + layout.before);
   for (int first = static_cast<int>(threadIdx.x); first < layout.vectors; first += kThreads * kUnroll) {
     Vector loaded[kUnroll];
     Vector teacher_loaded[kUnroll];
@@ -247,14 +256,14 @@ __global__ void __launch_bounds__(kThreads) kl_chunk_backward_kernel(KlParams p)
           loaded[u].set_pair(i, one, two);
         }
       }
-      vectors[v] = loaded[u];
+      out_vectors[v] = loaded[u];
     }
   }
   for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
     const int column = layout.single(i);
     const Real logit = static_cast<Real>(logits[column]);
     const Real found = zero ? Real(0) : gradient(logit, static_cast<Real>(of_teacher[column]), column);
-    logits[column] = static_cast<T>(found);
+    out[column] = static_cast<T>(found);
   }
 }
 

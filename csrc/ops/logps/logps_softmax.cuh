@@ -115,9 +115,26 @@ struct Row {
   __device__ int column(int vector) const { return before + vector * kVec; }
 };
 
+__device__ inline bool is_aligned(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) % 16 == 0;
+}
+
+// values += bias, read in vectors of up to 16 bytes: more than one value where the address is a multiple of theirs.
+template <class Real, int kCount>
+__device__ void add_bias(const Real* bias, Real (&values)[kCount]) {
+  constexpr int kMost = 16 / sizeof(Real);
+  constexpr int kVec = kCount < kMost ? kCount : kMost;
+#pragma unroll
+  for (int i = 0; i < kCount; i += kVec) {
+    const auto loaded = *reinterpret_cast<const Vec<Real, kVec>*>(bias + i);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) values[i + j] += loaded.get(j);
+  }
+}
+
 // Lane by lane the values of kGrain columns from first on, and their sum. Scaling::altered(logit, column): with the
-// bias. Scaling::allowed<n>(column): a bit for each of n columns, the first one lowest; -inf where it is 0. Which lane
-// has which columns does not depend on their alignment.
+// bias, as alter for the logits of a vector. Scaling::allowed<n>(column): a bit for each of n columns, the first one
+// lowest; -inf where it is 0. Which lane has which columns does not depend on their alignment.
 template <class T, bool kMore, class Scaling, int kVectors>
 __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, const Scaling& scaling,
                                       accumulate_t<T> (&values)[kVectors][Row<T>::kVec]) {
@@ -126,7 +143,7 @@ __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, c
   constexpr int kVec = Row<T>::kVec;
   const int begin = first + static_cast<int>(threadIdx.x) % kWarp * kVec;
   Real total = 0;
-  if (first + kGrain <= columns && reinterpret_cast<uintptr_t>(logits) % 16 == 0) {
+  if (first + kGrain <= columns && is_aligned(logits) && is_aligned(scaling.bias)) {
     Vector loaded[kVectors];
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
@@ -134,11 +151,14 @@ __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, c
     }
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      const uint32_t allowed = scaling.template allowed<kVec>(begin + u * kWarp * kVec);
+      const int column = begin + u * kWarp * kVec;
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[u][i] = loaded[u].get(i);
+      scaling.alter(values[u], column);
+      const uint32_t allowed = scaling.template allowed<kVec>(column);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const Real value = scaling.altered(loaded[u].get(i), begin + u * kWarp * kVec + i);
-        values[u][i] = (allowed >> i & 1) != 0 ? value : -infinity<Real>();
+        if ((allowed >> i & 1) == 0) values[u][i] = -infinity<Real>();
         if (kMore) total += values[u][i];
       }
     }
