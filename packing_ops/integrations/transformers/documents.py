@@ -51,16 +51,13 @@ class BatchDocuments:
         return self.copies[device]
 
     def document_ids(self, batch, seqlen):
-        """int64 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
-        slots = torch.arange(batch * seqlen, device=self.cu_seqlens_q.device)
-        total = slots.numel() if self.indices is None else self.indices.numel()
-        documents = torch.searchsorted(self.cu_seqlens_q[1:], slots[:total].int(), right=True)
-        documents = documents.masked_fill(documents == self.cu_seqlens_q.numel() - 1, -1)
+        """int32 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
+        total = batch * seqlen if self.indices is None else self.indices.numel()
+        numbers = _ops.seq_idx_from_cu_seqlens(self.cu_seqlens_q, total) + 1
+        numbers = numbers.masked_fill(numbers == self.cu_seqlens_q.numel(), 0)  # behind the last document
         if self.indices is not None:
-            # One slot more takes the rows that have none.
-            target = self.indices.where(self.indices >= 0, batch * seqlen)
-            documents = documents.new_full((batch * seqlen + 1,), -1).scatter(0, target, documents)[:-1]
-        return documents.view(batch, seqlen)
+            numbers = _ops.scatter_rows(numbers, self.indices, batch, seqlen)
+        return numbers.view(batch, seqlen) - 1
 
 
 def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None):

@@ -292,7 +292,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
         return
     parents = call.segment_parents
     paths = None if parents is None else kept_paths(documents.cu_seqlens_q, parents, seqlen, None)
-    call.row_documents = RowDocuments(documents.document_ids(batch, seqlen).int(), has_attention, paths)
+    call.row_documents = RowDocuments(documents.document_ids(batch, seqlen), has_attention, paths)
     for name in CACHES.intersection(kwargs):
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
