@@ -296,21 +296,7 @@ def are_axes(position_ids, axis) -> bool:
     return is_tensor(position_ids, 3) and (position_ids.shape[0] == 3 or axis == SEQUENCE)
 
 
-def positions_of_axes(call, shape):
-    """``[batch or 1, seqlen]`` that restart with each document, of a call's position_ids with several axes; else None."""
-    axes, (batch, seqlen) = call.position_ids, shape
-    if call.first_axis is None or not is_tensor(axes, 3) or tuple(axes.shape[1:]) not in ((batch, seqlen), (1, seqlen)):
-        return None
-    if call.positions_of_axes is None:  # one tensor for masks and layers with a state, which look at its values once
-        if call.first_axis == SEQUENCE and axes.shape[0] > 3:
-            call.positions_of_axes = axes[0]
-        # Beside cu_seq_lens_q a model that makes its axes itself counts them along the row.
-        elif call.first_axis == TIME and axes.shape[0] == 3 and call.cu_seqlens is None:
-            call.positions_of_axes = _since_start(axes, call.padding)
-    return call.positions_of_axes
-
-
-def _since_start(axes, padding):
+def since_start(axes, padding):
     """Each slot's distance to the start of its document: where all axes are 0, or where time falls to what it has passed."""
     # Time falls within a document too, from the frames of a video to the audio beside them, but not to the text before it.
     seqlen = axes.shape[2]
