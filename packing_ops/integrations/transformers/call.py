@@ -251,6 +251,16 @@ class PackedCall:
         """Whether a row has several documents: bool ``[]``, None where nothing says. Nothing waits for it."""
         return several_in(position_ids, self.padding, self.cu_seqlens, self.numbers, batch)
 
+    def named_by(self):
+        """The argument that says where the documents are."""
+        for each in (
+            *reversed(self.outers),
+            self,
+        ):  # the outer ones first: what they pass on to an inner model may be less
+            if each.position_ids is not None or each.cu_seqlens is not None:
+                return "cu_seq_lens_q" if each.position_ids is None else "position_ids"
+        return "attention_mask"
+
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
         why = why if self.guard is None else f"keeps its attention: {self.guard.why}"

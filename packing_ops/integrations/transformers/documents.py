@@ -334,12 +334,11 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
     Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
     """
     takes_none, needs = _counting_in(model)
-    named_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
     if takes_none:
         refuse_where(
             call.several(batch, position_ids),
-            f"{named_by if position_ids is None else 'position_ids'}: expected one document in each row, got several, and "
-            f"{takes_none} counts positions along the row and takes none; {ROW_EACH}",
+            f"{call.named_by()}: expected one document in each row, got several, and {takes_none} counts positions along "
+            f"the row and takes none; {ROW_EACH}",
         )
     elif needs and call.needs_positions and call.outer is None:
         parameters = inspect.signature(type(model).forward).parameters  # Whisper's decoder takes them by **kwargs
@@ -347,7 +346,7 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
             message = (
                 f"position_ids: expected [{batch}, seqlen] that start in each document as they do alone (at 0, as "
                 "PackedMetadata.position_ids do; in RoBERTa and its like at padding_idx + 1), got None beside several "
-                f"documents in {named_by}, and {needs} then counts along the row"
+                f"documents in {call.named_by()}, and {needs} then counts along the row"
             )
             call.missing_positions = batch, message
 
