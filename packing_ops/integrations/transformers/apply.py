@@ -204,7 +204,7 @@ def apply_packing_ops(
     if balance_loss and "balance_loss" not in skipped:
         fused_loss_patch.balance(model, balance_loss)
     # The mode, last: its proof runs the model as it is now
-    if invariant and "invariant" not in skipped and (reason := _apply_invariant(model, sequence_group)):
+    if claimed and (reason := _apply_invariant(model, sequence_group)):
         skipped["invariant"] = reason
         if strict:
             revert_packing_ops(model)

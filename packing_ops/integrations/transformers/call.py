@@ -16,16 +16,17 @@ from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
+    TIME,
     checked_against,
     find_documents,
     first_axis,
     first_tokens,
     is_tensor,
     kept_as,
-    positions_of_axes,
     positions_restart,
     refuse_where,
     several_in,
+    since_start,
 )
 from packing_ops.integrations.transformers.versions import CACHE, SHIFTED, constant, not_causal, reads_text
 from packing_ops.prefix_attention import check_same, kept_paths, positions_of_paths
@@ -107,7 +108,7 @@ class PackedCall:
             self.lost.add("segment_parents")
         # What was found in it.
         self.answers = [] if outer is None else outer.answers
-        self.seen = self.positions_of_axes = self.row_documents = None
+        self.seen = self.of_axes = self.row_documents = None
         self.cache = None  # the KV cache that check_cache has seen in this call
         self.checked = None  # (position_ids that cu_seqlens were compared with, these with the comparison before them)
         self.traced = torch.compiler.is_compiling()  # this call is inside a graph
@@ -184,9 +185,17 @@ class PackedCall:
     def row_positions(self, batch, seqlen):
         """position_ids ``[batch or 1, seqlen]`` that restart with each document, or None."""
         positions = self.position_ids
-        if is_tensor(positions, 3) and positions.shape[0] == 4:  # of text or a sequence, in front of other axes
-            positions = positions[0]
-        return positions if is_tensor(positions, 2) else positions_of_axes(self, (batch, seqlen))
+        if not is_tensor(positions, 3):
+            return positions if is_tensor(positions, 2) else None
+        if tuple(positions.shape[1:]) not in ((batch, seqlen), (1, seqlen)):
+            return None
+        if self.of_axes is None:  # one tensor for masks and layers with a state, which look at its values once
+            if positions.shape[0] > 3:  # of text or a sequence, in front of the other axes
+                self.of_axes = positions[0]
+            # Beside cu_seq_lens_q a model that makes its axes itself counts them along the row.
+            elif self.first_axis == TIME and positions.shape[0] == 3 and self.cu_seqlens is None:
+                self.of_axes = since_start(positions, self.padding)
+        return self.of_axes
 
     def reached(self, numbers, *positions):
         """These numbers, and position_ids or cu_seqlens, have reached a mask or an attention: so have the outer calls'."""
@@ -241,6 +250,16 @@ class PackedCall:
     def several(self, batch, position_ids=None):
         """Whether a row has several documents: bool ``[]``, None where nothing says. Nothing waits for it."""
         return several_in(position_ids, self.padding, self.cu_seqlens, self.numbers, batch)
+
+    def named_by(self):
+        """The argument that says where the documents are."""
+        for each in (
+            *reversed(self.outers),
+            self,
+        ):  # the outer ones first: what they pass on to an inner model may be less
+            if each.position_ids is not None or each.cu_seqlens is not None:
+                return "cu_seq_lens_q" if each.position_ids is None else "position_ids"
+        return "attention_mask"
 
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"

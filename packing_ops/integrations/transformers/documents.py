@@ -51,16 +51,13 @@ class BatchDocuments:
         return self.copies[device]
 
     def document_ids(self, batch, seqlen):
-        """int64 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
-        slots = torch.arange(batch * seqlen, device=self.cu_seqlens_q.device)
-        total = slots.numel() if self.indices is None else self.indices.numel()
-        documents = torch.searchsorted(self.cu_seqlens_q[1:], slots[:total].int(), right=True)
-        documents = documents.masked_fill(documents == self.cu_seqlens_q.numel() - 1, -1)
+        """int32 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
+        total = batch * seqlen if self.indices is None else self.indices.numel()
+        numbers = _ops.seq_idx_from_cu_seqlens(self.cu_seqlens_q, total) + 1
+        numbers = numbers.masked_fill(numbers == self.cu_seqlens_q.numel(), 0)  # behind the last document
         if self.indices is not None:
-            # One slot more takes the rows that have none.
-            target = self.indices.where(self.indices >= 0, batch * seqlen)
-            documents = documents.new_full((batch * seqlen + 1,), -1).scatter(0, target, documents)[:-1]
-        return documents.view(batch, seqlen)
+            numbers = _ops.scatter_rows(numbers, self.indices, batch, seqlen)
+        return numbers.view(batch, seqlen) - 1
 
 
 def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None):
@@ -299,21 +296,7 @@ def are_axes(position_ids, axis) -> bool:
     return is_tensor(position_ids, 3) and (position_ids.shape[0] == 3 or axis == SEQUENCE)
 
 
-def positions_of_axes(call, shape):
-    """``[batch or 1, seqlen]`` that restart with each document, of a call's position_ids with several axes; else None."""
-    axes, (batch, seqlen) = call.position_ids, shape
-    if call.first_axis is None or not is_tensor(axes, 3) or tuple(axes.shape[1:]) not in ((batch, seqlen), (1, seqlen)):
-        return None
-    if call.positions_of_axes is None:  # one tensor for masks and layers with a state, which look at its values once
-        if call.first_axis == SEQUENCE and axes.shape[0] > 3:
-            call.positions_of_axes = axes[0]
-        # Beside cu_seq_lens_q a model that makes its axes itself counts them along the row.
-        elif call.first_axis == TIME and axes.shape[0] == 3 and call.cu_seqlens is None:
-            call.positions_of_axes = _since_start(axes, call.padding)
-    return call.positions_of_axes
-
-
-def _since_start(axes, padding):
+def since_start(axes, padding):
     """Each slot's distance to the start of its document: where all axes are 0, or where time falls to what it has passed."""
     # Time falls within a document too, from the frames of a video to the audio beside them, but not to the text before it.
     seqlen = axes.shape[2]
@@ -351,12 +334,11 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
     Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
     """
     takes_none, needs = _counting_in(model)
-    named_by = "attention_mask" if call.cu_seqlens is None else "cu_seq_lens_q"
     if takes_none:
         refuse_where(
             call.several(batch, position_ids),
-            f"{named_by if position_ids is None else 'position_ids'}: expected one document in each row, got several, and "
-            f"{takes_none} counts positions along the row and takes none; {ROW_EACH}",
+            f"{call.named_by()}: expected one document in each row, got several, and {takes_none} counts positions along "
+            f"the row and takes none; {ROW_EACH}",
         )
     elif needs and call.needs_positions and call.outer is None:
         parameters = inspect.signature(type(model).forward).parameters  # Whisper's decoder takes them by **kwargs
@@ -364,7 +346,7 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
             message = (
                 f"position_ids: expected [{batch}, seqlen] that start in each document as they do alone (at 0, as "
                 "PackedMetadata.position_ids do; in RoBERTa and its like at padding_idx + 1), got None beside several "
-                f"documents in {named_by}, and {needs} then counts along the row"
+                f"documents in {call.named_by()}, and {needs} then counts along the row"
             )
             call.missing_positions = batch, message
 

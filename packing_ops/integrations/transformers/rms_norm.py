@@ -164,7 +164,6 @@ def _forward_of(module):
 
 
 def _is_ours(forward) -> bool:
-    """Whether this is a partial or a bound method of FORWARDS."""
     return function_of(forward) in FORWARDS.values()
 
 

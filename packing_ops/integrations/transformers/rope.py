@@ -82,10 +82,8 @@ def patches_of(module_name: str) -> dict[str, Patch]:
     """{function: its Patch}, of the functions that apply_rotary_qk can serve. Users are rotary embeddings of models."""
     if module_name not in PATCHES:
         module = importlib.import_module(module_name)
-        found = {name: new_patch(module, name) for name in _names(module) if not refusal(module, name)}
-        if found:
-            PATCHES[module_name] = found
-    return PATCHES.get(module_name, {})
+        PATCHES[module_name] = {name: new_patch(module, name) for name in _names(module) if not refusal(module, name)}
+    return PATCHES[module_name]
 
 
 def dispatch_for(user: torch.nn.Module) -> None:
@@ -227,10 +225,6 @@ def _pairs(model) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
     return found
 
 
-def owners(model: torch.nn.Module) -> list[Rotating]:
-    return find(model)[0]
-
-
 def why_not(model: torch.nn.Module) -> str | None:
     """Why RoPE of this model, or of a part of it, cannot be swapped; None if all of it can."""
     found, reasons = find(model)
@@ -248,7 +242,7 @@ def why_not(model: torch.nn.Module) -> str | None:
 
 def counts(model: torch.nn.Module) -> tuple[int, int]:
     """(attention modules that rotate with ours, those that can)."""
-    found, in_towers = owners(model), towers(model)
+    (found, _), in_towers = find(model), towers(model)
     ours = _count([each for each in found if _tag in each.rotary._forward_hooks.values()])
     ours += sum(_tag_tower in module._forward_pre_hooks.values() for module in in_towers)
     return ours, _count(found) + len(in_towers)
@@ -260,7 +254,7 @@ def _count(found: list[Rotating]) -> int:
 
 def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
     """Returns the number of attention modules that rotate with ours from now on."""
-    found = owners(model)
+    found, _ = find(model)
     for owner, rotary, _ in found:
         dispatch_for(rotary)
         put_hook(rotary, _tag)

@@ -153,7 +153,6 @@ def rotation_agrees(stock, rotation, head_dim=8, batch=1, dtype=torch.float32, e
 
 
 def _gives(rotation, args, options, wanted) -> bool:
-    """Whether ours gives what the stock function gave."""
     return alike(tensors_of(attempt(rotation.serve, _refuse, args, options)), tensors_of(wanted), 4)
 
 

@@ -279,7 +279,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
     if unknown:
         refuse_where(
             call.several(batch, position_ids),
-            f"{_named_by(call)}: expected one document in each row, got several, and nothing says whether {unknown} "
+            f"{call.named_by()}: expected one document in each row, got several, and nothing says whether {unknown} "
             "mixes tokens along the sequence; call packing_ops.integrations.transformers.declare(cls, mixes=...) with "
             f"the class (mixes=False: each token by itself), or {ROW_EACH}",
         )
@@ -292,7 +292,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
         return
     parents = call.segment_parents
     paths = None if parents is None else kept_paths(documents.cu_seqlens_q, parents, seqlen, None)
-    call.row_documents = RowDocuments(documents.document_ids(batch, seqlen).int(), has_attention, paths)
+    call.row_documents = RowDocuments(documents.document_ids(batch, seqlen), has_attention, paths)
     for name in CACHES.intersection(kwargs):
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
@@ -391,15 +391,14 @@ def _apart(layer, run, isolations, found, args, kwargs):
         kind, inside = _kind_of(layer)[0], calls_attention_inside(layer)
         why = f"{kind.value} calls attention inside, whose documents are those of the whole batch" if inside else None
         isolations[device.type] = why or isolation_of(layer, kind, run, named, documents, shape, axes)
-    isolation = isolations[device.type]
+    isolation, call = isolations[device.type], here().call
     if isinstance(isolation, str):
         raise ValueError(
-            f"{_named_by(here().call)}: expected one document in each row, got several, and {class_name(layer)} "
-            f"{isolation}; {ROW_EACH}"
+            f"{'position_ids' if call is None else call.named_by()}: expected one document in each row, got several, and "
+            f"{class_name(layer)} {isolation}; {ROW_EACH}"
         )
 
     # In a model without attention, these layers are where the call's documents have to arrive.
-    call = here().call
     while call is not None and call.row_documents is not None and not (call.row_documents.has_attention or call.mixes):
         call.lost.clear()
         call = call.outer
@@ -407,13 +406,3 @@ def _apart(layer, run, isolations, found, args, kwargs):
     if passes and shape[0] == 1 and not documents.padded:
         return run(**named, **boundaries_for(layer, found.seq_idx.to(device), documents.cu_seqlens))
     return run_in_rows(run, named, documents, shape, axes)
-
-
-def _named_by(call) -> str:
-    """The argument of the model's call that says where its documents are."""
-    if call is None:  # recomputed in backward
-        return "position_ids"
-    for each in (*reversed(call.outers), call):  # the outer ones first: what they pass on to an inner model may be less
-        if each.position_ids is not None or each.cu_seqlens is not None:
-            return "cu_seq_lens_q" if each.position_ids is None else "position_ids"
-    return "attention_mask"

@@ -3,7 +3,6 @@
 import importlib
 import pathlib
 import re
-import types
 
 import pytest
 import torch
@@ -207,12 +206,6 @@ def test_documents_in_every_model_are_as_each_alone(module, name, device):
             assert_near(found, expected)
 
 
-def positions_of(row, padding=None):
-    call = types.SimpleNamespace(position_ids=row, padding=padding, cu_seqlens=None, first_axis=documents.TIME)
-    call.positions_of_axes = None
-    return documents.positions_of_axes(call, (row.shape[1], row.shape[2]))
-
-
 def test_time_falls_within_a_document_with_audio():
     """Qwen2.5-Omni: the frames of two seconds of a video, then their audio, then the next frames."""
     video = [torch.cartesian_prod(torch.tensor([t, t + 25]), torch.arange(2), torch.arange(2)).T for t in (0, 50)]
@@ -227,8 +220,8 @@ def test_time_falls_within_a_document_with_audio():
         torch.arange(104, 107).expand(3, -1),
     ]
     whole = torch.cat(parts, 1)
-    assert torch.equal(positions_of(whole[:, None])[0], torch.arange(whole.shape[1]))
-    both = positions_of(torch.cat([whole + 3, whole], 1)[:, None])[0]
+    assert torch.equal(documents.since_start(whole[:, None], None)[0], torch.arange(whole.shape[1]))
+    both = documents.since_start(torch.cat([whole + 3, whole], 1)[:, None], None)[0]
     assert torch.equal(both, torch.arange(whole.shape[1]).repeat(2))
 
 
@@ -236,7 +229,7 @@ def test_time_falls_within_a_document_with_audio():
 def test_padding_between_real_tokens_starts_no_document(hole):
     row = torch.cat([grown_axes([3], 5), torch.full((3, 2), hole), grown_axes([2], 8), grown_axes([(1, 2, 2)], 6)], 1)
     mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1]])
-    found = positions_of(row[:, None], mask)[0][mask[0] == 1]
+    found = documents.since_start(row[:, None], mask)[0][mask[0] == 1]
     assert (found.diff() <= 0).tolist() == [False] * 4 + [True] + [False] * 3
 
 

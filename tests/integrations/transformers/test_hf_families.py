@@ -56,7 +56,7 @@ def assert_same_training(found, wanted):
 
 def left_in_silence(model, row):
     """Classes of rotary embeddings, rotating attention and RMSNorm that are stock, with no reason in the row."""
-    swapped = {id(module) for each in rope.owners(model) for module in (each.rotary, *each.attentions)}
+    swapped = {id(module) for each in rope.find(model)[0] for module in (each.rotary, *each.attentions)}
     swapped |= {id(module) for module in rms_norm.fused(model)}
     silent = set()
     for module in model.modules():

@@ -1,6 +1,7 @@
 // Backward. With P = exp(score - lse), dP = dout . v and delta = rowsum(dout * out) - dlse:
 //   dscore = P * (dP - delta),  dv_j = sum_i P dout_i,  dk_j = sum_i dscore q_i,  dq_i = sum_j dscore k_j
-// (scale and softcap go into dscore). Sums run over tiles in the order of the document, whoever computes them.
+// (the derivative of a score by its product goes into dscore). Sums run over tiles in the order of the document,
+// whoever computes them.
 #include "ops/attention/cpu/work_items.h"
 
 namespace packing_ops {
@@ -178,12 +179,11 @@ class Backward {
              const Gradients<T>& gradients) const {
     const Tile tile = document.tile(g_, queries.tokens, keys.keys);
     const Tile values = tile.with_dim(g_.dim_v);
-    const Scoring<T> scoring(p_);
     T* scores = memory.take(kTile * tile.row_stride);
     T* grads = memory.take(kTile * tile.row_stride);
     multiply(tile, keys.k, queries.q_transposed, scores);
     multiply(values, keys.v, queries.dout_transposed, grads);
-    softmax_gradient(tile, scoring, queries.lse, queries.delta, scores, grads);
+    softmax_gradient(tile, p_, queries.lse, queries.delta, scores, grads);
     if (gradients.dq) {
       accumulate_rows(tile, grads, keys.k, needs_exact(tile, keys.k, tile.band.keys), gradients.dq);
     }

@@ -50,7 +50,6 @@ class Forward {
   void query_tile(const Document& document, const Item& item, Interval<int64_t> tokens, ScratchArena<T> memory) const {
     const int64_t count = tokens.size();
     const int64_t first_head = item.kv_head * g_.group;
-    const Scoring<T> scoring(p_);
     const int64_t stride = g_.row_stride(tokens);
     const Columns qk{p_.head_dim, g_.dim}, of_v{p_.head_dim_v, g_.dim_v};
 
@@ -74,7 +73,7 @@ class Forward {
       load_rows<Element>(p_.k, row, tile.band.keys, item.kv_head, 1, qk, k);
       load_rows<Element>(p_.v, row, tile.band.keys, item.kv_head, 1, of_v, v);
       multiply(tile, k, q_transposed, scores);
-      softmax_step(tile, scoring, scores, state);
+      softmax_step(tile, p_, scores, state);
       scale_rows(values, state.rescale, sums);
       accumulate_rows(values, scores, v, needs_exact(values, v, tile.band.keys), sums);
     });

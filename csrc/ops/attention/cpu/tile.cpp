@@ -106,6 +106,16 @@ PACKING_OPS_INLINE double fast_tanh(double x) {
   return std::tanh(x);
 }
 
+// softcap 0 is off.
+template <class T>
+struct Scoring {
+  T scale;
+  T softcap;
+
+  explicit Scoring(const VarlenAttentionParams& p)
+      : scale(static_cast<T>(p.softmax_scale)), softcap(static_cast<T>(p.softcap)) {}
+};
+
 template <bool kCapped, class T>
 PACKING_OPS_INLINE T score_of(const Scoring<T>& scoring, T product) {
   const T score = scoring.scale * product;
@@ -211,8 +221,9 @@ PACKING_OPS_MULTIVERSION void accumulate_keys(const Tile& tile, const T* weights
 }
 
 template <class T>
-PACKING_OPS_MULTIVERSION void softmax_step(const Tile& tile, const Scoring<T>& scoring, T* scores,
+PACKING_OPS_MULTIVERSION void softmax_step(const Tile& tile, const VarlenAttentionParams& p, T* scores,
                                            const SoftmaxState<T>& state) {
+  const Scoring<T> scoring(p);
   if (scoring.softcap > 0) {
     softmax_step_impl<true>(tile, scoring, scores, state);
   } else {
@@ -221,8 +232,9 @@ PACKING_OPS_MULTIVERSION void softmax_step(const Tile& tile, const Scoring<T>& s
 }
 
 template <class T>
-PACKING_OPS_MULTIVERSION void softmax_gradient(const Tile& tile, const Scoring<T>& scoring, const T* lse,
+PACKING_OPS_MULTIVERSION void softmax_gradient(const Tile& tile, const VarlenAttentionParams& p, const T* lse,
                                                const T* delta, T* scores, T* grads) {
+  const Scoring<T> scoring(p);
   if (scoring.softcap > 0) {
     softmax_gradient_impl<true>(tile, scoring, lse, delta, scores, grads);
   } else {
@@ -267,15 +279,15 @@ PACKING_OPS_MULTIVERSION bool all_finite(const T* values, int64_t count) {
   return odd == 0;
 }
 
-#define PACKING_OPS_TILE(T)                                                                      \
-  template void multiply<T>(const Tile&, const T*, const T*, T*);                                \
-  template void accumulate_rows<T>(const Tile&, const T*, const T*, bool, T*);                   \
-  template void accumulate_keys<T>(const Tile&, const T*, const T*, bool, T*);                   \
-  template void softmax_step<T>(const Tile&, const Scoring<T>&, T*, const SoftmaxState<T>&);     \
-  template void softmax_gradient<T>(const Tile&, const Scoring<T>&, const T*, const T*, T*, T*); \
-  template void scale_rows<T>(const Tile&, const T*, T*);                                        \
-  template void transpose<T>(const T*, int64_t, int64_t, int64_t, T*);                           \
-  template T dot<T>(const T*, const T*, int64_t);                                                \
+#define PACKING_OPS_TILE(T)                                                                                 \
+  template void multiply<T>(const Tile&, const T*, const T*, T*);                                           \
+  template void accumulate_rows<T>(const Tile&, const T*, const T*, bool, T*);                              \
+  template void accumulate_keys<T>(const Tile&, const T*, const T*, bool, T*);                              \
+  template void softmax_step<T>(const Tile&, const VarlenAttentionParams&, T*, const SoftmaxState<T>&);     \
+  template void softmax_gradient<T>(const Tile&, const VarlenAttentionParams&, const T*, const T*, T*, T*); \
+  template void scale_rows<T>(const Tile&, const T*, T*);                                                   \
+  template void transpose<T>(const T*, int64_t, int64_t, int64_t, T*);                                      \
+  template T dot<T>(const T*, const T*, int64_t);                                                           \
   template bool all_finite<T>(const T*, int64_t);
 
 PACKING_OPS_TILE(float)

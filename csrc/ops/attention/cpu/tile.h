@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/interval.h"
+#include "ops/attention/attention.h"
 
 namespace packing_ops::attention::cpu {
 
@@ -61,16 +62,6 @@ struct Tile {
   Tile with_dim(int64_t other) const { return {band, other, row_stride}; }
 };
 
-// Scores of one kind of element; softcap 0 is off.
-template <class T>
-struct Scoring {
-  T scale;
-  T softcap;
-
-  template <class Params>
-  explicit Scoring(const Params& p) : scale(static_cast<T>(p.softmax_scale)), softcap(static_cast<T>(p.softcap)) {}
-};
-
 // Lanes that the columns of every scratch matrix are rounded up to.
 template <class T>
 constexpr int64_t kLanes = 64 / sizeof(T);
@@ -98,9 +89,9 @@ struct SoftmaxState {
   T* tile_sum;  // scratch
 };
 
-// One step of the online softmax. scores: products in, exp(score - max) out, 0 where hidden.
+// One step of the online softmax, of scores as p says. scores: products in, exp(score - max) out, 0 where hidden.
 template <class T>
-void softmax_step(const Tile& tile, const Scoring<T>& scoring, T* scores, const SoftmaxState<T>& state);
+void softmax_step(const Tile& tile, const VarlenAttentionParams& p, T* scores, const SoftmaxState<T>& state);
 
 // sums[row] *= factors[row]
 template <class T>
@@ -109,7 +100,8 @@ void scale_rows(const Tile& tile, const T* factors, T* sums);
 // scores: products in, probabilities out. grads: gradients of the probabilities in, of the products out. 0 where
 // hidden.
 template <class T>
-void softmax_gradient(const Tile& tile, const Scoring<T>& scoring, const T* lse, const T* delta, T* scores, T* grads);
+void softmax_gradient(const Tile& tile, const VarlenAttentionParams& p, const T* lse, const T* delta, T* scores,
+                      T* grads);
 
 // transposed[c][r] = matrix[r][c]; columns from rows to row_stride become 0.
 template <class T>

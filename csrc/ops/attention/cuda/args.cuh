@@ -25,10 +25,6 @@ struct Divisor {
   }
 };
 
-// exponential_tanh's absolute error, times the cap, is in the scores.
-constexpr float kMaxExponentialSoftcap = 1024.f;
-constexpr float k2Log2e = 2.885390082f;
-
 struct Args {
   AttentionTensor q, k, v, out;
   AttentionTensor dout, dq, dk, dv;

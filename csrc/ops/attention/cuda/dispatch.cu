@@ -17,6 +17,7 @@
 #include "ops/attention/cuda/sm80/forward.h"
 #include "ops/attention/cuda/sm90/backward.h"
 #include "ops/attention/cuda/sm90/forward.h"
+#include "ops/attention/cuda/softmax.cuh"
 
 namespace packing_ops {
 
@@ -52,13 +53,7 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   const PaddedDims dims = padded_dims(a.head_dim, a.head_dim_v);
   const bool unpadded = dims.qk == a.head_dim && dims.v == a.head_dim_v;
   a.token_aligned_group = unpadded && 16 % a.group == 0 ? a.group : 0;
-  a.softmax_scale = static_cast<float>(p.softmax_scale);
-  a.softcap = static_cast<float>(p.softcap);
-  // Within bounds that no score reaches: unit * log2(e) stays finite, and 0 * inner 0.
-  a.score_unit = a.softcap > 0 ? std::min(a.softcap, 0x1p100f) : 1.f;
-  a.score_inner = std::clamp(a.softmax_scale / a.score_unit, -0x1p100f, 0x1p100f);
-  a.large_softcap = a.softcap > kMaxExponentialSoftcap;
-  if (a.softcap > 0 && !a.large_softcap) a.score_inner *= k2Log2e;
+  set_scores(a, p);
   a.visible_end = p.visible_end;
   if (runs_on_wgmma(p)) a.counters = static_cast<int32_t*>(p.scratch);  // others have no scratch in the forward
   return a;
@@ -124,11 +119,6 @@ constexpr bool is_built(int padded) {
   return kHeadDims.find(name) != std::string_view::npos;
 }
 
-// Whether ScoreTransform changes the products of q and k.
-bool transforms(const VarlenAttentionParams& p) {
-  return p.softcap > 0 || !(p.softmax_scale > 0);
-}
-
 // f(tier), as a constant.
 template <int kDim, class F>
 void with_tier(SmemTier tier, F&& f) {
@@ -147,7 +137,7 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
     if constexpr (kDim == 512 && is_built(kDim)) {
       f(element, dim, std::true_type{});  // one instance for all scores
     } else if constexpr (is_built(kDim)) {
-      transforms(p) ? f(element, dim, std::true_type{}) : f(element, dim, std::false_type{});
+      transforms_scores(p) ? f(element, dim, std::true_type{}) : f(element, dim, std::false_type{});
     } else {
       fail("q: expected a head_dim of this library, which was built with PACKING_OPS_HEAD_DIMS =", kHeadDims,
            "(each serves those from the one before it on), got ", p.head_dim);

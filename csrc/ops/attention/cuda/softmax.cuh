@@ -1,5 +1,7 @@
-// Scores before the softmax, and the lse after it.
+// Scores before the softmax, and the lse after it. What an option does to the scores is here alone.
 #pragma once
+
+#include <algorithm>
 
 #include "core/ptx/mma.cuh"
 #include "ops/attention/cuda/args.cuh"
@@ -8,6 +10,26 @@ namespace packing_ops::attention {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr float k2Log2e = 2.885390082f;
+// exponential_tanh's absolute error, times the cap, is in the scores.
+constexpr float kMaxExponentialSoftcap = 1024.f;
+
+// What ScoreTransform and score_of read.
+inline void set_scores(Args& a, const VarlenAttentionParams& p) {
+  a.softmax_scale = static_cast<float>(p.softmax_scale);
+  a.softcap = static_cast<float>(p.softcap);
+  // Within bounds that no score reaches: unit * log2(e) stays finite, and 0 * inner 0.
+  a.score_unit = a.softcap > 0 ? std::min(a.softcap, 0x1p100f) : 1.f;
+  a.score_inner = std::clamp(a.softmax_scale / a.score_unit, -0x1p100f, 0x1p100f);
+  a.large_softcap = a.softcap > kMaxExponentialSoftcap;
+  if (a.softcap > 0 && !a.large_softcap) a.score_inner *= k2Log2e;
+}
+
+// Whether a call needs ScoreTransform<true>: with softcap, or with a scale that is not positive, which would turn the
+// order of the online softmax around.
+inline bool transforms_scores(const VarlenAttentionParams& p) {
+  return p.softcap > 0 || !(p.softmax_scale > 0);
+}
 
 // x P(x^2) / Q(x^2), fitted to -8 .. 8, beyond which tanh is 1. Its relative error is at most 5e-7, also near 0: a
 // softcap far above the scores leaves them as they are. It takes fewer clocks than tanhf.
@@ -31,8 +53,8 @@ __device__ __forceinline__ float exponential_tanh(float y) {
   return fmaf(-2.f, ptx::rcp_approx(ptx::exp2_approx(y) + 1.f), 1.f);
 }
 
-// Dot products of q and k before the softmax, whose scores are unit() times what apply() leaves. kTransform: softcap,
-// or a scale that is not positive, which would turn the order of the online softmax around.
+// Dot products of q and k before the softmax, whose scores are unit() times what apply() leaves. kTransform:
+// transforms_scores.
 template <bool kTransform>
 struct ScoreTransform {
   const Args& args;
@@ -58,6 +80,15 @@ struct ScoreTransform {
   // The derivative of a score by its dot product, over softmax_scale, from what apply() left.
   __device__ __forceinline__ float slope(float applied) const { return capped() ? fmaf(-applied, applied, 1.f) : 1.f; }
 };
+
+// In float32: the score and its derivative by the dot product.
+__device__ __forceinline__ float score_of(float product, const Args& args, float* slope) {
+  *slope = args.softmax_scale;
+  if (!(args.softcap > 0.f)) return product * args.softmax_scale;
+  const float t = tanhf(product * args.softmax_scale / args.softcap);
+  *slope *= 1.f - t * t;
+  return args.softcap * t;
+}
 
 // lse = log(sum_j exp(unit * s_j)) from row_max = max_j s_j and sum = sum_j 2^(s_j scale - row_max scale), where scale
 // = unit * log2(e). Adds back the rounding error of scale and of the product.

@@ -4,6 +4,7 @@
 #include "ops/attention/cuda/mask.cuh"
 #include "ops/attention/cuda/pages.cuh"
 #include "ops/attention/cuda/plan_check.cuh"
+#include "ops/attention/cuda/softmax.cuh"
 
 namespace packing_ops::attention::fp32 {
 
@@ -83,15 +84,6 @@ struct Sum {
     }
   }
 };
-
-// The score and its derivative by the dot product.
-__device__ float score_of(float product, const Args& args, float* slope) {
-  *slope = args.softmax_scale;
-  if (!(args.softcap > 0.f)) return product * args.softmax_scale;
-  const float t = tanhf(product * args.softmax_scale / args.softcap);
-  *slope *= 1.f - t * t;
-  return args.softcap * t;
-}
 
 // Of a token or key; `exists`: not padding.
 struct DocumentPosition {

@@ -8,7 +8,7 @@
 
 namespace packing_ops::attention::sm80 {
 
-// kTransform: scores pass through softcap, or softmax_scale is not positive. kDimV: of v and out.
+// kTransform: as transforms_scores of softmax.cuh says. kDimV: of v and out.
 template <class T, int kDim, bool kShort, bool kTransform, int kDimV = kDim>
 void run_forward(const Args& args, cudaStream_t stream, bool overlaps);
 

@@ -19,7 +19,7 @@ struct ForwardArgs {
   int32_t tile_tokens = 0;
 };
 
-// kTransform: scores pass through softcap, or softmax_scale is not positive.
+// kTransform: as transforms_scores of softmax.cuh says.
 template <class T, int kDim, int kDimV, bool kTransform>
 void run_forward(const Args& args, DType dtype, cudaStream_t stream, bool overlaps);
 
