@@ -118,7 +118,7 @@ constexpr int tile_tokens(int64_t group) {
 }
 // The backward's instance for a head_dim.
 constexpr int wgmma_backward_dim(int64_t head_dim) {
-  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
+  return head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
 }
 // By geometry and device alone, so that a document's bits do not depend on what it is packed with. The plan of every
 // call with this geometry has these tiles, also where the dtype is float32, which fp32/ serves.

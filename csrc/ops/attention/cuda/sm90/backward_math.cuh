@@ -189,17 +189,24 @@ struct BackwardMath {
     }
   }
 
-  // Four floats of a row tile's partial dq in shared memory or the ring, in units of them: a warp's [16, 64] of a panel
-  // is together, and its accesses follow each other. n: of this thread's blocks of 8 columns, from that panel on.
+  // Four floats of a row tile's partial dq in shared memory or the ring, in units of them: a warp's 16 rows of a panel
+  // are together, and its accesses follow each other. n: of this thread's blocks of 8 columns, from that panel on.
   static __device__ __forceinline__ int ring_offset(int panel, int n) {
-    const int part = 4 * (panel + n / 8) + static_cast<int>(threadIdx.x / 32 & 3);
-    return part * 256 + n % 8 * 32 + static_cast<int>(threadIdx.x & 31);
+    panel += n / 8;
+    const int warp = static_cast<int>(threadIdx.x / 32 & 3);
+    return panel * 1024 + warp * 32 * blocks_of(panel) + n % 8 * 32 + static_cast<int>(threadIdx.x & 31);
   }
+  // Blocks of 8 columns of a panel: half as many in the second of 96 columns.
+  static __device__ __forceinline__ int blocks_of(int panel) {
+    return Shape::kDim % 64 == 0 || panel < Shape::kPanels - 1 ? 8 : Shape::kDim % 64 / 8;
+  }
+  static __device__ __forceinline__ bool in_ring(int panel, int n) { return n % 8 < blocks_of(panel + n / 8); }
 
   // For the copying warpgroup to send.
   static __device__ __forceinline__ void stage_queries(const Queries& dq, uint32_t tile, int panel) {
 #pragma unroll
     for (int n = 0; n < kQueryColumns / 8; ++n) {
+      if (!in_ring(panel, n)) continue;
       ptx::store_shared_v4(tile + 16 * ring_offset(panel, n),
                            make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]));
     }
@@ -215,6 +222,7 @@ struct BackwardMath {
                            static_cast<int64_t>(tile.ticket.slot) * (Shape::kRingFloats / 4);
 #pragma unroll
       for (int n = 0; n < kQueryColumns / 8; ++n) {
+        if (!in_ring(panel, n)) continue;
         const float4 sum = __ldcg(sums + ring_offset(panel, n));
         dq[4 * n] += sum.x;
         dq[4 * n + 1] += sum.y;
@@ -243,7 +251,7 @@ struct BackwardMath {
                                                     uint32_t tile_v, int first_key, int first_panel) {
     const DocumentTokens tokens(unit.d.start_k, unit.d.keys);
 #pragma unroll
-    for (int i = 0; i < Shape::kSumColumns / 64; ++i) {
+    for (int i = 0; i < (Shape::kSumColumns + 63) / 64; ++i) {
       const int panel = first_panel + i;
       const ptx::TmaCoords start = {64 * panel, tokens.before_end + unit.first_key + first_key, unit.kv_head,
                                     tokens.to_end, kMapTokens};
