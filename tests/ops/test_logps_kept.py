@@ -197,9 +197,15 @@ def test_the_float32_gradient_of_hidden_is_gone_before_that_of_weight(device, mo
     rows = int((po.shift_labels(labels, cu_seqlens) != -100).sum()) if device == "cpu" else hidden.shape[0]
     seen, add_weight = [], Gradients._add_weight
 
+    def alive():
+        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == device]
+        return [t for t in tensors if t.untyped_storage().nbytes() == rows * hidden.shape[1] * 4]
+
+    gc.collect()
+    of_other_tests = len(alive())
+
     def watched(*args):
-        alive = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == device]
-        seen.append(any(t.untyped_storage().nbytes() == rows * hidden.shape[1] * 4 for t in alive))
+        seen.append(len(alive()) > of_other_tests)
         return add_weight(*args)
 
     monkeypatch.setattr(Gradients, "_add_weight", watched)
