@@ -332,7 +332,7 @@ __device__ __forceinline__ void send_dq(const BackwardArgs& args, BackwardBarrie
       }
       ptx::mbarrier_arrive(&shared.dq_ticket_ready[slot]);
     }
-    if constexpr (Shape::kByColumns) __syncwarp();
+    ptx::mbarrier_wait(&shared.dq_ticket_ready[slot], parity_of(step_idx, kStepStages));
     ptx::mbarrier_wait(&shared.dq_full[sender], parity_of(step_idx, kDqSenders));
     // Add to the ring
     if (sends) {
