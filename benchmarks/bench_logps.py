@@ -85,7 +85,8 @@ def kept_whole(hidden, weight, targets):
     compiled = compiled_alone(eager_logps)
 
     def call():
-        with torch._functorch.config.patch(donated_buffer=False):
+        # Not from the cache, whose entries do not tell the two apart: the other would lose its donated buffer too.
+        with torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False):
             return compiled(hidden, weight, targets)
 
     return call

@@ -225,8 +225,9 @@ LOGPS_MEMORY = {OURS: "GiB, ours", LOGPS_KEPT: "logits kept", "torch eager": "ea
 def logps() -> str:
     """A row for each direction and hidden size; what the others need in memory beside it."""
     rows, used = [], []
-    for case, providers in cases_of(rows_of("logps_cuda")).items():
-        op, shape, _ = case
+    cases = cases_of(rows_of("logps_cuda"))
+    for case in sorted(cases, key=lambda case: int(case[1].rpartition("=")[2])):
+        providers, (op, shape, _) = cases[case], case
         if not op.startswith("token_logps, ") or not shape.startswith("T=16384 "):
             continue
         others = [times(providers[p]["ratio_to_ours"]) if p in providers else "" for p in LOGPS_PEERS]
