@@ -132,10 +132,10 @@ def _kl_forward(*args, out_val):
 
 
 def _kl_backward(*args, out_val):
-    """A product for each gradient, and the logits of both heads once more where nothing was kept."""
+    """A product for each gradient, and the logits of both heads once more for what was not kept."""
     given = _by_name(torch.ops.packing_ops.token_kl_backward, args)
     student, teacher = _kl_products(given)
-    _, chunks, columns = given["slopes"].shape
+    _, chunks, columns = given["kept_dz"].shape
     again = _not_kept(student + teacher, chunks * columns, given["weight"])
     return student * (given["need_hidden"] + given["need_weight"]) + again
 

@@ -35,7 +35,7 @@ def rows_at_most(total: int, max_targets: int | None) -> int:
 
 
 def chunk_of(chunk: int | None, rows: int, hidden: torch.Tensor, vocab: int) -> int:
-    """Entries of the vocabulary in a chunk, a multiple of 8: rows of them start on 16 bytes. rows: of all heads."""
+    """Entries of the vocabulary in a chunk: a multiple of 8, so that its rows start on 16 bytes. rows: those of all heads."""
     if chunk is None:
         most = _LOGITS_BYTES.get(hidden.device.type, 1) // torch.sym_max(rows * hidden.element_size(), 1)
         count = -(-vocab // torch.sym_max(most, _FEWEST))
@@ -67,8 +67,8 @@ def check_kept(
     wanted = kept_shape(hidden, vocab, chunk, max_targets, kept.numel() * kept.element_size(), heads)
     if tuple(kept.shape) != wanted:
         raise ValueError(
-            f"keep_logits: expected a backward inside packing_ops.invariant() where the forward was, got {list(wanted)} "
-            f"logits where {list(kept.shape)} were kept"
+            f"keep_logits: expected forward and backward both inside packing_ops.invariant() or both outside, got "
+            f"chunks of {list(wanted)} in backward where {list(kept.shape)} were kept"
         )
 
 
@@ -218,8 +218,8 @@ class Chunks:
 
 class Gradients:
     # Of hidden, weight and bias, from d(logits) chunk by chunk. Where d(logits) stays, that of weight is made after the
-    # float32 one of hidden is gone: less memory at a time. With a scale [rows] they are those of scale / unit * d(logits),
-    # though d(logits) itself stays as it is.
+    # float32 one of hidden is gone: less memory at a time. scale [rows], where given: the gradients are those of
+    # scale / unit * d(logits). d(logits) is not overwritten: a second backward reads it.
 
     def __init__(
         self,
@@ -236,6 +236,7 @@ class Gradients:
         weight = chunks.weight
         self.hidden = chunks.hidden.new_zeros(chunks.hidden.shape if need_hidden else 0, dtype=dtype)
         self.weight: torch.Tensor | None = None
+        self.factors: torch.Tensor | None = None  # what d(logits) is multiplied by for it
         self.bias = weight.new_empty(weight.shape[0] if need_bias else 0)
         self.later: list[tuple[slice, torch.Tensor]] = []
 
@@ -267,10 +268,11 @@ class Gradients:
         if self.weight is None:
             self.weight, self.factors = self.chunks.weight.new_empty(self.chunks.weight.shape), self._factors()
         into = self.weight[part]
+        # addmm and not mm: 1 / unit is multiplied in before the sum is rounded.
         torch.addmm(into, logits.t(), self.factors, beta=0, alpha=1 / self.unit, out=into)
 
     def _factors(self) -> torch.Tensor:
-        """What d(logits) is multiplied by for the gradient of weight: hidden, with its rows' scale."""
+        """hidden, with its rows' scale: rounded to its dtype without a float32 copy."""
         hidden = self.chunks.hidden[: self.chunks.rows]
         return hidden if self.scale is None else torch.mul(hidden, self.scale[:, None], out=torch.empty_like(hidden))
 

@@ -4,8 +4,9 @@ As in packing_ops.logps the logits of all tokens are never held at once. A diver
 for the sum of exponentials of both heads, then for its terms. So the forward takes blocks of rows ``[rows, vocab]``: a
 product for each head, then one kernel that reads its rows twice. In chunks of the vocabulary the products would be made
 twice. The backward takes chunks of the vocabulary ``[total, chunk]``, as that of token_logps and for its reasons: a
-product for each head, a kernel that turns the student's logits into d(logits) in place, and a product for each gradient.
-Or the forward turns the logits of a block of rows into d(logits) as soon as it has read them, and keeps these.
+product for each head, a kernel that turns the student's logits into d(z), the gradient of its scaled logits for a gradient
+of 1 of each row, and a product for each gradient, in which the rows' own gradients are multiplied in. Or the forward
+makes d(z) of a block of rows as soon as it has its sums, and keeps it.
 
 Products, in all: forward one for each head, backward those again and one for each gradient, for every divergence; where
 all is kept, one for each head and one for each gradient.
@@ -83,9 +84,9 @@ def token_kl(
         max_targets: slots that count, or an upper bound, as token_logps: the products take no more rows. By default
             ``metadata.num_targets`` for labels that are no mask. On the CPU they are counted; on CUDA without a bound all
             rows are multiplied. More slots than the bound are an error, on CUDA in a later call, and NaN.
-        keep_logits: bytes. What the backward makes of both heads' logits, the gradient of the student's in hidden's dtype,
-            is kept from the forward for as many chunks as fit: of these the backward makes no logits. ``"auto"``: half
-            of what is free, as token_logps has it. Within packing_ops.invariant() gradients have the same bits.
+        keep_logits: bytes for the gradient of the student's logits, in hidden's dtype, which the forward then makes and
+            keeps for as many chunks as fit. The backward makes no logits of these. 0 keeps nothing. ``"auto"``: half of
+            what is free, as token_logps has it. Within packing_ops.invariant() gradients have the same bits as with 0.
 
     Returns:
         ``[total]``, float32 (float64 for float64), in nats. 0, with gradient 0, at the last slot of each document, where
@@ -192,9 +193,10 @@ def _targets(
 
 # --- the two ops that loop over blocks of rows and chunks of the vocabulary ---
 
-# d(z), which the forward may keep, is of one unit of each row's gradient, which only the backward knows. It is rounded to
-# hidden's dtype times so much: float16 has few numbers near 0.
-_UNIT = 64.0
+# d(z) is made before the rows' own gradients, which the backward alone knows, are multiplied in. It is rounded to hidden's
+# dtype times this: else small probabilities would fall below float16's normal numbers. Up to 1,023 it does not overflow
+# there, and it is at most 1 but for the reverse divergence of very unlikely entries. A power of two: other dtypes round the same.
+_DZ_SCALE = 64.0
 
 
 def _heads(
@@ -210,18 +212,18 @@ def _heads(
 def _new_kept(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int | None, max_targets: int | None, keep_logits: int
 ) -> torch.Tensor:
-    """``[rows, chunks, columns]`` for d(z): in a row the vocabulary from its first entry on."""
+    """``[rows, chunks, columns]`` for d(z). Rows are first, so that a block of rows is one slice over all chunks."""
     chunks, rows, columns = kept_shape(hidden, weight.shape[0], chunk, max_targets, keep_logits, heads=2)
     return hidden.new_empty(rows, chunks, columns)
 
 
 def _is_finite(stats: torch.Tensor) -> torch.Tensor:
-    """Of rows: d(z) is not where these are not, but it is where the divergence alone is inf."""
+    """bool ``[rows]``: whether d(z) is finite. The divergence, stats[0], may be inf where it is."""
     return stats[1:].isfinite().all(0)
 
 
 def _scale(grad: torch.Tensor, targets: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """What the rows of d(z) are multiplied by: 0 where they do not count, NaN where zeros stand for what is not finite."""
+    """Factor of each row of d(z): grad, 0 where the row does not count, NaN where d(z) is not finite, for which zeros stand."""
     scale = grad.masked_fill(targets < 0, 0)
     return scale.masked_fill_((scale != 0) & ~finite, torch.nan)
 
@@ -252,18 +254,18 @@ def _token_kl(*arguments: Any) -> tuple[torch.Tensor, ...]:
     size = min(block, head.hidden.shape[0])
     size = rows_of_product(size, head.hidden) if head.invariant else size
     memory = [each.hidden.new_empty(size, round_up(vocab, 8)) for each in heads]
-    slopes = kept.flatten(1)[: head.rows, :vocab]
-    columns = slice(slopes.shape[1])
+    kept_dz = kept.flatten(1)[: head.rows, :vocab]
+    columns = slice(kept_dz.shape[1])
     for first in range(0, head.rows, block):
         part = slice(first, first + block)
         logits, teacher_logits = (_logits_of(*each) for each in zip(heads, (part, part), memory, strict=True))
-        targets = rows.targets[part].contiguous()
-        stats = _ops.kl_rows(logits, head.bias, teacher_logits, teacher.bias, targets, *numbers)
+        of_block = rows.targets[part].contiguous()
+        stats = _ops.kl_rows(logits, head.bias, teacher_logits, teacher.bias, of_block, *numbers)
         found[:, part] = stats
-        if slopes.numel():
-            kept_of = logits[:, columns], head.bias_of(columns), teacher_logits[:, columns], teacher.bias_of(columns)
-            targets = targets.masked_fill(~_is_finite(stats), -1)
-            _ops.kl_chunk_backward_(*kept_of, targets, *numbers, stats, _UNIT, slopes[part])
+        if kept_dz.numel():
+            both = logits[:, columns], head.bias_of(columns), teacher_logits[:, columns], teacher.bias_of(columns)
+            of_block = of_block.masked_fill(~_is_finite(stats), -1)
+            _ops.kl_chunk_backward_(*both, of_block, *numbers, stats, _DZ_SCALE, kept_dz[part])
     stats = found if rows.index is None else torch.stack(rows.back(*found))
     over = rows.over_bound()
     return stats[0].clone() if over is None else stats[0].masked_fill(over, torch.nan), stats, kept
@@ -278,9 +280,9 @@ def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torc
     head, teacher = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets, kept)
     stats = rows.of(stats)
     finite = _is_finite(stats)
-    of_rows = rows.targets.masked_fill(~finite, -1), *numbers, stats, _UNIT
+    of_rows = rows.targets.masked_fill(~finite, -1), *numbers, stats, _DZ_SCALE
     scale = _scale(numbers[0] * rows.of(grad), rows.targets, finite)
-    gradients = Gradients(head, stats.dtype, need_hidden, need_weight, need_bias, scale, _UNIT)
+    gradients = Gradients(head, stats.dtype, need_hidden, need_weight, need_bias, scale, _DZ_SCALE)
     for (part, _, weight, bias, logits, is_kept), (_, _, teacher_weight, teacher_bias, teacher_logits, _) in zip(
         head, teacher, strict=True
     ):
@@ -330,7 +332,7 @@ def _token_kl_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _token_kl_backward_formula(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
     *tensors, kept = ctx.saved_tensors
-    kept = kept if ctx.mode == active() else kept[:, :0]  # laid out in another mode
+    kept = kept if ctx.mode == active() else kept[:, :0]  # the other mode has other chunks
     needed = ctx.needs_input_grad[:3]
     grads = past_autograd(_ops.token_kl_backward, grad, *tensors, kept, *ctx.options, *needed)
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 10

@@ -134,9 +134,9 @@ def token_logps(
         metadata: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
         temperature: above 0; or a floating tensor ``[total]`` or ``[1, total]``: of what each slot predicts. It gets no
             gradient.
-        chunk: entries of the vocabulary whose logits are in memory at a time, ``total * chunk`` elements of hidden's
-            dtype, rounded up to a multiple of 8. By default as many as make 512 MiB (64 MiB on the CPU), at least 512, in
-            equal chunks. Within packing_ops.invariant() a multiple of 4,096: no result of a slot then depends on chunk or
+        chunk: entries of the vocabulary whose logits are in memory at a time, rounded up to a multiple of 8:
+            ``total * chunk`` elements of hidden's dtype. By default as many as make 512 MiB (64 MiB on the CPU), at least
+            512, in equal chunks. Within packing_ops.invariant() a multiple of 4,096: no result of a slot then depends on chunk or
             on other slots.
         entropy: ``True`` for ``outputs=("logps", "entropy")``.
         bias: ``[vocab]``, the head's, the dtype of weight.
@@ -433,7 +433,7 @@ def _temperatures(temperature: torch.Tensor, hidden: torch.Tensor) -> torch.Tens
 
 
 def bytes_to_keep(keep_logits: int | str, head: Head) -> int:
-    """Of logits, for a backward: 0 where there is none. ValueError unless it is bytes or "auto"."""
+    """keep_logits as bytes, 0 where no backward follows. ValueError unless it is bytes or "auto"."""
     if isinstance(keep_logits, str) and keep_logits != "auto":
         raise ValueError(f"keep_logits: expected bytes or 'auto', got {keep_logits!r}")
     keep = 0 if isinstance(keep_logits, str) else at_least(keep_logits, "keep_logits", 0, "bytes")

@@ -94,7 +94,7 @@ def op_samples(device):
     found = ops.kl_rows(logits, None, teacher_logits, None, targets, 1.0, 1.0, 0.5)
     kl, stats = found[0].clone(), found
     heads, out = (logits, student[2], teacher_logits, teacher[2]), torch.empty_like(logits)
-    slopes, every = out.new_zeros(35, 2, 16), torch.zeros_like(targets)  # what is kept of others is anything
+    kept_dz, every = out.new_zeros(35, 2, 16), torch.zeros_like(targets)  # what is kept of others is anything
     return [
         (ops.kl_rows, (*heads, targets, 1.0, 0.5, 0.5)),
         (ops.kl_rows, (logits[:, 1:8], None, teacher_logits[:, 3:10], None, targets, 1.0, 1.0, 1.0)),
@@ -104,7 +104,7 @@ def op_samples(device):
         (ops.token_kl, (*leaves(*student[:2]), None, *teacher, targets, 0.5, 1.0, 0.0, None, 33, 0)),
         (
             ops.token_kl_backward,
-            (kl, *student, *teacher, targets, stats, slopes, 1.0, 1.0, 0.5, 16, 30, True, False, True),
+            (kl, *student, *teacher, targets, stats, kept_dz, 1.0, 1.0, 0.5, 16, 30, True, False, True),
         ),
     ]
 

@@ -35,7 +35,7 @@ struct KlParams {
   void* teacher_lse = nullptr;
   void* student_kl = nullptr;  // KL(P || M); 0 for beta 0
 
-  // Backward alone: scale * d(divergence) / d(z) of the student. It may take the place of its logits.
+  // Backward alone. out = scale * d(divergence) / d(z) of the student; it may be the student's logits.
   double scale = 1;
   void* out = nullptr;     // [rows, columns], of their dtype
   int64_t out_stride = 0;  // elements from one row to the next

@@ -49,7 +49,7 @@ KlParams kl_params(const Tensor& logits, const Tensor& teacher_logits, const Ten
   return p;
 }
 
-// Of tensors of one shape: element by element.
+// Whether elements of two tensors of one shape lie at the same addresses: each is read before it is overwritten.
 bool same_memory(const Tensor& a, const Tensor& b) {
   return a.data_ptr() == b.data_ptr() && a.stride(0) == b.stride(0);
 }

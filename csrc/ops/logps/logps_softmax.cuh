@@ -119,7 +119,7 @@ __device__ inline bool is_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// values += bias, read in vectors of up to 16 bytes: more than one value where the address is a multiple of theirs.
+// values += bias, read in vectors of up to 16 bytes, to which it is aligned.
 template <class Real, int kCount>
 __device__ void add_bias(const Real* bias, Real (&values)[kCount]) {
   constexpr int kMost = 16 / sizeof(Real);
@@ -132,8 +132,8 @@ __device__ void add_bias(const Real* bias, Real (&values)[kCount]) {
   }
 }
 
-// Lane by lane the values of kGrain columns from first on, and their sum. Scaling::altered(logit, column): with the
-// bias, as alter for the logits of a vector. Scaling::allowed<n>(column): a bit for each of n columns, the first one
+// Lane by lane the values of kGrain columns from first on, and their sum. Scaling::alter(values, column): adds the
+// bias to a vector of logits; altered(logit, column): to one. Scaling::allowed<n>(column): a bit for each of n columns, the first one
 // lowest; -inf where it is 0. Which lane has which columns does not depend on their alignment.
 template <class T, bool kMore, class Scaling, int kVectors>
 __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, const Scaling& scaling,

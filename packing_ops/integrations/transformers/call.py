@@ -253,10 +253,8 @@ class PackedCall:
 
     def named_by(self):
         """The argument that says where the documents are."""
-        for each in (
-            *reversed(self.outers),
-            self,
-        ):  # the outer ones first: what they pass on to an inner model may be less
+        # The outer calls first: what they pass on to an inner model may be less.
+        for each in (*reversed(self.outers), self):
             if each.position_ids is not None or each.cu_seqlens is not None:
                 return "cu_seq_lens_q" if each.position_ids is None else "position_ids"
         return "attention_mask"

@@ -53,7 +53,7 @@ class BatchDocuments:
     def document_ids(self, batch, seqlen):
         """int32 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
         total = batch * seqlen if self.indices is None else self.indices.numel()
-        numbers = _ops.seq_idx_from_cu_seqlens(self.cu_seqlens_q, total) + 1
+        numbers = _ops.seq_idx_from_cu_seqlens(self.cu_seqlens_q, total) + 1  # scatter_rows leaves 0 in padding
         numbers = numbers.masked_fill(numbers == self.cu_seqlens_q.numel(), 0)  # behind the last document
         if self.indices is not None:
             numbers = _ops.scatter_rows(numbers, self.indices, batch, seqlen)

@@ -382,7 +382,7 @@ def _wrapped(original, names):
 def _row_positions(call, position_ids, slots, of_others):
     """(position_ids ``[batch or 1, q_length]`` that tell documents, or None; whether layers get those of one axis of an image)."""
     axes = call is not None and are_axes(call.position_ids, call.first_axis)
-    if axes or (position_ids is None and call is not None):  # the model passes none on
+    if axes or (position_ids is None and call is not None):  # of several axes, or the model passes none on
         position_ids = call.row_positions(*slots)
     if of_others or not is_tensor(position_ids, 2) or position_ids.shape[1] != slots[1]:
         position_ids = None

@@ -391,7 +391,8 @@ def _apart(layer, run, isolations, found, args, kwargs):
         kind, inside = _kind_of(layer)[0], calls_attention_inside(layer)
         why = f"{kind.value} calls attention inside, whose documents are those of the whole batch" if inside else None
         isolations[device.type] = why or isolation_of(layer, kind, run, named, documents, shape, axes)
-    isolation, call = isolations[device.type], here().call
+    isolation = isolations[device.type]
+    call = here().call  # None where it is recomputed in backward
     if isinstance(isolation, str):
         raise ValueError(
             f"{'position_ids' if call is None else call.named_by()}: expected one document in each row, got several, and "

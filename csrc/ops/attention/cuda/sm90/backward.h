@@ -15,7 +15,7 @@ struct BackwardArgs {
   Divisor tile_tokens;
 };
 
-// kTransform: scores pass through softcap, or softmax_scale is not positive.
+// kTransform: as transforms_scores of softmax.cuh says.
 template <class T, int kDim, int kDimV, bool kTransform>
 void run_backward(const Args& args, DType dtype, cudaStream_t stream);
 

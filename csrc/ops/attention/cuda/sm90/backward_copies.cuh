@@ -1,5 +1,5 @@
 // What the backward's producer warpgroup does: a lane loads rows and keys and describes steps, a warp loads row_stats,
-// a lane waits for the tickets of dq, and a lane (by columns a warp) adds dq to the ring and publishes the next ticket.
+// and two warps alternate at the steps' dq: one lane waits for its ticket, adds it to the ring and publishes the next.
 #pragma once
 
 #include "ops/attention/cuda/sm90/backward_shape.cuh"
@@ -221,6 +221,7 @@ __device__ __forceinline__ void load_units(const BackwardArgs& args, BackwardBar
     }
   }
   // Announce the end, to each warp that sends dq
+  static_assert(kDqSenders <= kStepStages);
   for (int i = 0; i < kDqSenders; ++i, ++step_idx) {
     free_step().exists = false;
     ptx::mbarrier_arrive(&shared.described[stage_of(step_idx, kStepStages)]);
@@ -332,6 +333,7 @@ __device__ __forceinline__ void send_dq(const BackwardArgs& args, BackwardBarrie
       }
       ptx::mbarrier_arrive(&shared.dq_ticket_ready[slot]);
     }
+    // Done already; synccheck asks that somebody waits for each phase.
     ptx::mbarrier_wait(&shared.dq_ticket_ready[slot], parity_of(step_idx, kStepStages));
     ptx::mbarrier_wait(&shared.dq_full[sender], parity_of(step_idx, kDqSenders));
     // Add to the ring

@@ -189,17 +189,19 @@ struct BackwardMath {
     }
   }
 
-  // Four floats of a row tile's partial dq in shared memory or the ring, in units of them: a warp's 16 rows of a panel
-  // are together, and its accesses follow each other. n: of this thread's blocks of 8 columns, from that panel on.
+  // Index, in float4, in a row tile's partial dq in shared memory or the ring: a warp's 16 rows of a panel are together,
+  // and its accesses follow each other. n: of this thread's blocks of 8 columns, from that panel on.
   static __device__ __forceinline__ int ring_offset(int panel, int n) {
+    constexpr int kPanelVectors = kTileRows * 64 / 4;
     panel += n / 8;
     const int warp = static_cast<int>(threadIdx.x / 32 & 3);
-    return panel * 1024 + warp * 32 * blocks_of(panel) + n % 8 * 32 + static_cast<int>(threadIdx.x & 31);
+    return panel * kPanelVectors + warp * 32 * blocks_of(panel) + n % 8 * 32 + static_cast<int>(threadIdx.x & 31);
   }
   // Blocks of 8 columns of a panel: half as many in the second of 96 columns.
   static __device__ __forceinline__ int blocks_of(int panel) {
     return Shape::kDim % 64 == 0 || panel < Shape::kPanels - 1 ? 8 : Shape::kDim % 64 / 8;
   }
+  // Whether a block has columns of dq.
   static __device__ __forceinline__ bool in_ring(int panel, int n) { return n % 8 < blocks_of(panel + n / 8); }
 
   // For the copying warpgroup to send.

@@ -32,10 +32,12 @@ enum class Role : int {
   // backward
   kLoadUnits = 0,
   kLoadRowStats = 1,
-  kSendDq = 2  // and the next warp
+  kSendDq = 2  // the first of kDqSenders warps
 };
 
+// They alternate at the steps' dq: one is too slow (README.md).
 constexpr int kDqSenders = 2;
+static_assert(static_cast<int>(Role::kSendDq) + kDqSenders == kWarpgroupWarps);
 
 constexpr int warp_of(Role role) {
   return static_cast<int>(role);
