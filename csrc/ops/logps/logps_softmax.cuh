@@ -133,8 +133,8 @@ __device__ void add_bias(const Real* bias, Real (&values)[kCount]) {
 }
 
 // Lane by lane the values of kGrain columns from first on, and their sum. Scaling::alter(values, column): adds the
-// bias to a vector of logits; altered(logit, column): to one. Scaling::allowed<n>(column): a bit for each of n columns, the first one
-// lowest; -inf where it is 0. Which lane has which columns does not depend on their alignment.
+// bias to a vector of logits; altered(logit, column): to one. Scaling::allowed<n>(column): a bit for each of n columns,
+// the first one lowest; -inf where it is 0. Which lane has which columns does not depend on their alignment.
 template <class T, bool kMore, class Scaling, int kVectors>
 __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, const Scaling& scaling,
                                       accumulate_t<T> (&values)[kVectors][Row<T>::kVec]) {

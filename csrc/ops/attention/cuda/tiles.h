@@ -153,8 +153,8 @@ constexpr bool wgmma_backward_by_columns(int dim) {
 constexpr int wgmma_backward_keys(int dim) {
   return wgmma_backward_by_columns(dim) ? 64 : wgmma_backward_by_panels(dim) ? 96 : 128;
 }
-// kv heads of a document whose units run at the same time: those of 8 q heads. With fewer, more units read the same rows
-// and add to the same dq in L2; with 2 q heads they wait for each other's tickets.
+// kv heads of a document whose units run at the same time: those of 8 q heads. With fewer, more units read the same
+// rows and add to the same dq in L2; with 2 q heads they wait for each other's tickets.
 constexpr int wgmma_backward_heads(int group) {
   return group < 8 ? 8 / group : 1;
 }

@@ -312,8 +312,8 @@ __device__ __forceinline__ void zero_unused_rows(const BackwardArgs& args, uint3
 }
 
 // Adds dq that other key tiles add to as well to the ring, in the order of tickets, and publishes the next ticket once
-// it is there. By one lane of a warp for every kDqSenders-th step; by columns by the warp, which also zeroes the rows of
-// q and dout that dq has overwritten.
+// it is there. By one lane of a warp for every kDqSenders-th step; by columns by the warp, which also zeroes the rows
+// of q and dout that dq has overwritten.
 template <class Shape>
 __device__ __forceinline__ void send_dq(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base,
                                         int sender) {

@@ -189,8 +189,8 @@ struct BackwardMath {
     }
   }
 
-  // Index, in float4, in a row tile's partial dq in shared memory or the ring: a warp's 16 rows of a panel are together,
-  // and its accesses follow each other. n: of this thread's blocks of 8 columns, from that panel on.
+  // Index, in float4, in a row tile's partial dq in shared memory or the ring: a warp's 16 rows of a panel are
+  // together, and its accesses follow each other. n: of this thread's blocks of 8 columns, from that panel on.
   static __device__ __forceinline__ int ring_offset(int panel, int n) {
     constexpr int kPanelVectors = kTileRows * 64 / 4;
     panel += n / 8;

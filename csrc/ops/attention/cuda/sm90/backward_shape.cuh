@@ -137,9 +137,9 @@ struct BackwardBarriers : std::conditional_t<Shape::kByPanels, DoutBarriers, NoB
   uint64_t q_empty[kRowStages];
   uint64_t ds_full[2];
   uint64_t described[kStepStages];
-  uint64_t dq_ticket_ready[kStepStages];      // the step's dq may be added
-  uint64_t dq_ticket_published[kStepStages];  // its next ticket is in memory
-  uint64_t dq_full[kDqSenders];  // of every kDqSenders-th step
+  uint64_t dq_ticket_ready[kStepStages];        // the step's dq may be added
+  uint64_t dq_ticket_published[kStepStages];    // its next ticket is in memory
+  uint64_t dq_full[kDqSenders];                 // of every kDqSenders-th step
   uint64_t dq_empty[Shape::kDqStages];          // by columns q_empty says it
   uint64_t rows_read;                           // by columns: wgmma has read q and dout, dq may overwrite them
   uint64_t keys_read;                           // by the unit's last wgmma
