@@ -236,7 +236,7 @@ class Gradients:
         weight = chunks.weight
         self.hidden = chunks.hidden.new_zeros(chunks.hidden.shape if need_hidden else 0, dtype=dtype)
         self.weight: torch.Tensor | None = None
-        self.factors: torch.Tensor | None = None  # what d(logits) is multiplied by for it
+        self.factors = weight.new_empty(0)  # what d(logits) is multiplied by for it
         self.bias = weight.new_empty(weight.shape[0] if need_bias else 0)
         self.later: list[tuple[slice, torch.Tensor]] = []
 
