@@ -19,7 +19,7 @@ from packing_ops._invariant import COLUMNS, GRAIN, active, at_once, by_blocks, p
 
 _LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
 _FEWEST = 512  # entries of a chunk: smaller products do not fill a GPU
-MULTIPLE = 128  # whole tiles of the product, rows aligned to 16 bytes
+TILE = 128  # whole tiles of the product, rows aligned to 16 bytes
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -31,7 +31,7 @@ def round_up(size: int, multiple: int) -> int:
 
 def rows_at_most(total: int, max_targets: int | None) -> int:
     """Rows that are multiplied: whole tiles of them."""
-    return total if max_targets is None else torch.sym_min(total, round_up(max_targets, MULTIPLE))
+    return total if max_targets is None else torch.sym_min(total, round_up(max_targets, TILE))
 
 
 def chunk_of(chunk: int | None, rows: int, hidden: torch.Tensor, vocab: int) -> int:
@@ -39,7 +39,7 @@ def chunk_of(chunk: int | None, rows: int, hidden: torch.Tensor, vocab: int) -> 
     if chunk is None:
         most = _LOGITS_BYTES.get(hidden.device.type, 1) // torch.sym_max(rows * hidden.element_size(), 1)
         count = -(-vocab // torch.sym_max(most, _FEWEST))
-        chunk = round_up(-(-vocab // count), MULTIPLE)
+        chunk = round_up(-(-vocab // count), TILE)
     if active():
         chunk = torch.sym_max(chunk // GRAIN, 1) * GRAIN
     return round_up(torch.sym_min(chunk, vocab), 8)

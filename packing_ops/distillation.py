@@ -21,7 +21,7 @@ from packing_ops._arguments import at_least, described, integer, number, sum_dty
 from packing_ops._autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
 from packing_ops._invariant import ROWS, active, pad_rows, rows_of_product
 from packing_ops._logps_chunks import (
-    MULTIPLE,
+    TILE,
     Chunks,
     Gradients,
     Rows,
@@ -112,8 +112,8 @@ def token_kl(
         tensor([0.0000, 0.0285, 0.0000])
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, heads of different vocabularies, beta, a temperature or
-            chunk out of range, a label outside of the vocabulary, more slots than max_targets (both on CUDA in a later
+        ValueError: shapes, dtypes or devices that do not fit, heads of different vocabularies, beta, a temperature,
+            chunk or keep_logits out of range, a label outside of the vocabulary, more slots than max_targets (both on CUDA in a later
             call). The message names the argument.
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
 
@@ -232,7 +232,7 @@ def _block_of(head: Chunks) -> int:
     """Rows of the whole vocabulary that are no more logits than a chunk has, in equal blocks."""
     blocks = -(-head.rows // max(head.rows * head.chunk // head.weight.shape[0], 1))
     size = -(-head.rows // max(blocks, 1))
-    return max(round_up(size, ROWS if size < MULTIPLE else MULTIPLE), ROWS)
+    return max(round_up(size, ROWS if size < TILE else TILE), ROWS)
 
 
 def _logits_of(head: Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor:
