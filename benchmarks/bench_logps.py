@@ -81,11 +81,11 @@ def backward_of(function, leaves, grad=None):
 
 
 def kept_whole(hidden, weight, targets):
-    """eager_logps compiled such that its backward can run again: it writes over nothing that the forward has kept."""
+    """eager_logps compiled such that its backward can run again: it writes over nothing that the forward has kept. Not from
+    torch's cache, nor into it: its entries do not tell the two kinds apart."""
     compiled = compiled_alone(eager_logps)
 
     def call():
-        # Not from the cache, whose entries do not tell the two apart: the other would lose its donated buffer too.
         with torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False):
             return compiled(hidden, weight, targets)
 
