@@ -218,25 +218,13 @@ class Chunks:
 
 class Gradients:
     # Of hidden, weight and bias, from d(logits) chunk by chunk. Where d(logits) stays, that of weight is made after the
-    # float32 one of hidden is gone: less memory at a time. scale [rows], where given: the gradients are those of
-    # scale / unit * d(logits). d(logits) is not overwritten: a second backward reads it.
+    # float32 one of hidden is gone: less memory at a time.
 
-    def __init__(
-        self,
-        chunks: Chunks,
-        dtype: torch.dtype,
-        need_hidden: bool,
-        need_weight: bool,
-        need_bias: bool,
-        scale: torch.Tensor | None = None,
-        unit: float = 1,
-    ) -> None:
+    def __init__(self, chunks: Chunks, dtype: torch.dtype, need_hidden: bool, need_weight: bool, need_bias: bool):
         self.chunks, self.need_hidden, self.need_weight, self.need_bias = chunks, need_hidden, need_weight, need_bias
-        self.scale, self.unit = scale, unit
         weight = chunks.weight
         self.hidden = chunks.hidden.new_zeros(chunks.hidden.shape if need_hidden else 0, dtype=dtype)
         self.weight: torch.Tensor | None = None
-        self.factors = weight.new_empty(0)  # what d(logits) is multiplied by for it
         self.bias = weight.new_empty(weight.shape[0] if need_bias else 0)
         self.later: list[tuple[slice, torch.Tensor]] = []
 
@@ -250,37 +238,20 @@ class Gradients:
                     of_grain, part_of_weight = pad(of_grain, (0, missing)), pad(part_of_weight, (0, 0, 0, missing))
                 self.chunks.by_rows(_add_product, (self.hidden, of_grain), part_of_weight)
         if self.need_bias:
-            self.bias[part] = self._bias(logits)
+            self.bias[part] = logits.sum(0, dtype=self.hidden.dtype)
         if self.need_weight and later:
             self.later.append((part, logits))
         elif self.need_weight:
             self._add_weight(part, logits)
 
-    def _bias(self, logits: torch.Tensor) -> torch.Tensor:
-        if self.scale is None:
-            return logits.sum(0, dtype=self.hidden.dtype)
-        logits = logits.to(self.hidden.dtype) if logits.is_cpu else logits
-        total = self.scale.new_zeros(1, logits.shape[1])
-        _add_product(total, self.scale[None].to(logits.dtype), logits)
-        return total[0] / self.unit
-
     def _add_weight(self, part: slice, logits: torch.Tensor) -> None:
         if self.weight is None:
-            self.weight, self.factors = self.chunks.weight.new_empty(self.chunks.weight.shape), self._factors()
-        into = self.weight[part]
-        # addmm and not mm: 1 / unit is multiplied in before the sum is rounded.
-        torch.addmm(into, logits.t(), self.factors, beta=0, alpha=1 / self.unit, out=into)
-
-    def _factors(self) -> torch.Tensor:
-        """hidden, with its rows' scale: rounded to its dtype without a float32 copy."""
-        hidden = self.chunks.hidden[: self.chunks.rows]
-        return hidden if self.scale is None else torch.mul(hidden, self.scale[:, None], out=torch.empty_like(hidden))
+            self.weight = self.chunks.weight.new_empty(self.chunks.weight.shape)
+        torch.mm(logits.t(), self.chunks.hidden[: self.chunks.rows], out=self.weight[part])
 
     def finished(self, rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         hidden, self.hidden = self.hidden[: self.chunks.rows], self.hidden.new_empty(0)  # no view of it stays
         if self.need_hidden:
-            if self.scale is not None:
-                hidden.mul_(self.scale[:, None] / self.unit)
             if self.chunks.group is not None:
                 torch.distributed.all_reduce(hidden, group=self.chunks.group)
             (hidden,) = rows.back(hidden.to(dtype))

@@ -4,9 +4,9 @@ As in packing_ops.logps the logits of all tokens are never held at once. A diver
 for the sum of exponentials of both heads, then for its terms. So the forward takes blocks of rows ``[rows, vocab]``: a
 product for each head, then one kernel that reads its rows twice. In chunks of the vocabulary the products would be made
 twice. The backward takes chunks of the vocabulary ``[total, chunk]``, as that of token_logps and for its reasons: a
-product for each head, a kernel that turns the student's logits into d(z), the gradient of its scaled logits for a gradient
-of 1 of each row, and a product for each gradient, in which the rows' own gradients are multiplied in. Or the forward
-makes d(z) of a block of rows as soon as it has its sums, and keeps it.
+product for each head, a kernel that turns the student's logits into d(logits) in place, and a product for each gradient.
+Or the forward makes d(z) of a block of rows as soon as it has their sums, and keeps it: d(logits) but for the rows' own
+gradients, which the backward multiplies in. Both round d(z) before that, so the gradients have the same bits.
 
 Products, in all: forward one for each head, backward those again and one for each gradient, for every divergence; where
 all is kept, one for each head and one for each gradient.
@@ -85,7 +85,7 @@ def token_kl(
             ``metadata.num_targets`` for labels that are no mask. On the CPU they are counted; on CUDA without a bound all
             rows are multiplied. More slots than the bound are an error, on CUDA in a later call, and NaN.
         keep_logits: bytes for the gradient of the student's logits, in hidden's dtype, which the forward then makes and
-            keeps for as many chunks as fit. The backward makes no logits of these. 0 keeps nothing. ``"auto"``: half of
+            keeps for as many chunks as fit. The backward makes no logits of these. 0 keeps nothing, nor does float16. ``"auto"``: half of
             what is free, as token_logps has it. Within packing_ops.invariant() gradients have the same bits as with 0.
 
     Returns:
@@ -193,11 +193,6 @@ def _targets(
 
 # --- the two ops that loop over blocks of rows and chunks of the vocabulary ---
 
-# d(z) is made before the rows' own gradients, which the backward alone knows, are multiplied in. It is rounded to hidden's
-# dtype times this: else small probabilities would fall below float16's normal numbers. Up to 1,023 it does not overflow
-# there, and it is at most 1 but for the reverse divergence of very unlikely entries. A power of two: other dtypes round the same.
-_DZ_SCALE = 64.0
-
 
 def _heads(
     rows: Rows, head: Head, teacher: Head, chunk: int | None, max_targets: int | None, kept: torch.Tensor
@@ -212,7 +207,9 @@ def _heads(
 def _new_kept(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int | None, max_targets: int | None, keep_logits: int
 ) -> torch.Tensor:
-    """``[rows, chunks, columns]`` for d(z). Rows are first, so that a block of rows is one slice over all chunks."""
+    """``[rows, chunks, columns]`` for d(z). Rows are first, so that a block of rows is one slice over all chunks. None in
+    float16: before the rows' own gradients are multiplied in, d(z) may be outside of its range."""
+    keep_logits = 0 if hidden.dtype == torch.float16 else keep_logits
     chunks, rows, columns = kept_shape(hidden, weight.shape[0], chunk, max_targets, keep_logits, heads=2)
     return hidden.new_empty(rows, chunks, columns)
 
@@ -222,10 +219,10 @@ def _is_finite(stats: torch.Tensor) -> torch.Tensor:
     return stats[1:].isfinite().all(0)
 
 
-def _scale(grad: torch.Tensor, targets: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """Factor of each row of d(z): grad, 0 where the row does not count, NaN where d(z) is not finite, for which zeros stand."""
-    scale = grad.masked_fill(targets < 0, 0)
-    return scale.masked_fill_((scale != 0) & ~finite, torch.nan)
+def _scales(grad: torch.Tensor, targets: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+    """Factor of each row of d(z): grad, 0 where the row does not count, NaN where d(z) is not finite: kept, it is zeros."""
+    scales = grad.masked_fill(targets < 0, 0)
+    return scales.masked_fill_((scales != 0) & ~finite, torch.nan)
 
 
 def _block_of(head: Chunks) -> int:
@@ -265,7 +262,7 @@ def _token_kl(*arguments: Any) -> tuple[torch.Tensor, ...]:
         if kept_dz.numel():
             both = logits[:, columns], head.bias_of(columns), teacher_logits[:, columns], teacher.bias_of(columns)
             of_block = of_block.masked_fill(~_is_finite(stats), -1)
-            _ops.kl_chunk_backward_(*both, of_block, *numbers, stats, _DZ_SCALE, kept_dz[part])
+            _ops.kl_chunk_backward_(*both, of_block, *numbers, stats, None, kept_dz[part])
     stats = found if rows.index is None else torch.stack(rows.back(*found))
     over = rows.over_bound()
     return stats[0].clone() if over is None else stats[0].masked_fill(over, torch.nan), stats, kept
@@ -279,19 +276,22 @@ def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torc
     check_kept(kept, arguments[0], arguments[1].shape[0], chunk, max_targets, heads=2)
     head, teacher = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets, kept)
     stats = rows.of(stats)
-    finite = _is_finite(stats)
-    of_rows = rows.targets.masked_fill(~finite, -1), *numbers, stats, _DZ_SCALE
-    scale = _scale(numbers[0] * rows.of(grad), rows.targets, finite)
-    gradients = Gradients(head, stats.dtype, need_hidden, need_weight, need_bias, scale, _DZ_SCALE)
+    scales = _scales(numbers[0] * rows.of(grad), rows.targets, _is_finite(stats))
+    of_rows = rows.targets, *numbers, stats, scales
+    gradients = Gradients(head, stats.dtype, need_hidden, need_weight, need_bias)
+    scaled = head.scratch() if kept.numel() else None
     for (part, _, weight, bias, logits, is_kept), (_, _, teacher_weight, teacher_bias, teacher_logits, _) in zip(
         head, teacher, strict=True
     ):
-        if not is_kept:
+        if is_kept and scaled is not None:
+            kept_dz, logits = logits[: head.rows], scaled[:, : logits.shape[1]]
+            torch.mul(kept_dz, scales[:, None], out=logits[: head.rows])
+        else:
             head.multiply(weight, logits)
             teacher.multiply(teacher_weight, teacher_logits)
             out = logits[: head.rows]
             _ops.kl_chunk_backward_(out, bias, teacher_logits[: head.rows], teacher_bias, *of_rows, out)
-        gradients.add(part, weight, logits, later=is_kept)
+        gradients.add(part, weight, logits, later=False)
     return gradients.finished(rows, head.hidden.dtype)
 
 

@@ -70,7 +70,7 @@ def step(x):
     ops.logps_chunk_backward_(allowed_gradient, None, targets, 0, scales, 0.0, of_allowed[1].log(), slopes, mask)
     heads = x["q"].flatten(1)[:, :99].clone(), None, x["q"].flatten(1)[:, 1:100], None, targets, 0.1, 0.2, 0.5
     divergence = ops.kl_rows(*heads)
-    ops.kl_chunk_backward_(*heads, divergence, 1.0, heads[0])
+    ops.kl_chunk_backward_(*heads, divergence, x["values"], heads[0])
     return {
         "cu_seqlens": cu_seqlens,
         "position_ids": position_ids,

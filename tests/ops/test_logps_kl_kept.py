@@ -109,6 +109,37 @@ def test_small_gradients_of_float16_under_a_loss_scale(device, beta):
     )
 
 
+@pytest.mark.parametrize("keep", [0, ALL])
+@pytest.mark.parametrize(("loss_scale", "size"), [(65_536.0, 1.0), (1024.0, 64.0)])
+def test_a_loss_scale_times_hidden_may_leave_the_range_of_float16(device, loss_scale, size, keep):
+    hidden = torch.full((3, 2), size, dtype=torch.float16, device=device)
+    weight = torch.tensor([[0.5, 0.0], [0.0, 0.25]], dtype=torch.float16, device=device)
+    teacher = hidden, weight + torch.tensor([[0.01, 0.0], [0.0, 0.0]], dtype=torch.float16, device=device), None
+    given = (
+        (hidden, weight, None),
+        teacher,
+        torch.zeros(3, dtype=torch.int64, device=device),
+        torch.tensor([0, 3], device=device),
+    )
+    grad = torch.full((3,), loss_scale, device=device)
+    exact = result_and_gradients(
+        theirs, *(as_dtype(torch.float64, head) for head in given[:2]), *given[2:], grad.double()
+    )
+    for found, expected in zip(result_and_gradients(ours, *given, grad, keep_logits=keep), exact, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("keep", [0, ALL])
+def test_a_reverse_divergence_may_have_slopes_above_the_range_of_float16(device, keep):
+    """A small gradient brings them back into it."""
+    hidden, weight = (torch.ones(2, 1, dtype=torch.float16, device=device) for _ in range(2))
+    teacher = hidden, torch.tensor([[0.0], [-5000.0]], dtype=torch.float16, device=device), None
+    given = (hidden, weight, None), teacher, None, torch.tensor([0, 2], device=device)
+    grad, options = torch.tensor([1e-3, 0.0], device=device), {"beta": 1.0, "teacher_temperature": 0.01}
+    _, _, of_weight = result_and_gradients(ours, *given, grad, keep_logits=keep, **options)
+    torch.testing.assert_close(of_weight, torch.tensor([[-125.0], [125.0]], dtype=torch.float16, device=device))
+
+
 # --- rows that do not count ---
 
 
@@ -187,9 +218,9 @@ def test_whole_chunks_that_fit(device, keep, chunks):
 
 
 def test_products_of_a_backward(device, monkeypatch):
-    """The logits of both heads, of each chunk that was not kept; those of the gradients are addmm's."""
+    """The logits of both heads, of each chunk that was not kept, and weight's gradient; hidden's are addmm's."""
     student, teacher, labels, cu_seqlens = two_heads(device, dtype=torch.bfloat16)
-    for keep, wanted in ((0, 10), (2 * labels.shape[0] * CHUNK * 2, 6), (ALL, 0)):
+    for keep, wanted in ((0, 15), (2 * labels.shape[0] * CHUNK * 2, 11), (ALL, 5)):
         loss = ours(leaves(*student), teacher, labels, cu_seqlens, chunk=CHUNK, keep_logits=keep).sum()
         assert products(monkeypatch, loss.backward) == wanted
 

@@ -98,8 +98,8 @@ def op_samples(device):
     return [
         (ops.kl_rows, (*heads, targets, 1.0, 0.5, 0.5)),
         (ops.kl_rows, (logits[:, 1:8], None, teacher_logits[:, 3:10], None, targets, 1.0, 1.0, 1.0)),
-        (ops.kl_chunk_backward_, (*heads, targets, 1.0, 0.5, 0.5, stats, 64.0, out)),
-        (ops.kl_chunk_backward_, (logits, None, *heads[2:], targets, 1.0, 1.0, 0.0, stats, 1.0, out)),
+        (ops.kl_chunk_backward_, (*heads, targets, 1.0, 0.5, 0.5, stats, kl, out)),
+        (ops.kl_chunk_backward_, (logits, None, *heads[2:], targets, 1.0, 1.0, 0.0, stats, None, out)),
         (ops.token_kl, (*leaves(*student), *teacher, every, 1.0, 1.0, 0.5, 16, None, 5000)),
         (ops.token_kl, (*leaves(*student[:2]), None, *teacher, targets, 0.5, 1.0, 0.0, None, 33, 0)),
         (
@@ -115,28 +115,47 @@ def test_opcheck(device, sample):
     torch.library.opcheck(op, arguments)
 
 
-@pytest.mark.parametrize("change", ["shape", "dtype", "stats", "beta", "out", "teacher", "overlap"])
+@pytest.mark.parametrize("change", ["shape", "dtype", "stats", "beta", "scales", "out", "teacher", "overlap"])
 def test_ops_name_what_does_not_fit(device, change):
     logits, other = torch.randn(3, 8, device=device), torch.randn(3, 8, device=device)
     targets, stats = torch.zeros(3, dtype=torch.int32, device=device), torch.zeros(4, 3, device=device)
     given, message = {
         "shape": (
-            (logits, None, other[:, 1:], None, targets, 1.0, 1.0, 0.5, stats, 1.0, logits),
+            (logits, None, other[:, 1:], None, targets, 1.0, 1.0, 0.5, stats, None, logits),
             r"teacher_logits: .*\[3, 8\]",
         ),
-        "dtype": ((logits, None, other.double(), None, targets, 1.0, 1.0, 0.5, stats, 1.0, logits), "teacher_logits: "),
-        "stats": ((logits, None, other, None, targets, 1.0, 1.0, 0.5, stats[:2], 1.0, logits), "stats: "),
+        "dtype": (
+            (logits, None, other.double(), None, targets, 1.0, 1.0, 0.5, stats, None, logits),
+            "teacher_logits: ",
+        ),
+        "stats": ((logits, None, other, None, targets, 1.0, 1.0, 0.5, stats[:2], None, logits), "stats: "),
         "beta": (
-            (logits, None, other, None, targets, 1.0, 1.0, 2.0, stats, 1.0, logits),
+            (logits, None, other, None, targets, 1.0, 1.0, 2.0, stats, None, logits),
             "beta: expected 0 to 1, got 2",
         ),
-        "out": ((logits, None, other, None, targets, 1.0, 1.0, 0.5, stats, 1.0, logits.double()), "out: "),
+        "scales": (
+            (logits, None, other, None, targets, 1.0, 1.0, 0.5, stats, stats[0, :2], logits),
+            r"scales: .*\[3\]",
+        ),
+        "out": ((logits, None, other, None, targets, 1.0, 1.0, 0.5, stats, None, logits.double()), "out: "),
         "teacher": (
-            (logits, None, other, None, targets, 1.0, 1.0, 0.5, stats, 1.0, other),
+            (logits, None, other, None, targets, 1.0, 1.0, 0.5, stats, None, other),
             "out: .*of teacher_logits's",
         ),
         "overlap": (
-            (logits[1:], None, other[1:], None, targets[1:], 1.0, 1.0, 0.5, stats[:, 1:].contiguous(), 1.0, logits[:2]),
+            (
+                logits[1:],
+                None,
+                other[1:],
+                None,
+                targets[1:],
+                1.0,
+                1.0,
+                0.5,
+                stats[:, 1:].contiguous(),
+                None,
+                logits[:2],
+            ),
             "out: .*of logits's",
         ),
     }[change]
@@ -168,7 +187,7 @@ def test_rows_at_any_address(device, dtype, beta):
             kept = targets >= 0
             found = ops.kl_rows(logits, bias[:columns], of_teacher, None, targets, 0.5, 2.0, beta)
             torch.testing.assert_close(found[0], torch.where(kept, expected, 0).detach(), rtol=1e-4, atol=2e-6)
-            given = bias[:columns], of_teacher, None, targets, 0.5, 2.0, beta, found, 3.0
+            given = bias[:columns], of_teacher, None, targets, 0.5, 2.0, beta, found, torch.full_like(found[0], 3)
             (dz,) = torch.autograd.grad(expected, z, kept.to(wide))
             changed = memory.clone()
             part, out = changed[:, start : start + columns], other[:, teacher_start : teacher_start + columns]

@@ -35,10 +35,12 @@ struct KlParams {
   void* teacher_lse = nullptr;
   void* student_kl = nullptr;  // KL(P || M); 0 for beta 0
 
-  // Backward alone. out = scale * d(divergence) / d(z) of the student; it may be the student's logits.
-  double scale = 1;
-  void* out = nullptr;     // [rows, columns], of their dtype
-  int64_t out_stride = 0;  // elements from one row to the next
+  // Backward alone. out = d(divergence) / d(z) of the student, of rows with a target; it may be the student's logits.
+  // With scales it is rounded as without, then multiplied, so that who keeps it and multiplies later has the same bits;
+  // but not in float16, whose range it may leave.
+  const void* scales = nullptr;  // [rows]; 0: zeros, whatever the logits are
+  void* out = nullptr;           // [rows, columns], of their dtype
+  int64_t out_stride = 0;        // elements from one row to the next
 };
 
 void launch_kl_rows_cpu(const KlParams& p);

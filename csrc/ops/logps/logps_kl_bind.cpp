@@ -81,7 +81,8 @@ Tensor kl_rows(const Tensor& logits, std::optional<Tensor> bias, const Tensor& t
 
 void kl_chunk_backward_(const Tensor& logits, std::optional<Tensor> bias, const Tensor& teacher_logits,
                         std::optional<Tensor> teacher_bias, const Tensor& targets, double inv_temperature,
-                        double teacher_inv_temperature, double beta, const Tensor& stats, double scale, Tensor out) {
+                        double teacher_inv_temperature, double beta, const Tensor& stats, std::optional<Tensor> scales,
+                        Tensor out) {
   KlParams p = kl_params(logits, teacher_logits, targets, beta);
   p.student = kl_head(logits, "logits", bias, "bias", inv_temperature);
   p.teacher = kl_head(teacher_logits, "teacher_logits", teacher_bias, "teacher_bias", teacher_inv_temperature);
@@ -91,7 +92,13 @@ void kl_chunk_backward_(const Tensor& logits, std::optional<Tensor> bias, const 
   check_same_device(stats, "stats", logits, "logits");
   check(stats.is_contiguous(), "stats: expected contiguous, got other strides");
   set_stats(p, stats);
-  p.scale = scale;
+  if (scales) {
+    check_dtype(*scales, "scales", {real});
+    check_shape(*scales, "scales", {p.rows}, "a number per row of logits");
+    check_same_device(*scales, "scales", logits, "logits");
+    check(scales->is_contiguous(), "scales: expected contiguous, got stride ", scales->stride(0));
+    p.scales = scales->data_ptr();
+  }
   check_dtype(out, "out", {p.dtype});
   check_shape(out, "out", {p.rows, p.columns}, "as logits");
   check_same_device(out, "out", logits, "logits");

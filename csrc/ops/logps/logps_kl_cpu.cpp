@@ -99,20 +99,22 @@ PACKING_OPS_MULTIVERSION void kl_of_rows(const KlParams& p, const Logits<Real>& 
 }
 
 // d(z) of the student: beta 0: P - Q; beta 1: P * (log P - log Q - student_kl); between: (1 - beta) * P * (log P - log
-// M - student_kl); times scale.
+// M - student_kl).
 template <class Real>
 PACKING_OPS_MULTIVERSION void kl_grad_rows(const KlParams& p, const Logits<Real>& access, int64_t begin, int64_t end) {
   Piece<Real> student, teacher;
   alignas(64) Real mixture[kPiece];
+  alignas(64) char rounded[kPiece * sizeof(Real)];
   const Head<Real> student_head{p.student}, teacher_head{p.teacher};
   const Real beta = static_cast<Real>(p.beta);
   const bool mixed = p.beta > 0 && p.beta < 1;
   for (int64_t row = begin; row < end; ++row) {
+    const Real scale = p.scales ? static_cast<const Real*>(p.scales)[row] : Real(1);
     const Real student_kl = static_cast<const Real*>(p.student_kl)[row];
     for (int64_t from = 0; from < p.columns; from += kPiece) {
       const int64_t count = std::min(kPiece, p.columns - from);
       Real* dz = student.logp;
-      if (p.targets[row] < 0) {
+      if (p.targets[row] < 0 || scale == Real(0)) {
         std::fill(dz, dz + count, Real(0));
       } else {
         student_head.probabilities(access, row, from, count, static_cast<const Real*>(p.student_lse)[row], Real(0),
@@ -131,7 +133,11 @@ PACKING_OPS_MULTIVERSION void kl_grad_rows(const KlParams& p, const Logits<Real>
           }
         }
       }
-      access.store(dz, static_cast<Real>(p.scale), row * p.out_stride + from, count, p.out);
+      if (p.scales && p.dtype == DType::kBFloat16) {
+        access.store(dz, Real(1), 0, count, rounded);
+        access.load(rounded, 0, count, dz);
+      }
+      access.store(dz, scale, row * p.out_stride + from, count, p.out);
     }
   }
 }

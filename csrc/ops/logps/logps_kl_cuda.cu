@@ -180,13 +180,15 @@ __global__ void __launch_bounds__(kThreads) kl_rows_kernel(KlParams p) {
   static_cast<Real*>(p.student_kl)[row] = all.student;
 }
 
-// d(z) of the student, times scale.
+// d(z) of the student, as KlParams::out has it.
 template <class T, Kind kKind>
 struct Gradient {
   using Real = accumulate_t<T>;
   Head<T> student, teacher;
   Real lse, teacher_lse, student_kl, beta;
-  Real scale;  // with the weight of KL(P || M)
+  Real weight;  // of KL(P || M)
+  const Real* scales;
+  Real scale;
 
   __device__ Gradient(const KlParams& p, int64_t row)
       : student(p.student, row),
@@ -195,20 +197,28 @@ struct Gradient {
         teacher_lse(static_cast<const Real*>(p.teacher_lse)[row]),
         student_kl(static_cast<const Real*>(p.student_kl)[row]),
         beta(static_cast<Real>(p.beta)),
-        scale(static_cast<Real>(p.scale)) {
-    if (kKind == Kind::kMixed) scale *= Real(1) - beta;
-  }
+        weight(kKind == Kind::kMixed ? Real(1) - beta : Real(1)),
+        scales(static_cast<const Real*>(p.scales)),
+        scale(scales ? scales[row] : Real(1)) {}
   __device__ Real operator()(Real logit, Real teacher_logit, int column) const {
+    const Real dz = of_scaled_logit(logit, teacher_logit, column);
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return scales ? scale * static_cast<Real>(static_cast<T>(dz)) : dz;
+    } else {
+      return scale * dz;
+    }
+  }
+  __device__ Real of_scaled_logit(Real logit, Real teacher_logit, int column) const {
     const Real logp = student.scaled(logit, column) - lse;
     const Real logq = teacher.scaled(teacher_logit, column) - teacher_lse;
-    const Real weight = power_of<T>(logp * kLogE<T>);
+    const Real p = power_of<T>(logp * kLogE<T>);
     if constexpr (kKind == Kind::kForward) {
-      return scale * (weight - power_of<T>(logq * kLogE<T>));
+      return p - power_of<T>(logq * kLogE<T>);
     } else if constexpr (kKind == Kind::kReverse) {
-      return scale * term(weight, logp - student_kl, logq);
+      return term(p, logp - student_kl, logq);
     } else {
-      const Real mixture = log_of<T>(beta * power_of<T>(logq * kLogE<T>) + (Real(1) - beta) * weight);
-      return scale * term(weight, logp - student_kl, mixture);
+      const Real mixture = log_of<T>(beta * power_of<T>(logq * kLogE<T>) + (Real(1) - beta) * p);
+      return weight * term(p, logp - student_kl, mixture);
     }
   }
 };
@@ -223,7 +233,7 @@ __global__ void __launch_bounds__(kThreads) kl_chunk_backward_kernel(KlParams p)
   const T* logits = gradient.student.logits;
   const T* of_teacher = gradient.teacher.logits;
   T* out = static_cast<T*>(p.out) + row * p.out_stride;
-  const bool zero = p.targets[row] < 0;
+  const bool zero = p.targets[row] < 0 || gradient.scale == Real(0);
   Row<T> layout(out, static_cast<int>(p.columns));
   const auto lies_as_out = [out](const T* other) {
     return (reinterpret_cast<uintptr_t>(other) ^ reinterpret_cast<uintptr_t>(out)) % 16 == 0;
