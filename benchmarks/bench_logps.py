@@ -81,8 +81,7 @@ def backward_of(function, leaves, grad=None):
 
 
 def kept_whole(hidden, weight, targets):
-    """eager_logps compiled such that its backward can run again: it writes over nothing that the forward has kept. Not from
-    torch's cache, nor into it: its entries do not tell the two kinds apart."""
+    """eager_logps compiled so that its backward can run again: it overwrites nothing kept. Past torch's cache of graphs."""
     compiled = compiled_alone(eager_logps)
 
     def call():

@@ -279,7 +279,7 @@ def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torc
     scales = _scales(numbers[0] * rows.of(grad), rows.targets, _is_finite(stats))
     of_rows = rows.targets, *numbers, stats, scales
     gradients = Gradients(head, stats.dtype, need_hidden, need_weight, need_bias)
-    scaled = head.scratch() if kept.numel() else None
+    scaled = head.scratch() if kept.shape[0] else None
     for (part, _, weight, bias, logits, is_kept), (_, _, teacher_weight, teacher_bias, teacher_logits, _) in zip(
         head, teacher, strict=True
     ):

@@ -36,8 +36,8 @@ struct KlParams {
   void* student_kl = nullptr;  // KL(P || M); 0 for beta 0
 
   // Backward alone. out = d(divergence) / d(z) of the student, of rows with a target; it may be the student's logits.
-  // With scales it is rounded as without, then multiplied, so that who keeps it and multiplies later has the same bits;
-  // but not in float16, whose range it may leave.
+  // With scales it is rounded as without, then multiplied: who keeps it and multiplies later has the same bits. Not so
+  // in float16, whose range it may leave.
   const void* scales = nullptr;  // [rows]; 0: zeros, whatever the logits are
   void* out = nullptr;           // [rows, columns], of their dtype
   int64_t out_stride = 0;        // elements from one row to the next
