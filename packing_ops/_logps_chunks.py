@@ -228,7 +228,7 @@ class Gradients:
         self.bias = weight.new_empty(weight.shape[0] if need_bias else 0)
         self.later: list[tuple[slice, torch.Tensor]] = []
 
-    def add(self, part: slice, weight: torch.Tensor, all_logits: torch.Tensor, later: bool) -> None:
+    def add(self, part: slice, weight: torch.Tensor, all_logits: torch.Tensor, later: bool = False) -> None:
         logits = all_logits[: self.chunks.rows]
         if self.need_hidden:
             weight = weight.to(self.hidden.dtype) if weight.is_cpu else weight  # once for all grains

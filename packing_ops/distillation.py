@@ -279,19 +279,19 @@ def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torc
     scales = _scales(numbers[0] * rows.of(grad), rows.targets, _is_finite(stats))
     of_rows = rows.targets, *numbers, stats, scales
     gradients = Gradients(head, stats.dtype, need_hidden, need_weight, need_bias)
-    scaled = head.scratch() if kept.shape[0] else None
+    of_kept = head.scratch() if kept.shape[0] else kept  # memory for their d(logits)
     for (part, _, weight, bias, logits, is_kept), (_, _, teacher_weight, teacher_bias, teacher_logits, _) in zip(
         head, teacher, strict=True
     ):
-        if is_kept and scaled is not None:
-            kept_dz, logits = logits[: head.rows], scaled[:, : logits.shape[1]]
+        if is_kept:
+            kept_dz, logits = logits[: head.rows], of_kept[:, : logits.shape[1]]
             torch.mul(kept_dz, scales[:, None], out=logits[: head.rows])
         else:
             head.multiply(weight, logits)
             teacher.multiply(teacher_weight, teacher_logits)
             out = logits[: head.rows]
             _ops.kl_chunk_backward_(out, bias, teacher_logits[: head.rows], teacher_bias, *of_rows, out)
-        gradients.add(part, weight, logits, later=False)
+        gradients.add(part, weight, logits)
     return gradients.finished(rows, head.hidden.dtype)
 
 

@@ -34,11 +34,6 @@ struct Scaling {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) logits[i] = tanh_of<T>(inner * logits[i]);
   }
-  __device__ Real altered(Real logit, int column) const {
-    Real one[1] = {logit};
-    alter(one, column);
-    return one[0];
-  }
   // d(z) to d(logit).
   __device__ Real slope(Real altered) const {
     if (!kAltered || inner == Real(0)) return scale;
@@ -120,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_kernel(LogpsChunkParams 
   if (target >= 0 && target < p.columns) {
     const auto column = static_cast<int>(target);
     const bool allowed = (scaling.template allowed<1>(column) & 1) != 0;
-    const Real z = scaling.scale * scaling.altered(static_cast<Real>(logits[target]), column);
+    const Real z = scaling.scale * altered(scaling, static_cast<Real>(logits[target]), column);
     *state.chosen = allowed ? z : -infinity<Real>();
   }
 }
@@ -151,14 +146,14 @@ struct Gradient {
     return grad == zero && plain == zero && (!kMore || (by_log == zero && by_p == zero && even == zero));
   }
   __device__ Real operator()(Real logit, int column) const {
-    const Real altered = scaling.altered(logit, column);
-    const Real logp = altered * scaling.scale - lse;
+    const Real value = altered(scaling, logit, column);
+    const Real logp = value * scaling.scale - lse;
     const Real weight = power_of<T>(logp * kLogE<T>);
     Real slope = plain;
     if (kMore) slope += weight == Real(0) ? Real(0) : by_log * logp - by_p * weight;
     Real of_z = (column == target ? grad : Real(0)) - weight * slope;
     if (kMore) of_z += even;
-    return of_z * scaling.slope(altered);
+    return of_z * scaling.slope(value);
   }
 };
 

@@ -38,12 +38,11 @@ struct Head {
   __device__ void alter(Real (&values)[kCount], int column) const {
     if (bias) add_bias(bias + column, values);
   }
-  __device__ Real altered(Real logit, int column) const { return bias ? logit + bias[column] : logit; }
   template <int kCount>
   __device__ uint32_t allowed(int) const {
     return ~0u;
   }
-  __device__ Real scaled(Real logit, int column) const { return altered(logit, column) * inv_temperature; }
+  __device__ Real scaled(Real logit, int column) const { return altered(*this, logit, column) * inv_temperature; }
 };
 
 // Vectors of kGrain columns that one lane of a warp loads.
@@ -187,7 +186,6 @@ struct Gradient {
   Head<T> student, teacher;
   Real lse, teacher_lse, student_kl, beta;
   Real weight;  // of KL(P || M)
-  const Real* scales;
   Real scale;
 
   __device__ Gradient(const KlParams& p, int64_t row)
@@ -198,15 +196,11 @@ struct Gradient {
         student_kl(static_cast<const Real*>(p.student_kl)[row]),
         beta(static_cast<Real>(p.beta)),
         weight(kKind == Kind::kMixed ? Real(1) - beta : Real(1)),
-        scales(static_cast<const Real*>(p.scales)),
-        scale(scales ? scales[row] : Real(1)) {}
+        scale(p.scales ? static_cast<const Real*>(p.scales)[row] : Real(1)) {}
   __device__ Real operator()(Real logit, Real teacher_logit, int column) const {
     const Real dz = of_scaled_logit(logit, teacher_logit, column);
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      return scales ? scale * static_cast<Real>(static_cast<T>(dz)) : dz;
-    } else {
-      return scale * dz;
-    }
+    constexpr bool kRounds = std::is_same_v<T, __nv_bfloat16>;
+    return scale * (kRounds ? static_cast<Real>(static_cast<T>(dz)) : dz);
   }
   __device__ Real of_scaled_logit(Real logit, Real teacher_logit, int column) const {
     const Real logp = student.scaled(logit, column) - lse;

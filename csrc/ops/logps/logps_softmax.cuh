@@ -132,9 +132,17 @@ __device__ void add_bias(const Real* bias, Real (&values)[kCount]) {
   }
 }
 
+// What scaling.alter makes of one logit.
+template <class Scaling, class Real>
+__device__ Real altered(const Scaling& scaling, Real logit, int column) {
+  Real one[1] = {logit};
+  scaling.alter(one, column);
+  return one[0];
+}
+
 // Lane by lane the values of kGrain columns from first on, and their sum. Scaling::alter(values, column): adds the
-// bias to a vector of logits; altered(logit, column): to one. Scaling::allowed<n>(column): a bit for each of n columns,
-// the first one lowest; -inf where it is 0. Which lane has which columns does not depend on their alignment.
+// bias to a vector of logits. Scaling::allowed<n>(column): a bit for each of n columns, the first one lowest; -inf
+// where it is 0. Which lane has which columns does not depend on their alignment.
 template <class T, bool kMore, class Scaling, int kVectors>
 __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, const Scaling& scaling,
                                       accumulate_t<T> (&values)[kVectors][Row<T>::kVec]) {
@@ -170,7 +178,7 @@ __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, c
         const int column = begin + u * kWarp * kVec + i;
         const bool inside = column < columns;
         const bool counts = inside && (scaling.template allowed<1>(column) & 1) != 0;
-        values[u][i] = counts ? scaling.altered(static_cast<Real>(logits[column]), column) : -infinity<Real>();
+        values[u][i] = counts ? altered(scaling, static_cast<Real>(logits[column]), column) : -infinity<Real>();
         if (kMore && inside) total += values[u][i];
       }
     }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "core/launch.cuh"
+#include "core/ptx/mma.cuh"
 #include "ops/attention/cuda/args.cuh"
 #include "ops/attention/cuda/mask.cuh"
 
@@ -27,6 +28,11 @@ struct DqTicket {
   uint32_t ticket = 0;
 
   __device__ bool is_first(uint32_t ring) const { return (ticket & (ring - 1)) == 0; }
+  // Spins until it is this unit's turn.
+  __device__ void wait(const int32_t* tickets) const {
+    while (static_cast<uint32_t>(ptx::load_acquire(tickets + slot)) != ticket) {
+    }
+  }
   __device__ DqTicket next() const { return {slot, ticket + 1}; }
   __device__ DqTicket next_lap(uint32_t ring) const { return {slot, (ticket | (ring - 1)) + 1}; }
 };

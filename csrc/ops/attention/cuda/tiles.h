@@ -112,6 +112,10 @@ constexpr int wide_forward_keys(SmemTier tier) {
 // A forward unit is two or three tiles of packed rows, a backward step one or two. A tile starts at a whole token, so
 // one TMA load brings it.
 constexpr int kTileRows = 64;
+// Panels of 64 columns that a tile of so many has.
+constexpr int wgmma_panels(int columns) {
+  return (columns + 63) / 64;
+}
 constexpr int kMaxTileGroup = kTileRows;
 constexpr int tile_tokens(int64_t group) {
   return static_cast<int>(kTileRows / group);

@@ -127,11 +127,9 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
       }
       return visit;
     };
-    // Spins until it is this unit's turn to add to dq; usually it is already.
+    // Usually it is this unit's turn to add to dq already.
     const auto wait_for_ticket = [&](const RowTileVisit& visit) {
-      if (visit.is_only()) return;
-      while (static_cast<uint32_t>(ptx::load_acquire(tickets + visit.ticket.slot)) != visit.ticket.ticket) {
-      }
+      if (!visit.is_only()) visit.ticket.wait(tickets);
     };
     // Sums: dk, dv and dq from slot i, whose row tile starts `back` rows from `rows`.
     const auto add_sums = [&](const RowTileVisit& visit, int i, int back) {

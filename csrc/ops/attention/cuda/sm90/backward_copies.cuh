@@ -311,12 +311,6 @@ __device__ __forceinline__ void zero_unused_rows(const BackwardArgs& args, uint3
   ptx::fence_proxy_async();
 }
 
-__device__ __forceinline__ void wait_for_ticket(const int32_t* tickets, const DqTicket& ticket) {
-  if (ticket.slot < 0) return;
-  while (static_cast<uint32_t>(ptx::load_acquire(tickets + ticket.slot)) != ticket.ticket) {
-  }
-}
-
 // Adds dq that other key tiles add to as well to the ring, in the order of tickets, and publishes the next ticket once
 // it is there. By one lane of a warp for every kDqSenders-th step; by columns by the warp, which also zeroes the rows
 // of q and dout that dq has overwritten.
@@ -332,7 +326,8 @@ __device__ __forceinline__ void send_dq(const BackwardArgs& args, BackwardBarrie
     if (sends) {
 #pragma unroll
       for (int r = 0; r < Shape::kTiles; ++r) {
-        wait_for_ticket(tickets, step.tiles[r].ticket);
+        const DqTicket ticket = step.tiles[r].ticket;
+        if (ticket.slot >= 0) ticket.wait(tickets);
       }
       ptx::mbarrier_arrive(&shared.dq_ticket_ready[slot]);
     }

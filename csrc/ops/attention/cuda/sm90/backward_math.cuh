@@ -253,7 +253,7 @@ struct BackwardMath {
                                                     uint32_t tile_v, int first_key, int first_panel) {
     const DocumentTokens tokens(unit.d.start_k, unit.d.keys);
 #pragma unroll
-    for (int i = 0; i < (Shape::kSumColumns + 63) / 64; ++i) {
+    for (int i = 0; i < wgmma_panels(Shape::kSumColumns); ++i) {
       const int panel = first_panel + i;
       const ptx::TmaCoords start = {64 * panel, tokens.before_end + unit.first_key + first_key, unit.kv_head,
                                     tokens.to_end, kMapTokens};

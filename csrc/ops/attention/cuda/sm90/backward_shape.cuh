@@ -29,8 +29,8 @@ struct BackwardShape : ConsumerWarpgroups<wgmma_backward_by_panels(kDim_) ? 3 : 
   static constexpr int kSumColumns = kByPanels ? kUnitKeys : kByColumns ? kDim / 2 : kDim;
   static constexpr int kMaskedKeys = kByPanels ? kUnitKeys : 64;  // of a bit of BackwardStep::masked
   static constexpr int kStoredKeys = kByPanels ? kUnitKeys : 64;  // of dk and dv, by a thread
-  static constexpr int kPanels = (kDim + 63) / 64;
-  static constexpr int kPanelsV = (kDimV + 63) / 64;
+  static constexpr int kPanels = wgmma_panels(kDim);
+  static constexpr int kPanelsV = wgmma_panels(kDimV);
   static constexpr bool kNarrowValues = kPanelsV < kPanels;  // a warpgroup has a panel of dk and none of dv
   static constexpr int kPanelQ = kRows * 128;                // and dout's
   static constexpr int kTileQ = kPanels * kPanelQ;           // bytes

@@ -21,8 +21,8 @@ struct ForwardShape : ConsumerWarpgroups<wgmma_forward_tiles(kDim_)> {
   static constexpr int kStagesKv = wgmma_kv_stages(kDim);
   static constexpr bool kOutThroughQ = kStagesQ == 2;  // out goes through its q tile; else from registers to memory
   static constexpr int kTiles = ForwardShape::kConsumerWarpgroups;  // of a unit's rows
-  static constexpr int kPanelsK = (kDim + 63) / 64;
-  static constexpr int kPanelsV = (kDimV + 63) / 64;
+  static constexpr int kPanelsK = wgmma_panels(kDim);
+  static constexpr int kPanelsV = wgmma_panels(kDimV);
   static constexpr int kPanelQ = kTileRows * 128;
   static constexpr int kTileQ = kPanelsK * kPanelQ;  // bytes
   static constexpr int kPanelK = kKeys * 128;        // of v too
