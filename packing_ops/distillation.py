@@ -2,8 +2,8 @@
 
 As in packing_ops.logps the logits of all tokens are never held at once. A divergence needs all logits of a token twice:
 for the sum of exponentials of both heads, then for its terms. So the forward takes blocks of rows ``[rows, vocab]``: a
-product for each head, then one kernel that reads its rows twice. In chunks of the vocabulary the products would be made
-twice. The backward takes chunks of the vocabulary ``[total, chunk]``, as that of token_logps and for its reasons: a
+product for each head, then one kernel that reads its rows, twice where beta is between 0 and 1. In chunks of the
+vocabulary the products would be made twice. The backward takes chunks of the vocabulary ``[total, chunk]``, as that of token_logps and for its reasons: a
 product for each head, a kernel that turns the student's logits into d(logits) in place, and a product for each gradient.
 Or the forward makes d(z) of a block of rows as soon as it has their sums, and keeps it: d(logits) but for the rows' own
 gradients, which the backward multiplies in. Both round d(z) before that, so the gradients have the same bits.
@@ -285,7 +285,7 @@ def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torc
     ):
         if is_kept:
             kept_dz, logits = logits[: head.rows], of_kept[:, : logits.shape[1]]
-            torch.mul(kept_dz, scales[:, None], out=logits[: head.rows])
+            _ops.scale_rows(kept_dz, scales, logits[: head.rows])
         else:
             head.multiply(weight, logits)
             teacher.multiply(teacher_weight, teacher_logits)
@@ -308,9 +308,8 @@ def _(logits: torch.Tensor, *others: Any) -> torch.Tensor:
     return logits.new_empty((4, logits.shape[0]), dtype=sum_dtype(logits.dtype))
 
 
-@_ops.register_fake("kl_chunk_backward_")
-def _(logits: torch.Tensor, *others: Any) -> None:
-    return None
+for _name in ("kl_chunk_backward_", "scale_rows"):
+    _ops.register_fake(_name)(lambda *_: None)
 
 
 @_ops.register_fake("token_kl")

@@ -100,6 +100,7 @@ def op_samples(device):
         (ops.kl_rows, (logits[:, 1:8], None, teacher_logits[:, 3:10], None, targets, 1.0, 1.0, 1.0)),
         (ops.kl_chunk_backward_, (*heads, targets, 1.0, 0.5, 0.5, stats, kl, out)),
         (ops.kl_chunk_backward_, (logits, None, *heads[2:], targets, 1.0, 1.0, 0.0, stats, None, out)),
+        (ops.scale_rows, (logits[:, 1:8], kl, out[:, :7])),
         (ops.token_kl, (*leaves(*student), *teacher, every, 1.0, 1.0, 0.5, 16, None, 5000)),
         (ops.token_kl, (*leaves(*student[:2]), None, *teacher, targets, 0.5, 1.0, 0.0, None, 33, 0)),
         (
@@ -109,7 +110,7 @@ def op_samples(device):
     ]
 
 
-@pytest.mark.parametrize("sample", range(7))
+@pytest.mark.parametrize("sample", range(8))
 def test_opcheck(device, sample):
     op, arguments = op_samples(device)[sample]
     torch.library.opcheck(op, arguments)

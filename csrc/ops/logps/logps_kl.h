@@ -43,10 +43,24 @@ struct KlParams {
   int64_t out_stride = 0;        // elements from one row to the next
 };
 
+// out = x * scales, a number to a row: d(logits) of d(z) that was kept.
+struct ScaleRowsParams {
+  DType dtype = DType::kFloat32;  // of x and out
+  int64_t rows = 0;
+  int64_t columns = 0;
+  const void* x = nullptr;
+  int64_t x_stride = 0;          // elements from one row to the next
+  const void* scales = nullptr;  // [rows], Real
+  void* out = nullptr;
+  int64_t out_stride = 0;
+};
+
 void launch_kl_rows_cpu(const KlParams& p);
 void launch_kl_chunk_backward_cpu(const KlParams& p);
+void launch_scale_rows_cpu(const ScaleRowsParams& p);
 
 void launch_kl_rows_cuda(const KlParams& p, const CudaLaunch& launch);
 void launch_kl_chunk_backward_cuda(const KlParams& p, const CudaLaunch& launch);
+void launch_scale_rows_cuda(const ScaleRowsParams& p, const CudaLaunch& launch);
 
 }  // namespace packing_ops

@@ -26,16 +26,46 @@ KlHead kl_head(const Tensor& logits, const char* name, const std::optional<Tenso
   return head;
 }
 
-KlParams kl_params(const Tensor& logits, const Tensor& teacher_logits, const Tensor& targets, double beta) {
+// Sets dtype, rows and columns.
+template <class Params>
+void set_shape(Params& p, const Tensor& rows, const char* name) {
   constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
-  check_dtype(logits, "logits", {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64});
-  check_rank(logits, "logits", 2);
+  check_dtype(rows, name, {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64});
+  check_rank(rows, name, 2);
+  p.dtype = dtype_of(rows);
+  p.rows = rows.size(0);
+  p.columns = rows.size(1);
+  check(p.rows <= kMostRows && p.columns <= kMostRows, name, ": expected at most ", kMostRows,
+        " rows and columns, got ", describe(rows));
+}
+
+DType real_of(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+const void* scales_of_rows(const Tensor& scales, const Tensor& rows, const char* name) {
+  check_dtype(scales, "scales", {real_of(dtype_of(rows))});
+  check_shape(scales, "scales", {rows.size(0)}, "a number per row");
+  check_same_device(scales, "scales", rows, name);
+  check(scales.is_contiguous(), "scales: expected contiguous, got stride ", scales.stride(0));
+  return scales.data_ptr();
+}
+
+// Sets out and out_stride of p, whose shape is that of `rows`.
+template <class Params>
+void set_out(Params& p, const Tensor& out, const Tensor& rows, const char* name) {
+  check_dtype(out, "out", {p.dtype});
+  check_shape(out, "out", {p.rows, p.columns}, name);
+  check_same_device(out, "out", rows, name);
+  check_last_dim_contiguous(out, "out");
+  check_no_overlap(out, "out");
+  p.out = out.data_ptr();
+  p.out_stride = out.stride(0);
+}
+
+KlParams kl_params(const Tensor& logits, const Tensor& teacher_logits, const Tensor& targets, double beta) {
   KlParams p;
-  p.dtype = dtype_of(logits);
-  p.rows = logits.size(0);
-  p.columns = logits.size(1);
-  check(p.rows <= kMostRows && p.columns <= kMostRows, "logits: expected at most ", kMostRows,
-        " rows and columns, got ", describe(logits));
+  set_shape(p, logits, "logits");
   check_dtype(teacher_logits, "teacher_logits", {p.dtype});
   check_shape(teacher_logits, "teacher_logits", {p.rows, p.columns}, "as logits");
   check_same_device(teacher_logits, "teacher_logits", logits, "logits");
@@ -72,8 +102,7 @@ Tensor kl_rows(const Tensor& logits, std::optional<Tensor> bias, const Tensor& t
   KlParams p = kl_params(logits, teacher_logits, targets, beta);
   p.student = kl_head(logits, "logits", bias, "bias", inv_temperature);
   p.teacher = kl_head(teacher_logits, "teacher_logits", teacher_bias, "teacher_bias", teacher_inv_temperature);
-  const DType real = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  Tensor stats = empty({4, p.rows}, real, logits);
+  Tensor stats = empty({4, p.rows}, real_of(p.dtype), logits);
   set_stats(p, stats);
   launch(logits, p, launch_kl_rows_cpu, PACKING_OPS_CUDA(launch_kl_rows_cuda));
   return stats;
@@ -86,34 +115,34 @@ void kl_chunk_backward_(const Tensor& logits, std::optional<Tensor> bias, const 
   KlParams p = kl_params(logits, teacher_logits, targets, beta);
   p.student = kl_head(logits, "logits", bias, "bias", inv_temperature);
   p.teacher = kl_head(teacher_logits, "teacher_logits", teacher_bias, "teacher_bias", teacher_inv_temperature);
-  const DType real = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  check_dtype(stats, "stats", {real});
+  check_dtype(stats, "stats", {real_of(p.dtype)});
   check_shape(stats, "stats", {4, p.rows}, "[4, rows of logits]");
   check_same_device(stats, "stats", logits, "logits");
   check(stats.is_contiguous(), "stats: expected contiguous, got other strides");
   set_stats(p, stats);
-  if (scales) {
-    check_dtype(*scales, "scales", {real});
-    check_shape(*scales, "scales", {p.rows}, "a number per row of logits");
-    check_same_device(*scales, "scales", logits, "logits");
-    check(scales->is_contiguous(), "scales: expected contiguous, got stride ", scales->stride(0));
-    p.scales = scales->data_ptr();
-  }
-  check_dtype(out, "out", {p.dtype});
-  check_shape(out, "out", {p.rows, p.columns}, "as logits");
-  check_same_device(out, "out", logits, "logits");
-  check_last_dim_contiguous(out, "out");
-  check_no_overlap(out, "out");
+  if (scales) p.scales = scales_of_rows(*scales, logits, "logits");
+  set_out(p, out, logits, "logits");
   if (!same_memory(out, logits)) check_no_overlap(out, "out", logits, "logits");
   check_no_overlap(out, "out", teacher_logits, "teacher_logits");
-  p.out = out.data_ptr();
-  p.out_stride = out.stride(0);
   launch(logits, p, launch_kl_chunk_backward_cpu, PACKING_OPS_CUDA(launch_kl_chunk_backward_cuda));
+}
+
+void scale_rows(const Tensor& x, const Tensor& scales, Tensor out) {
+  ScaleRowsParams p;
+  set_shape(p, x, "x");
+  check_last_dim_contiguous(x, "x");
+  p.x = x.data_ptr();
+  p.x_stride = x.stride(0);
+  p.scales = scales_of_rows(scales, x, "x");
+  set_out(p, out, x, "x");
+  if (!same_memory(out, x)) check_no_overlap(out, "out", x, "x");
+  launch(x, p, launch_scale_rows_cpu, PACKING_OPS_CUDA(launch_scale_rows_cuda));
 }
 
 PACKING_OPS_REGISTER(m) {
   m.impl("kl_rows", TORCH_BOX(&kl_rows));
   m.impl("kl_chunk_backward_", TORCH_BOX(&kl_chunk_backward_));
+  m.impl("scale_rows", TORCH_BOX(&scale_rows));
 }
 
 }  // namespace packing_ops

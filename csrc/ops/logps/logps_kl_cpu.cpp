@@ -142,6 +142,18 @@ PACKING_OPS_MULTIVERSION void kl_grad_rows(const KlParams& p, const Logits<Real>
   }
 }
 
+template <class Real>
+void scale_rows(const ScaleRowsParams& p, const Logits<Real>& access, int64_t begin, int64_t end) {
+  alignas(64) Real piece[kPiece];
+  for (int64_t row = begin; row < end; ++row) {
+    for (int64_t from = 0; from < p.columns; from += kPiece) {
+      const int64_t count = std::min(kPiece, p.columns - from);
+      access.load(p.x, row * p.x_stride + from, count, piece);
+      access.store(piece, static_cast<const Real*>(p.scales)[row], row * p.out_stride + from, count, p.out);
+    }
+  }
+}
+
 }  // namespace
 
 void launch_kl_rows_cpu(const KlParams& p) {
@@ -155,6 +167,13 @@ void launch_kl_chunk_backward_cpu(const KlParams& p) {
   dispatch_float(p.dtype, [&](auto element) {
     const auto access = logits_of<decltype(element)>();
     for_rows(p.rows, p.columns, [&](int64_t begin, int64_t end) { kl_grad_rows(p, access, begin, end); });
+  });
+}
+
+void launch_scale_rows_cpu(const ScaleRowsParams& p) {
+  dispatch_float(p.dtype, [&](auto element) {
+    const auto access = logits_of<decltype(element)>();
+    for_rows(p.rows, p.columns, [&](int64_t begin, int64_t end) { scale_rows(p, access, begin, end); });
   });
 }
 

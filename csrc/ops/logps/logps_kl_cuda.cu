@@ -1,5 +1,7 @@
 // One block per row of both heads' logits, read in 16-byte vectors. Formulas as in logps_kl_cpu.cpp; the order of the
 // sums depends on the columns alone.
+#include <cub/block/block_reduce.cuh>
+
 #include "ops/logps/logps_kl.h"
 #include "ops/logps/logps_softmax.cuh"
 
@@ -45,138 +47,179 @@ struct Head {
   __device__ Real scaled(Real logit, int column) const { return altered(*this, logit, column) * inv_temperature; }
 };
 
-// Vectors of kGrain columns that one lane of a warp loads.
-template <class T>
-constexpr int kGrainVectors = kGrain / (kWarp * Row<T>::kVec);
-
-// What scaled logits are measured from: log p = (z - max) - log_sum.
-template <class Real>
-struct Norm {
-  Real max, log_sum;
-  __device__ Real logp(Real z) const { return (z - max) - log_sum; }
-};
-
 // p * (logp - of), 0 where there is no weight, whatever its logarithm.
 template <class Real>
 __device__ Real term(Real p, Real logp, Real of) {
   return p == Real(0) ? Real(0) : p * (logp - of);
 }
 
-template <class T, Kind kKind>
-struct Terms {
-  using Real = accumulate_t<T>;
-  Real student, teacher;  // sums of KL(P || M) and KL(Q || M)
+// Of some columns of the rows of A and B, with x and y their scaled logits less max and other_max: the sums of e^x, of
+// e^y and of e^x (x - y), from which KL(A || B) follows without a second pass.
+template <class Real>
+struct RowSums {
+  Real max, other_max, sum, other_sum, gaps;
 
-  __device__ void add(Real logp, Real logq, Real beta) {
-    const Real p = kKind == Kind::kForward ? Real(0) : power_of<T>(logp * kLogE<T>);
-    const Real q = kKind == Kind::kReverse ? Real(0) : power_of<T>(logq * kLogE<T>);
-    if constexpr (kKind == Kind::kMixed) {
-      const Real mixture = log_of<T>(beta * q + (Real(1) - beta) * p);
-      student += term(p, logp, mixture);
-      teacher += term(q, logq, mixture);
-    } else if constexpr (kKind == Kind::kForward) {
-      teacher += term(q, logq, logp);
-    } else {
-      student += term(p, logp, logq);
-    }
+  // The same sums over larger maxima.
+  __device__ RowSums with_max(Real larger, Real other_larger) const {
+    const Real below = max == larger ? Real(0) : max - larger;  // -inf may stay the maximum
+    const Real other_below = other_max == other_larger ? Real(0) : other_max - other_larger;
+    const Real scale = power_of<Real>(below);
+    const Real moved = scale * sum == Real(0) ? Real(0) : scale * (gaps + (below - other_below) * sum);
+    return {larger, other_larger, scale * sum, power_of<Real>(other_below) * other_sum, moved};
   }
+  __device__ RowSums operator+(const RowSums& other) const {
+    const RowSums a = with_max(max_of(max, other.max), max_of(other_max, other.other_max));
+    const RowSums b = other.with_max(a.max, a.other_max);
+    return {a.max, a.other_max, a.sum + b.sum, a.other_sum + b.other_sum, a.gaps + b.gaps};
+  }
+  __device__ Real lse() const { return max + log(sum); }
+  __device__ Real other_lse() const { return other_max + log(other_sum); }
+  __device__ Real kl() const { return gaps / sum - log(sum) + log(other_sum); }
 };
 
-// The terms of kGrain columns from first on, by one warp; the same in each lane.
-template <class T, Kind kKind>
-__device__ Terms<T, kKind> terms_of_grain(const Head<T>& student, const Head<T>& teacher, int first, int columns,
-                                          const Norm<accumulate_t<T>> (&norms)[2], accumulate_t<T> beta) {
-  using Real = accumulate_t<T>;
-  constexpr int kVec = Row<T>::kVec;
-  Real of_student[kGrainVectors<T>][kVec];
-  Real of_teacher[kGrainVectors<T>][kVec];
-  load_grain<T, false>(student.logits, first, columns, student, of_student);
-  load_grain<T, false>(teacher.logits, first, columns, teacher, of_teacher);
-  Terms<T, kKind> terms{0, 0};
+// Vectors of kGrain columns that one lane of a warp loads.
+template <class T>
+constexpr int kGrainVectors = kGrain / (kWarp * Row<T>::kVec);
+
+template <class T>
+using Grain = accumulate_t<T>[kGrainVectors<T>][Row<T>::kVec];
+
+template <class T>
+__device__ accumulate_t<T> max_of_grain(const Grain<T>& values) {
+  accumulate_t<T> max = -infinity<accumulate_t<T>>();
 #pragma unroll
   for (int u = 0; u < kGrainVectors<T>; ++u) {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const Real z = of_student[u][i] * student.inv_temperature;
-      const Real teacher_z = of_teacher[u][i] * teacher.inv_temperature;
-      terms.add(norms[0].logp(z), norms[1].logp(teacher_z), beta);
-    }
+    for (int i = 0; i < Row<T>::kVec; ++i) max = max_of(max, values[u][i]);
   }
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    if (kKind != Kind::kForward) terms.student += __shfl_xor_sync(0xffffffffu, terms.student, offset);
-    if (kKind != Kind::kReverse) terms.teacher += __shfl_xor_sync(0xffffffffu, terms.teacher, offset);
-  }
-  return terms;
+  return max;
 }
 
-// The norms of both heads' rows. Even warps take the student's grains, odd ones the teacher's; the first of each adds
-// them one by one in their order.
-template <class T>
-__device__ void find_norms(const KlParams& p, Norm<accumulate_t<T>> (&norms)[2]) {
+// Of the columns that this lane loads of kGrain columns from first on.
+template <class T, bool kGaps>
+__device__ RowSums<accumulate_t<T>> sums_of_lane(const Head<T>& head, const Head<T>& other, int first, int columns) {
   using Real = accumulate_t<T>;
-  __shared__ Sums<T> held[2][kHeld];
-  static_assert(kWarps % 2 == 0);
-  const int columns = static_cast<int>(p.columns);
-  const int grains = ceil_div(columns, kGrain);
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const bool leader = threadIdx.x % kWarp == 0;
-  const Head<T> head(warp % 2 == 0 ? p.student : p.teacher, blockIdx.x);
+  Grain<T> of_head;
+  Grain<T> of_other;
+  load_grain<T, false>(head.logits, first, columns, head, of_head);
+  load_grain<T, false>(other.logits, first, columns, other, of_other);
+  const Real max = max_of_grain<T>(of_head);
+  const Real other_max = max_of_grain<T>(of_other);
+  const Real shift = max == -infinity<Real>() ? Real(0) : max;
+  const Real other_shift = other_max == -infinity<Real>() ? Real(0) : other_max;
   const Real factor = head.inv_temperature * kLogE<T>;
-  Sums<Real> all{-infinity<Real>()};
-  for (int first = 0; first < grains; first += kHeld) {
-    const int count = min(kHeld, grains - first);
-    for (int i = warp / 2; i < count; i += kWarps / 2) {
-      const Sums<T> sums = sums_of_grain<T, false>(head.logits, (first + i) * kGrain, columns, head, factor);
-      if (leader) held[warp % 2][i] = sums;
+  const Real other_factor = other.inv_temperature * kLogE<T>;
+  Real sum = 0, other_sum = 0, gaps = 0;
+#pragma unroll
+  for (int u = 0; u < kGrainVectors<T>; ++u) {
+#pragma unroll
+    for (int i = 0; i < Row<T>::kVec; ++i) {
+      const Real x = (of_head[u][i] - shift) * factor;
+      const Real y = (of_other[u][i] - other_shift) * other_factor;
+      const Real weight = power_of<T>(x);
+      sum += weight;
+      other_sum += power_of<T>(y);
+      if (kGaps) gaps += term(weight, x, y);
     }
-    __syncthreads();
-    // Between grains: logits with their temperature, natural exponents.
-    for (int i = 0; leader && warp < 2 && i < count; ++i) {
-      const Sums<T>& sums = held[warp][i];
-      all = all.plus({sums.max * head.inv_temperature, sums.sum}, Real(1));
-    }
-    __syncthreads();
   }
-  if (leader && warp < 2) norms[warp] = {all.max, log(all.sum)};
+  return {max * head.inv_temperature, other_max * other.inv_temperature, sum, other_sum, gaps / kLogE<T>};
+}
+
+// f(first column) for each kGrain columns of this warp.
+template <class F>
+__device__ void for_grains_of_warp(int columns, const F& f) {
+  for (int first = static_cast<int>(threadIdx.x) / kWarp * kGrain; first < columns; first += kWarps * kGrain) f(first);
+}
+
+// The sum over all threads, for all of them. In a fixed order.
+template <class Value>
+__device__ Value sum_of_block(const Value& value) {
+  using Reduce = cub::BlockReduce<Value, kThreads>;
+  __shared__ typename Reduce::TempStorage storage;
+  __shared__ Value sum;
+  const Value found = Reduce(storage).Reduce(value, [](const Value& a, const Value& b) { return a + b; });
+  if (threadIdx.x == 0) sum = found;
   __syncthreads();
+  return sum;
+}
+
+// KL(Q || M) and KL(P || M): their terms need the sums of both rows.
+template <class T>
+struct MixedTerms {
+  using Real = accumulate_t<T>;
+  Real teacher, student;
+
+  __device__ MixedTerms operator+(const MixedTerms& other) const {
+    return {teacher + other.teacher, student + other.student};
+  }
+  __device__ void add(Real logp, Real logq, Real beta) {
+    const Real p = power_of<T>(logp * kLogE<T>);
+    const Real q = power_of<T>(logq * kLogE<T>);
+    const Real mixture = log_of<T>(beta * q + (Real(1) - beta) * p);
+    student += term(p, logp, mixture);
+    teacher += term(q, logq, mixture);
+  }
+};
+
+template <class T>
+__device__ MixedTerms<T> mixed_terms_of_lane(const Head<T>& student, const Head<T>& teacher, int columns,
+                                             const RowSums<accumulate_t<T>>& sums, accumulate_t<T> beta) {
+  using Real = accumulate_t<T>;
+  const Real log_sum = log(sums.sum);
+  const Real teacher_log_sum = log(sums.other_sum);
+  MixedTerms<T> terms{0, 0};
+  for_grains_of_warp(columns, [&](int first) {
+    Grain<T> of_student;
+    Grain<T> of_teacher;
+    load_grain<T, false>(student.logits, first, columns, student, of_student);
+    load_grain<T, false>(teacher.logits, first, columns, teacher, of_teacher);
+#pragma unroll
+    for (int u = 0; u < kGrainVectors<T>; ++u) {
+#pragma unroll
+      for (int i = 0; i < Row<T>::kVec; ++i) {
+        const Real z = of_student[u][i] * student.inv_temperature;
+        const Real teacher_z = of_teacher[u][i] * teacher.inv_temperature;
+        terms.add((z - sums.max) - log_sum, (teacher_z - sums.other_max) - teacher_log_sum, beta);
+      }
+    }
+  });
+  return terms;
 }
 
 template <class T, Kind kKind>
 __global__ void __launch_bounds__(kThreads) kl_rows_kernel(KlParams p) {
   using Real = accumulate_t<T>;
-  __shared__ Norm<Real> norms[2];
-  __shared__ Terms<T, kKind> held[kHeld];
+  constexpr bool kMixed = kKind == Kind::kMixed;
+  constexpr bool kOfTeacher = kKind == Kind::kForward;  // A of RowSums is the teacher's
   const int64_t row = blockIdx.x;
-  const bool counts = p.targets[row] >= 0;
-  Terms<T, kKind> all{0, 0};
-  if (counts) {
-    find_norms<T>(p, norms);
+  const int columns = static_cast<int>(p.columns);
+  const Real beta = static_cast<Real>(p.beta);
+  Real divergence = 0, lse = 0, teacher_lse = 0, student_kl = 0;
+  if (p.targets[row] >= 0) {
     const Head<T> student(p.student, row);
     const Head<T> teacher(p.teacher, row);
-    const int columns = static_cast<int>(p.columns);
-    const int grains = ceil_div(columns, kGrain);
-    for (int first = 0; first < grains; first += kHeld) {
-      const int count = min(kHeld, grains - first);
-      for (int i = static_cast<int>(threadIdx.x) / kWarp; i < count; i += kWarps) {
-        const Terms<T, kKind> terms =
-            terms_of_grain<T, kKind>(student, teacher, (first + i) * kGrain, columns, norms, static_cast<Real>(p.beta));
-        if (threadIdx.x % kWarp == 0) held[i] = terms;
-      }
-      __syncthreads();
-      for (int i = 0; threadIdx.x == 0 && i < count; ++i) {
-        all.student += held[i].student;
-        all.teacher += held[i].teacher;
-      }
-      __syncthreads();
+    const Head<T>& head = kOfTeacher ? teacher : student;
+    const Head<T>& other = kOfTeacher ? student : teacher;
+    RowSums<Real> sums{-infinity<Real>(), -infinity<Real>(), 0, 0, 0};
+    for_grains_of_warp(columns,
+                       [&](int first) { sums = sums + sums_of_lane<T, !kMixed>(head, other, first, columns); });
+    sums = sum_of_block(sums);
+    lse = kOfTeacher ? sums.other_lse() : sums.lse();
+    teacher_lse = kOfTeacher ? sums.lse() : sums.other_lse();
+    if constexpr (kMixed) {
+      const MixedTerms<T> terms = sum_of_block(mixed_terms_of_lane(student, teacher, columns, sums, beta));
+      divergence = beta * terms.teacher + (Real(1) - beta) * terms.student;
+      student_kl = terms.student;
+    } else {
+      divergence = sums.kl();
+      student_kl = kOfTeacher ? Real(0) : divergence;
     }
   }
   if (threadIdx.x != 0) return;
-  const Real beta = static_cast<Real>(p.beta);
-  static_cast<Real*>(p.divergence)[row] =
-      kKind == Kind::kMixed ? beta * all.teacher + (Real(1) - beta) * all.student : all.teacher + all.student;
-  static_cast<Real*>(p.student_lse)[row] = counts ? norms[0].max + norms[0].log_sum : Real(0);
-  static_cast<Real*>(p.teacher_lse)[row] = counts ? norms[1].max + norms[1].log_sum : Real(0);
-  static_cast<Real*>(p.student_kl)[row] = all.student;
+  static_cast<Real*>(p.divergence)[row] = divergence;
+  static_cast<Real*>(p.student_lse)[row] = lse;
+  static_cast<Real*>(p.teacher_lse)[row] = teacher_lse;
+  static_cast<Real*>(p.student_kl)[row] = student_kl;
 }
 
 // d(z) of the student, as KlParams::out has it.
@@ -217,6 +260,11 @@ struct Gradient {
   }
 };
 
+// Whether the same vectors of 16 bytes are whole in both.
+__device__ bool lie_alike(const void* a, const void* b) {
+  return (reinterpret_cast<uintptr_t>(a) ^ reinterpret_cast<uintptr_t>(b)) % 16 == 0;
+}
+
 template <class T, Kind kKind>
 __global__ void __launch_bounds__(kThreads) kl_chunk_backward_kernel(KlParams p) {
   using Real = accumulate_t<T>;
@@ -229,10 +277,7 @@ __global__ void __launch_bounds__(kThreads) kl_chunk_backward_kernel(KlParams p)
   T* out = static_cast<T*>(p.out) + row * p.out_stride;
   const bool zero = p.targets[row] < 0 || gradient.scale == Real(0);
   Row<T> layout(out, static_cast<int>(p.columns));
-  const auto lies_as_out = [out](const T* other) {
-    return (reinterpret_cast<uintptr_t>(other) ^ reinterpret_cast<uintptr_t>(out)) % 16 == 0;
-  };
-  if (!lies_as_out(logits) || !lies_as_out(of_teacher)) layout.vectors = 0;
+  if (!lie_alike(logits, out) || !lie_alike(of_teacher, out)) layout.vectors = 0;
   const Vector* vectors = reinterpret_cast<const Vector*>(logits + layout.before);
   const Vector* teacher_vectors = reinterpret_cast<const Vector*>(of_teacher + layout.before);
   Vector* out_vectors = reinterpret_cast<Vector*>(out + layout.before);
@@ -271,6 +316,31 @@ __global__ void __launch_bounds__(kThreads) kl_chunk_backward_kernel(KlParams p)
   }
 }
 
+template <class T>
+__global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaleRowsParams p) {
+  using Vector = typename Row<T>::Vector;
+  constexpr int kVec = Row<T>::kVec;
+  const int64_t row = blockIdx.x;
+  const accumulate_t<T> scale = static_cast<const accumulate_t<T>*>(p.scales)[row];
+  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  T* out = static_cast<T*>(p.out) + row * p.out_stride;
+  Row<T> layout(out, static_cast<int>(p.columns));
+  if (!lie_alike(x, out)) layout.vectors = 0;
+  const Vector* vectors = reinterpret_cast<const Vector*>(x + layout.before);
+  Vector* out_vectors = reinterpret_cast<Vector*>(out + layout.before);
+#pragma unroll 4
+  for (int v = static_cast<int>(threadIdx.x); v < layout.vectors; v += kThreads) {
+    Vector vector = vectors[v];
+#pragma unroll
+    for (int i = 0; i < kVec; i += 2) vector.set_pair(i, scale * vector.get(i), scale * vector.get(i + 1));
+    out_vectors[v] = vector;
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
+    const int column = layout.single(i);
+    out[column] = static_cast<T>(scale * static_cast<accumulate_t<T>>(x[column]));
+  }
+}
+
 // f(element type, kind) as constants.
 template <class F>
 void dispatch_kl(const KlParams& p, F&& f) {
@@ -299,6 +369,14 @@ void launch_kl_chunk_backward_cuda(const KlParams& p, const CudaLaunch& launch) 
     kernel<<<static_cast<unsigned>(p.rows), kThreads, 0, stream_of(launch)>>>(p);
   });
   check_launch("kl_chunk_backward_kernel");
+}
+
+void launch_scale_rows_cuda(const ScaleRowsParams& p, const CudaLaunch& launch) {
+  if (p.rows == 0 || p.columns == 0) return;
+  dispatch_logits(p.dtype, [&](auto element) {
+    scale_rows_kernel<decltype(element)><<<static_cast<unsigned>(p.rows), kThreads, 0, stream_of(launch)>>>(p);
+  });
+  check_launch("scale_rows_kernel");
 }
 
 }  // namespace packing_ops
