@@ -121,6 +121,23 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
   }
 }
 
+// Whether that phase has completed. A wait takes about 100 clocks even then: asked earlier, these pass beside products.
+__device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, int parity) {
+  uint32_t ended;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(ended)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return ended != 0;
+}
+
+// x, which is the same in all lanes, where the compiler does not see that. What is worked out from it is then in
+// uniform registers, as the descriptors of wgmma have to be; else each is moved there in front of its wgmma.
+template <class T>
+__device__ __forceinline__ T warp_uniform(T x) {
+  return __shfl_sync(0xffffffffu, x, 0);
+}
+
 // Programmatic dependent launch, from compute capability 9.0 on: the next kernel may start once every block has called
 // griddepcontrol_launch_dependents, and griddepcontrol_wait waits for the completion of those before. No-ops
 // before 9.0.

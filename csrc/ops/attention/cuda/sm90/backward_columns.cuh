@@ -14,7 +14,8 @@ template <class T, class Shape, bool kTransform>
 struct BackwardColumns : SharedScores<T, Shape, kTransform> {
   using Math = BackwardMath<T, Shape>;
   using Base = SharedScores<T, Shape, kTransform>;
-  using Base::args, Base::shared, Base::base, Base::w, Base::transform, Base::scale, Base::unit_idx, Base::step_idx;
+  using Base::args, Base::shared, Base::base, Base::w, Base::transform, Base::scale, Base::unit_idx, Base::step_idx,
+      Base::rows;
   using Base::Base;
   using Base::dk, Base::dv, Base::tile_k, Base::tile_v, Base::tile_p, Base::tile_ds, Base::arrive;
 
@@ -29,16 +30,16 @@ struct BackwardColumns : SharedScores<T, Shape, kTransform> {
     typename Math::Scores ds;
     typename Math::Weights rounded;
     // Wait Q and dO, issue scores
-    ptx::mbarrier_wait(&shared.q_full[stage], parity_of(step_idx, kRowStages));
+    rows.wait(shared, step_idx);
+    // What the step needs next is loaded before products are issued: behind them a load waits.
+    const uint32_t masked = step.masked;
+    const typename Math::Pairs lse(shared.lse[stage] + first_row());
+    const typename Math::Pairs row_sum(shared.row_sum[stage] + first_row());
     ptx::wgmma_fence();
     Math::multiply(p, tile_k(), Shape::tile_q(base, stage) + first_row() * 128);
     ptx::wgmma_commit_group();
     Math::multiply(ds, tile_v(), Shape::tile_dout(base, stage) + first_row() * 128);
     ptx::wgmma_commit_group();
-    // What the step needs next is loaded before each wait.
-    const uint32_t masked = step.masked;
-    const typename Math::Pairs lse(shared.lse[stage] + first_row());
-    const typename Math::Pairs row_sum(shared.row_sum[stage] + first_row());
     const auto end_dp = [&] {
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(ds);
@@ -79,6 +80,7 @@ struct BackwardColumns : SharedScores<T, Shape, kTransform> {
     // Wait sums
     const int slot = stage_of(step_idx, kStepStages);
     const DqAction action = shared.steps[slot].tiles[0].action;
+    rows.look_for(shared, step_idx + 1);
     ptx::wgmma_wait_group<0>();
     ptx::fence_operands(dv);
     ptx::fence_operands(dk);

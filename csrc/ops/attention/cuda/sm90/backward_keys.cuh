@@ -1,4 +1,5 @@
-// What the backward's consumer warpgroups do: 64 keys each of the unit's 128. A step:
+// What the backward's consumer warpgroups do: 64 keys each of the unit's 128. The second one's scores come after the
+// first one's, so that products of one run beside the softmax of the other. A step:
 //
 //   s^T = k q^T, dp^T = v dout^T   keys are rows, so that p^T and ds^T are operands as they stand
 //   dv += p^T dout
@@ -23,6 +24,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
 
   uint32_t unit_idx = 0;
   uint32_t step_idx = 0;
+  RowsOfStep<Shape> rows;
 
   typename Math::KeySums dk;
   typename Math::KeySums dv;
@@ -37,15 +39,16 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   };
   const auto tile_k = [&] { return Shape::tile_k(base, stage_of(unit_idx, kKvStages)); };
   const auto tile_v = [&] { return Shape::tile_v(base, stage_of(unit_idx, kKvStages)); };
-  // Wait Q and dO, issue scores
+  // Issue scores
   const auto start_scores = [&] {
     const int stage = stage_of(step_idx, kRowStages);
-    ptx::mbarrier_wait(&shared.q_full[stage], parity_of(step_idx, kRowStages));
+    if (w == 1) ptx::mbarrier_wait(&shared.scores_issued, parity_of(step_idx, 1));
     ptx::wgmma_fence();
     Math::multiply(p, tile_k() + w * 64 * 128, Shape::tile_q(base, stage));
     ptx::wgmma_commit_group();
     Math::multiply(ds, tile_v() + w * 64 * 128, Shape::tile_dout(base, stage));
     ptx::wgmma_commit_group();
+    if (w == 0) arrive(&shared.scores_issued);
   };
   // P and mask
   const auto end_scores = [&](const typename Math::Pairs& lse, uint32_t masked) {
@@ -68,23 +71,23 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     Math::round(p_half, p);
     Math::round(ds_half, ds);
     Math::stage_scores(ds_half, Shape::tile_ds(base, stage), 64 * w, 0);
+  };
+  // Issue dV, publish dS beside it, issue dQ, dK
+  const auto start_sums = [&](bool add) {
+    const int row_stage = stage_of(step_idx, kRowStages);
+    ptx::wgmma_fence();
+    Math::add_keys(dv, p_half, Shape::tile_dout(base, row_stage), add);
+    ptx::wgmma_commit_group();
+    const int stage = stage_of(step_idx, 2);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(&shared.ds_full[stage]);
-  };
-  // Issue dV, dQ, dK
-  const auto start_sums = [&](bool add) {
-    const int rows = stage_of(step_idx, kRowStages);
-    ptx::wgmma_fence();
-    Math::add_keys(dv, p_half, Shape::tile_dout(base, rows), add);
-    ptx::wgmma_commit_group();
-    const int stage = stage_of(step_idx, 2);
     ptx::mbarrier_wait(&shared.ds_full[stage], parity_of(step_idx, 2));  // the other warpgroup's too
     ptx::wgmma_fence();
     Math::multiply_queries(dq, Shape::tile_ds(base, stage) + row_part * Shape::kPanelDs,
                            tile_k() + column_part * Shape::kPanelK);
     ptx::wgmma_commit_group();
-    Math::add_keys(dk, ds_half, Shape::tile_q(base, rows), add);
+    Math::add_keys(dk, ds_half, Shape::tile_q(base, row_stage), add);
     ptx::wgmma_commit_group();
   };
   // dQ to the ring or to memory
@@ -115,16 +118,17 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   while (true) {
     // Wait unit
     ptx::mbarrier_wait(&shared.kv_full[stage_of(unit_idx, kKvStages)], parity_of(unit_idx, kKvStages));
-    const int32_t steps = shared.units[stage_of(unit_idx, kUnitStages)].steps;
+    const int32_t steps = ptx::warp_uniform(shared.units[stage_of(unit_idx, kUnitStages)].steps);
     if (steps < 0) break;
-    // Main loop over steps
+    // Main loop over steps: wait Q and dO
 #pragma unroll 1
     for (int32_t i = 0; i < steps; ++i) {
-      start_scores();
-      // What the step needs next is loaded before each wait.
+      rows.wait(shared, step_idx);
+      // What the step needs next is loaded before products are issued: behind them a load waits.
       const uint32_t masked = shared.steps[stage_of(step_idx, kStepStages)].masked;
       const float* lse = shared.lse[stage_of(step_idx, kRowStages)];
       if constexpr (kTransform) {
+        start_scores();
         ptx::wgmma_wait_group<1>();
         ptx::fence_operands(p);
         transform.apply(p);
@@ -132,6 +136,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
         end_scores(typename Math::Pairs(lse), masked);
       } else {
         const typename Math::Pairs loaded(lse);
+        start_scores();
         ptx::wgmma_wait_group<1>();
         ptx::fence_operands(p);
         end_scores(loaded, masked);
@@ -142,6 +147,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
       const DqAction action = shared.steps[stage_of(step_idx, kStepStages)].tiles[row_part].action;
       ptx::wgmma_wait_group<1>();  // dk's products are still under way
       end_queries(action);
+      rows.look_for(shared, step_idx + 1);
       ptx::wgmma_wait_group<0>();
       end_sums();
     }

@@ -113,7 +113,8 @@ template <class T, class Shape, bool kTransform, bool kValues>
 struct BackwardPanel : SharedScores<T, Shape, kTransform> {
   using Math = PanelMath<T, Shape>;
   using Base = SharedScores<T, Shape, kTransform>;
-  using Base::args, Base::shared, Base::base, Base::w, Base::transform, Base::scale, Base::unit_idx, Base::step_idx;
+  using Base::args, Base::shared, Base::base, Base::w, Base::transform, Base::scale, Base::unit_idx, Base::step_idx,
+      Base::rows;
   using Base::Base;
   using Base::dk, Base::dv, Base::tile_k, Base::tile_v, Base::tile_p, Base::tile_ds, Base::arrive;
 
@@ -127,7 +128,11 @@ struct BackwardPanel : SharedScores<T, Shape, kTransform> {
     typename Math::Scores p;
     typename Math::Scores ds;
     // Wait Q, issue scores, wait dO, issue dP
-    ptx::mbarrier_wait(&shared.q_full[stage], parity_of(step_idx, kRowStages));
+    rows.wait(shared, step_idx);
+    // What the step needs next is loaded before products are issued: behind them a load waits.
+    const uint32_t masked = step.masked;
+    const typename Math::Pair lse(shared.lse[stage]);
+    const typename Math::Pair row_sum(shared.row_sum[stage]);
     ptx::wgmma_fence();
     Math::template multiply<Shape::kDim>(p, Shape::tile_q(base, stage), tile_k() + first_key() * 128);
     ptx::wgmma_commit_group();
@@ -135,10 +140,6 @@ struct BackwardPanel : SharedScores<T, Shape, kTransform> {
     ptx::wgmma_fence();
     Math::template multiply<Shape::kDimV>(ds, tile_dout(), tile_v() + first_key() * 128);
     ptx::wgmma_commit_group();
-    // What the step needs next is loaded before each wait.
-    const uint32_t masked = step.masked;
-    const typename Math::Pair lse(shared.lse[stage]);
-    const typename Math::Pair row_sum(shared.row_sum[stage]);
     const auto end_dp = [&] {
       ptx::wgmma_wait_group<0>();
       ptx::fence_operands(ds);
@@ -198,6 +199,7 @@ struct BackwardPanel : SharedScores<T, Shape, kTransform> {
     }
     arrive(&shared.dq_full[stage_of(step_idx, kDqSenders)]);
     // Release Q, p and ds
+    rows.look_for(shared, step_idx + 1);
     ptx::wgmma_wait_group<0>();
     if constexpr (kValues) ptx::fence_operands(dv);
     ptx::fence_operands(dk);

@@ -115,16 +115,30 @@ struct BackwardStep {
   bool exists;      // if not, none after it does
 };
 
-// Where dout has fewer stages than q. Elsewhere q_full and q_empty are dout's too, and a block has no byte left.
-struct DoutBarriers {
-  uint64_t dout_full;
+// What each way of dividing a step has of its own: a block has no byte left.
+struct PanelBarriers {
+  uint64_t dout_full;  // of dout alone, which has a stage less than q. Elsewhere q_full and q_empty are dout's too
   uint64_t dout_empty;
+  __device__ void init(int warps) {
+    ptx::mbarrier_init(&dout_full, 1);
+    ptx::mbarrier_init(&dout_empty, warps);
+  }
 };
-struct NoBarriers {};
+struct ColumnBarriers {
+  uint64_t rows_read;  // wgmma has read q and dout, dq may overwrite them
+  __device__ void init(int warps) { ptx::mbarrier_init(&rows_read, warps); }
+};
+struct KeyBarriers {
+  uint64_t scores_issued;  // by the first warpgroup
+  __device__ void init(int) { ptx::mbarrier_init(&scores_issued, kWarpgroupWarps); }
+};
+template <class Shape>
+using OwnBarriers = std::conditional_t<Shape::kByPanels, PanelBarriers,
+                                       std::conditional_t<Shape::kByColumns, ColumnBarriers, KeyBarriers>>;
 
 // full: copies have written it. empty: all readers are done.
 template <class Shape>
-struct BackwardBarriers : std::conditional_t<Shape::kByPanels, DoutBarriers, NoBarriers> {
+struct BackwardBarriers : OwnBarriers<Shape> {
   float lse[kRowStages][Shape::kRows];      // times log2(e)
   float row_sum[kRowStages][Shape::kRows];  // rowsum(dout * out) - dlse
   BackwardStep<Shape> steps[kStepStages];
@@ -141,7 +155,6 @@ struct BackwardBarriers : std::conditional_t<Shape::kByPanels, DoutBarriers, NoB
   uint64_t dq_ticket_published[kStepStages];    // its next ticket is in memory
   uint64_t dq_full[kDqSenders];                 // of every kDqSenders-th step
   uint64_t dq_empty[Shape::kDqStages];          // by columns q_empty says it
-  uint64_t rows_read;                           // by columns: wgmma has read q and dout, dq may overwrite them
   uint64_t keys_read;                           // by the unit's last wgmma
   uint64_t staged[Shape::kConsumerWarpgroups];  // dk and dv of a warpgroup
 
@@ -163,13 +176,23 @@ struct BackwardBarriers : std::conditional_t<Shape::kByPanels, DoutBarriers, NoB
     for (int i = 0; i < Shape::kDqStages; ++i) ptx::mbarrier_init(&dq_empty[i], 1);
     for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&ds_full[i], Shape::kConsumerWarps);
     for (int i = 0; i < Shape::kConsumerWarpgroups; ++i) ptx::mbarrier_init(&staged[i], kWarpgroupWarps);
-    ptx::mbarrier_init(&rows_read, Shape::kConsumerWarps);
     ptx::mbarrier_init(&keys_read, Shape::kConsumerWarps);
-    if constexpr (Shape::kByPanels) {
-      ptx::mbarrier_init(&this->dout_full, 1);
-      ptx::mbarrier_init(&this->dout_empty, Shape::kConsumerWarps);
-    }
+    OwnBarriers<Shape>::init(Shape::kConsumerWarps);
     ptx::fence_mbarrier_init();
+  }
+};
+
+// A consumer's wait for a step's q, and dout. It takes about 100 clocks even where they have arrived, so they are
+// looked for in the step before, while its products are under way.
+template <class Shape>
+struct RowsOfStep {
+  bool arrived = false;
+
+  __device__ __forceinline__ void look_for(BackwardBarriers<Shape>& shared, uint32_t step_idx) {
+    arrived = ptx::mbarrier_test(&shared.q_full[stage_of(step_idx, kRowStages)], parity_of(step_idx, kRowStages));
+  }
+  __device__ __forceinline__ void wait(BackwardBarriers<Shape>& shared, uint32_t step_idx) const {
+    if (!arrived) ptx::mbarrier_wait(&shared.q_full[stage_of(step_idx, kRowStages)], parity_of(step_idx, kRowStages));
   }
 };
 

@@ -19,6 +19,7 @@ struct SharedScores {
   const float scale;  // of transformed products, times log2(e)
   uint32_t unit_idx = 0;
   uint32_t step_idx = 0;
+  RowsOfStep<Shape> rows;
   typename BackwardMath<T, Shape>::KeySums dk;
   typename BackwardMath<T, Shape>::KeySums dv;
 
@@ -42,7 +43,7 @@ template <class Shape, class Work>
 __device__ __forceinline__ void attend_with_shared_scores(Work&& work) {
   while (true) {
     ptx::mbarrier_wait(&work.shared.kv_full[0], parity_of(work.unit_idx, 1));
-    const int32_t steps = work.shared.units[stage_of(work.unit_idx, kUnitStages)].steps;
+    const int32_t steps = ptx::warp_uniform(work.shared.units[stage_of(work.unit_idx, kUnitStages)].steps);
     if (steps < 0) return;
 #pragma unroll 1
     for (int32_t i = 0; i < steps; ++i) {
