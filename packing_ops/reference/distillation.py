@@ -1,5 +1,7 @@
 """Oracle of packing_ops.distillation: all logits of both heads at once."""
 
+import math
+
 import torch
 
 from packing_ops.reference.boundaries import shift_labels
@@ -28,7 +30,9 @@ def token_kl(
         teacher_bias,
         temperature if teacher_temperature is None else teacher_temperature,
     )
-    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log() if 0 < beta < 1 else None
+    mixture = None
+    if 0 < beta < 1:  # not the logarithm of a sum, which may leave the range where its terms have next to no weight
+        mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     divergence = torch.zeros_like(student[:, 0])
     if beta < 1:
         divergence = divergence + (1 if beta == 0 else beta) * _kl(teacher, student if mixture is None else mixture)

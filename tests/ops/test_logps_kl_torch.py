@@ -198,3 +198,65 @@ def test_rows_at_any_address(device, dtype, beta):
             assert_same(out, part)
             changed[:, start : start + columns] = memory[:, start : start + columns]
             assert_same(changed, memory)  # nothing beside them
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+def test_rows_of_a_wide_vocabulary(device, dtype, beta):
+    """More columns than a pass of a block takes, in any order of size; some shut in both heads, whole passes of them."""
+    columns, rows = 20_003, 7
+    spread = torch.tensor([0.01, 1, 1, 5, 20, 60, 200], device=device, dtype=dtype)[:, None]
+    logits, of_teacher = (spread * torch.randn(rows, columns, device=device, dtype=dtype) for _ in range(2))
+    logits[1], of_teacher[2] = logits[1].sort().values, of_teacher[2].sort(descending=True).values
+    of_teacher[3] = logits[3]  # equal heads
+    for both in (logits, of_teacher):
+        both[4:6, 1024:9216] = -torch.inf
+        both[5, ::3] = -torch.inf
+    targets = torch.zeros(rows, dtype=torch.int32, device=device)
+    found = ops.kl_rows(logits, None, of_teacher, None, targets, 1.0, 1.0, beta)
+    logp, logq = logits.double().log_softmax(1), of_teacher.double().log_softmax(1)
+    weights = torch.tensor([beta, 1 - beta], device=device, dtype=torch.float64).log()
+    mixture = torch.logaddexp(logq + weights[0], logp + weights[1])
+    of_teacher_kl, of_student_kl = (
+        (log.exp() * (log - of)).nan_to_num(nan=0).sum(1)  # NaN: what both heads shut
+        for log, of in ((logq, logp if beta == 0 else mixture), (logp, logq if beta == 1 else mixture))
+    )
+    expected = {0: of_teacher_kl, 1: of_student_kl}.get(beta, beta * of_teacher_kl + (1 - beta) * of_student_kl)
+    near = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(found[0].double(), expected, **near)
+    assert found[0, 3] == 0 or 0 < beta < 1
+    torch.testing.assert_close(found[1].double(), logits.double().logsumexp(1), **near)
+    torch.testing.assert_close(found[2].double(), of_teacher.double().logsumexp(1), **near)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_scale_rows(device, dtype):
+    """One rounding, at any address, in place, and nothing beside the columns."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    scales = torch.tensor([0.0, -3.0, torch.nan, 1e-3], device=device, dtype=wide)
+    for start, out_start, columns in ((0, 0, 4099), (8, 8, 64), (3, 3, 30), (0, 5, 1000), (1, 0, 7), (0, 0, 0)):
+        memory, out = torch.randn(4, 4200, device=device).to(dtype), torch.ones(4, 4200, device=device, dtype=dtype)
+        x = memory[:, start : start + columns]
+        expected = out.clone()
+        expected[:, out_start : out_start + columns] = (x.to(wide) * scales[:, None]).to(dtype)
+        ops.scale_rows(x, scales, out[:, out_start : out_start + columns])
+        assert_same(out, expected)
+        ops.scale_rows(x, scales, x)
+        assert_same(x, expected[:, out_start : out_start + columns])
+
+
+def test_scale_rows_names_what_does_not_fit(device):
+    from packing_ops import _ops
+
+    x, scales = torch.ones(3, 8, device=device), torch.ones(3, device=device)
+    for given, message in (
+        ((x, scales[:2], x), r"scales: .*\[3\]"),
+        ((x, scales.double(), x), "scales: "),
+        ((x, scales, x.double()), "out: "),
+        ((x, scales, x[:, :7]), r"out: .*\[3, 8\]"),
+        ((x[1:], scales[1:], x[:2]), "out: .*of x's"),
+        ((x.t(), torch.ones(8, device=device), x.t()), "x: "),
+        ((x.int(), scales, x), "x: "),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            _ops.scale_rows(*given)

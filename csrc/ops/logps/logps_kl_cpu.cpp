@@ -46,10 +46,14 @@ struct Head {
   }
 };
 
-// log M.
+// log M. Where M leaves the range of Real, P and Q have next to no weight: a smallest M keeps their terms finite.
 template <class Real>
 PACKING_OPS_INLINE void log_mixture(const Real* p, const Real* q, Real beta, int64_t count, Real* out) {
-  for (int64_t j = 0; j < count; ++j) out[j] = fast_log(beta * q[j] + (Real(1) - beta) * p[j]);
+  constexpr Real kSmallest = std::numeric_limits<Real>::min();
+  for (int64_t j = 0; j < count; ++j) {
+    const Real mixture = beta * q[j] + (Real(1) - beta) * p[j];
+    out[j] = fast_log(mixture < kSmallest ? kSmallest : mixture);
+  }
 }
 
 // The sum of p * (logp - of). What has no weight adds nothing, whatever its logarithm.

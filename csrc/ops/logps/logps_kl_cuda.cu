@@ -1,6 +1,7 @@
 // One block per row of both heads' logits, read in 16-byte vectors. Formulas as in logps_kl_cpu.cpp; the order of the
 // sums depends on the columns alone.
 #include <cub/block/block_reduce.cuh>
+#include <limits>
 
 #include "ops/logps/logps_kl.h"
 #include "ops/logps/logps_softmax.cuh"
@@ -21,6 +22,15 @@ __device__ accumulate_t<T> log_of(accumulate_t<T> x) {
   } else {
     return log(x);
   }
+}
+
+// log M. Where M leaves the range of Real, P and Q have next to no weight: a smallest M keeps their terms finite.
+template <class T>
+__device__ accumulate_t<T> log_mixture(accumulate_t<T> p, accumulate_t<T> q, accumulate_t<T> beta) {
+  using Real = accumulate_t<T>;
+  constexpr Real kSmallest = std::numeric_limits<Real>::min();
+  const Real mixture = beta * q + (Real(1) - beta) * p;
+  return log_of<T>(mixture < kSmallest ? kSmallest : mixture);
 }
 
 template <class T>
@@ -74,7 +84,7 @@ struct RowSums {
   }
   __device__ Real lse() const { return max + log(sum); }
   __device__ Real other_lse() const { return other_max + log(other_sum); }
-  __device__ Real kl() const { return gaps / sum - log(sum) + log(other_sum); }
+  __device__ Real kl() const { return gaps / sum + log(other_sum / sum); }
 };
 
 // Vectors of kGrain columns that one lane of a warp loads.
@@ -155,7 +165,7 @@ struct MixedTerms {
   __device__ void add(Real logp, Real logq, Real beta) {
     const Real p = power_of<T>(logp * kLogE<T>);
     const Real q = power_of<T>(logq * kLogE<T>);
-    const Real mixture = log_of<T>(beta * q + (Real(1) - beta) * p);
+    const Real mixture = log_mixture<T>(p, q, beta);
     student += term(p, logp, mixture);
     teacher += term(q, logq, mixture);
   }
@@ -254,7 +264,7 @@ struct Gradient {
     } else if constexpr (kKind == Kind::kReverse) {
       return term(p, logp - student_kl, logq);
     } else {
-      const Real mixture = log_of<T>(beta * power_of<T>(logq * kLogE<T>) + (Real(1) - beta) * p);
+      const Real mixture = log_mixture<T>(p, power_of<T>(logq * kLogE<T>), beta);
       return weight * term(p, logp - student_kl, mixture);
     }
   }
