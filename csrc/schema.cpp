@@ -66,7 +66,7 @@ PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
   m.def("token_logps_backward_(Tensor slopes, Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, Tensor lse, Tensor(a!) logits, float outer, float inner, SymInt? chunk, SymInt? max_targets, str? group, bool need_hidden, bool need_weight, bool need_bias, Tensor? allowed_ids=None, Tensor? allowed_offsets=None) -> (Tensor, Tensor, Tensor)");
   m.def("kl_rows(Tensor logits, Tensor? bias, Tensor teacher_logits, Tensor? teacher_bias, Tensor targets, float inv_temperature, float teacher_inv_temperature, float beta) -> Tensor");
   m.def("kl_chunk_backward_(Tensor logits, Tensor? bias, Tensor teacher_logits, Tensor? teacher_bias, Tensor targets, float inv_temperature, float teacher_inv_temperature, float beta, Tensor stats, Tensor? scales, Tensor(a!) out) -> ()");
-  m.def("scale_rows(Tensor x, Tensor scales, Tensor(a!) out) -> ()");
+  m.def("kl_scale_kept_(Tensor dz, Tensor scales, Tensor(a!) out) -> ()");
   m.def("token_kl(Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias, Tensor targets, float inv_temperature, float teacher_inv_temperature, float beta, SymInt? chunk, SymInt? max_targets, SymInt keep_logits) -> (Tensor kl, Tensor stats, Tensor kept_dz)");
   m.def("token_kl_backward(Tensor? grad, Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias, Tensor targets, Tensor stats, Tensor kept_dz, float inv_temperature, float teacher_inv_temperature, float beta, SymInt? chunk, SymInt? max_targets, bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)");
 }

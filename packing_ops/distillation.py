@@ -1,12 +1,13 @@
 """How far a student's prediction of the next token is from a teacher's, from the hidden states and heads of both.
 
-As in packing_ops.logps the logits of all tokens are never held at once. A divergence needs all logits of a token twice:
-for the sum of exponentials of both heads, then for its terms. So the forward takes blocks of rows ``[rows, vocab]``: a
-product for each head, then one kernel that reads its rows, twice where beta is between 0 and 1. In chunks of the
-vocabulary the products would be made twice. The backward takes chunks of the vocabulary ``[total, chunk]``, as that of token_logps and for its reasons: a
-product for each head, a kernel that turns the student's logits into d(logits) in place, and a product for each gradient.
-Or the forward makes d(z) of a block of rows as soon as it has their sums, and keeps it: d(logits) but for the rows' own
-gradients, which the backward multiplies in. Both round d(z) before that, so the gradients have the same bits.
+As in packing_ops.logps the logits of all tokens are never held at once. Between beta 0 and 1 a divergence needs all
+logits of a token twice: for the sum of exponentials of both heads, then for its terms. In chunks of the vocabulary
+the products would be made twice, so the forward takes blocks of rows ``[rows, vocab]``: a product for each head, then
+one kernel, which for beta 0 and 1 reads a row once on CUDA. The backward takes chunks of the vocabulary ``[total,
+chunk]``, as that of token_logps and for its reasons: a product for each head, a kernel that turns the student's
+logits into d(logits) in place, and a product for each gradient. Or the forward makes d(z) of a block of rows as soon
+as it has their sums, and keeps it: d(logits) but for the rows' own gradients, which the backward multiplies in. Both
+round d(z) before that, so the gradients have the same bits.
 
 Products, in all: forward one for each head, backward those again and one for each gradient, for every divergence; where
 all is kept, one for each head and one for each gradient.
@@ -285,7 +286,7 @@ def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torc
     ):
         if is_kept:
             kept_dz, logits = logits[: head.rows], of_kept[:, : logits.shape[1]]
-            _ops.scale_rows(kept_dz, scales, logits[: head.rows])
+            _ops.kl_scale_kept_(kept_dz, scales, logits[: head.rows])
         else:
             head.multiply(weight, logits)
             teacher.multiply(teacher_weight, teacher_logits)
@@ -308,7 +309,7 @@ def _(logits: torch.Tensor, *others: Any) -> torch.Tensor:
     return logits.new_empty((4, logits.shape[0]), dtype=sum_dtype(logits.dtype))
 
 
-for _name in ("kl_chunk_backward_", "scale_rows"):
+for _name in ("kl_chunk_backward_", "kl_scale_kept_"):
     _ops.register_fake(_name)(lambda *_: None)
 
 

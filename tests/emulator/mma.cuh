@@ -119,7 +119,7 @@ inline void mbarrier_wait(uint64_t* barrier, int parity) {
     emulator::load_boxes_of(barrier);
   }
 }
-inline bool mbarrier_test(uint64_t* barrier, int parity) {
+inline bool mbarrier_test_wait(uint64_t* barrier, int parity) {
   return (emulator::barrier_at(barrier).phases & 1) != static_cast<uint32_t>(parity);
 }
 template <class T>

@@ -71,7 +71,7 @@ def step(x):
     heads = x["q"].flatten(1)[:, :99].clone(), None, x["q"].flatten(1)[:, 1:100], None, targets, 0.1, 0.2, 0.5
     divergence = ops.kl_rows(*heads)
     ops.kl_chunk_backward_(*heads, divergence, x["values"], heads[0])
-    ops.scale_rows(heads[0].clone(), x["values"], heads[0])
+    ops.kl_scale_kept_(heads[0].clone(), x["values"], heads[0])
     return {
         "cu_seqlens": cu_seqlens,
         "position_ids": position_ids,

@@ -100,7 +100,7 @@ def op_samples(device):
         (ops.kl_rows, (logits[:, 1:8], None, teacher_logits[:, 3:10], None, targets, 1.0, 1.0, 1.0)),
         (ops.kl_chunk_backward_, (*heads, targets, 1.0, 0.5, 0.5, stats, kl, out)),
         (ops.kl_chunk_backward_, (logits, None, *heads[2:], targets, 1.0, 1.0, 0.0, stats, None, out)),
-        (ops.scale_rows, (logits[:, 1:8], kl, out[:, :7])),
+        (ops.kl_scale_kept_, (logits[:, 1:8], kl, out[:, :7])),
         (ops.token_kl, (*leaves(*student), *teacher, every, 1.0, 1.0, 0.5, 16, None, 5000)),
         (ops.token_kl, (*leaves(*student[:2]), None, *teacher, targets, 0.5, 1.0, 0.0, None, 33, 0)),
         (
@@ -203,14 +203,14 @@ def test_rows_at_any_address(device, dtype, beta):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("beta", BETAS)
 def test_rows_of_a_wide_vocabulary(device, dtype, beta):
-    """More columns than a pass of a block takes, in any order of size; some shut in both heads, whole passes of them."""
+    """More columns than a pass of a block takes, sorted and not; -inf in both heads, in every third column and in a pass."""
     columns, rows = 20_003, 7
     spread = torch.tensor([0.01, 1, 1, 5, 20, 60, 200], device=device, dtype=dtype)[:, None]
     logits, of_teacher = (spread * torch.randn(rows, columns, device=device, dtype=dtype) for _ in range(2))
     logits[1], of_teacher[2] = logits[1].sort().values, of_teacher[2].sort(descending=True).values
     of_teacher[3] = logits[3]  # equal heads
     for both in (logits, of_teacher):
-        both[4:6, 1024:9216] = -torch.inf
+        both[4, 1024:9216] = both[5, :8192] = -torch.inf
         both[5, ::3] = -torch.inf
     targets = torch.zeros(rows, dtype=torch.int32, device=device)
     found = ops.kl_rows(logits, None, of_teacher, None, targets, 1.0, 1.0, beta)
@@ -218,7 +218,7 @@ def test_rows_of_a_wide_vocabulary(device, dtype, beta):
     weights = torch.tensor([beta, 1 - beta], device=device, dtype=torch.float64).log()
     mixture = torch.logaddexp(logq + weights[0], logp + weights[1])
     of_teacher_kl, of_student_kl = (
-        (log.exp() * (log - of)).nan_to_num(nan=0).sum(1)  # NaN: what both heads shut
+        (log.exp() * (log - of)).nan_to_num(nan=0).sum(1)  # NaN: -inf in both heads
         for log, of in ((logq, logp if beta == 0 else mixture), (logp, logq if beta == 1 else mixture))
     )
     expected = {0: of_teacher_kl, 1: of_student_kl}.get(beta, beta * of_teacher_kl + (1 - beta) * of_student_kl)
@@ -230,7 +230,7 @@ def test_rows_of_a_wide_vocabulary(device, dtype, beta):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_scale_rows(device, dtype):
+def test_scale_kept(device, dtype):
     """One rounding, at any address, in place, and nothing beside the columns."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scales = torch.tensor([0.0, -3.0, torch.nan, 1e-3], device=device, dtype=wide)
@@ -239,13 +239,13 @@ def test_scale_rows(device, dtype):
         x = memory[:, start : start + columns]
         expected = out.clone()
         expected[:, out_start : out_start + columns] = (x.to(wide) * scales[:, None]).to(dtype)
-        ops.scale_rows(x, scales, out[:, out_start : out_start + columns])
+        ops.kl_scale_kept_(x, scales, out[:, out_start : out_start + columns])
         assert_same(out, expected)
-        ops.scale_rows(x, scales, x)
+        ops.kl_scale_kept_(x, scales, x)
         assert_same(x, expected[:, out_start : out_start + columns])
 
 
-def test_scale_rows_names_what_does_not_fit(device):
+def test_scale_kept_names_what_does_not_fit(device):
     from packing_ops import _ops
 
     x, scales = torch.ones(3, 8, device=device), torch.ones(3, device=device)
@@ -254,9 +254,9 @@ def test_scale_rows_names_what_does_not_fit(device):
         ((x, scales.double(), x), "scales: "),
         ((x, scales, x.double()), "out: "),
         ((x, scales, x[:, :7]), r"out: .*\[3, 8\]"),
-        ((x[1:], scales[1:], x[:2]), "out: .*of x's"),
-        ((x.t(), torch.ones(8, device=device), x.t()), "x: "),
-        ((x.int(), scales, x), "x: "),
+        ((x[1:], scales[1:], x[:2]), "out: .*of dz's"),
+        ((x.t(), torch.ones(8, device=device), x.t()), "dz: "),
+        ((x.int(), scales, x), "dz: "),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            _ops.scale_rows(*given)
+            _ops.kl_scale_kept_(*given)

@@ -121,9 +121,11 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
   }
 }
 
-// Whether that phase has completed. A wait takes about 100 clocks even then: asked earlier, these pass while wgmma
-// runs.
-__device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, int parity) {
+// Whether that phase has completed; does not wait. PACKING_OPS_JITTER: now and then it says no.
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, int parity) {
+#if defined(PACKING_OPS_JITTER)
+  if ((static_cast<uint32_t>(clock64()) & 16) != 0) return false;
+#endif
   uint32_t ended;
   asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                : "=r"(ended)

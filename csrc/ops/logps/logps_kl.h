@@ -43,13 +43,13 @@ struct KlParams {
   int64_t out_stride = 0;        // elements from one row to the next
 };
 
-// out = x * scales, a number to a row: d(logits) of d(z) that was kept.
-struct ScaleRowsParams {
-  DType dtype = DType::kFloat32;  // of x and out
+// out = dz * scales, a number to a row: d(logits) from the d(z) that keep_logits kept. A scale of 0 does not hide NaN.
+struct KlKeptParams {
+  DType dtype = DType::kFloat32;  // of dz and out
   int64_t rows = 0;
   int64_t columns = 0;
-  const void* x = nullptr;
-  int64_t x_stride = 0;          // elements from one row to the next
+  const void* dz = nullptr;
+  int64_t dz_stride = 0;         // elements from one row to the next
   const void* scales = nullptr;  // [rows], Real
   void* out = nullptr;
   int64_t out_stride = 0;
@@ -57,10 +57,10 @@ struct ScaleRowsParams {
 
 void launch_kl_rows_cpu(const KlParams& p);
 void launch_kl_chunk_backward_cpu(const KlParams& p);
-void launch_scale_rows_cpu(const ScaleRowsParams& p);
+void launch_kl_scale_kept_cpu(const KlKeptParams& p);
 
 void launch_kl_rows_cuda(const KlParams& p, const CudaLaunch& launch);
 void launch_kl_chunk_backward_cuda(const KlParams& p, const CudaLaunch& launch);
-void launch_scale_rows_cuda(const ScaleRowsParams& p, const CudaLaunch& launch);
+void launch_kl_scale_kept_cuda(const KlKeptParams& p, const CudaLaunch& launch);
 
 }  // namespace packing_ops

@@ -11,14 +11,18 @@ namespace packing_ops {
 
 namespace {
 
-// Checks and fills of both ops. Names: of the arguments.
+DType real_of(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+// Checks and fills of the ops. Names: of the arguments.
 KlHead kl_head(const Tensor& logits, const char* name, const std::optional<Tensor>& bias, const char* bias_name,
                double inv_temperature) {
   check_rank(logits, name, 2);
   check_last_dim_contiguous(logits, name);
   KlHead head{logits.data_ptr(), logits.stride(0), nullptr, inv_temperature};
   if (!bias) return head;
-  check_dtype(*bias, bias_name, {dtype_of(logits) == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32});
+  check_dtype(*bias, bias_name, {real_of(dtype_of(logits))});
   check_shape(*bias, bias_name, {logits.size(1)}, "a number per column of logits");
   check_same_device(*bias, bias_name, logits, "logits");
   check(bias->is_contiguous(), bias_name, ": expected contiguous, got stride ", bias->stride(0));
@@ -28,35 +32,31 @@ KlHead kl_head(const Tensor& logits, const char* name, const std::optional<Tenso
 
 // Sets dtype, rows and columns.
 template <class Params>
-void set_shape(Params& p, const Tensor& rows, const char* name) {
+void set_shape(Params& p, const Tensor& matrix, const char* name) {
   constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
-  check_dtype(rows, name, {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64});
-  check_rank(rows, name, 2);
-  p.dtype = dtype_of(rows);
-  p.rows = rows.size(0);
-  p.columns = rows.size(1);
+  check_dtype(matrix, name, {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64});
+  check_rank(matrix, name, 2);
+  p.dtype = dtype_of(matrix);
+  p.rows = matrix.size(0);
+  p.columns = matrix.size(1);
   check(p.rows <= kMostRows && p.columns <= kMostRows, name, ": expected at most ", kMostRows,
-        " rows and columns, got ", describe(rows));
+        " rows and columns, got ", describe(matrix));
 }
 
-DType real_of(DType dtype) {
-  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-}
-
-const void* scales_of_rows(const Tensor& scales, const Tensor& rows, const char* name) {
-  check_dtype(scales, "scales", {real_of(dtype_of(rows))});
-  check_shape(scales, "scales", {rows.size(0)}, "a number per row");
-  check_same_device(scales, "scales", rows, name);
+const void* scales_of_rows(const Tensor& scales, const Tensor& matrix, const std::string& name) {
+  check_dtype(scales, "scales", {real_of(dtype_of(matrix))});
+  check_shape(scales, "scales", {matrix.size(0)}, ("a number per row of " + name).c_str());
+  check_same_device(scales, "scales", matrix, name.c_str());
   check(scales.is_contiguous(), "scales: expected contiguous, got stride ", scales.stride(0));
   return scales.data_ptr();
 }
 
-// Sets out and out_stride of p, whose shape is that of `rows`.
+// Sets out and out_stride of p, whose shape is that of the tensor `name`.
 template <class Params>
-void set_out(Params& p, const Tensor& out, const Tensor& rows, const char* name) {
+void set_out(Params& p, const Tensor& out, const Tensor& matrix, const std::string& name) {
   check_dtype(out, "out", {p.dtype});
-  check_shape(out, "out", {p.rows, p.columns}, name);
-  check_same_device(out, "out", rows, name);
+  check_shape(out, "out", {p.rows, p.columns}, ("as " + name).c_str());
+  check_same_device(out, "out", matrix, name.c_str());
   check_last_dim_contiguous(out, "out");
   check_no_overlap(out, "out");
   p.out = out.data_ptr();
@@ -127,22 +127,22 @@ void kl_chunk_backward_(const Tensor& logits, std::optional<Tensor> bias, const 
   launch(logits, p, launch_kl_chunk_backward_cpu, PACKING_OPS_CUDA(launch_kl_chunk_backward_cuda));
 }
 
-void scale_rows(const Tensor& x, const Tensor& scales, Tensor out) {
-  ScaleRowsParams p;
-  set_shape(p, x, "x");
-  check_last_dim_contiguous(x, "x");
-  p.x = x.data_ptr();
-  p.x_stride = x.stride(0);
-  p.scales = scales_of_rows(scales, x, "x");
-  set_out(p, out, x, "x");
-  if (!same_memory(out, x)) check_no_overlap(out, "out", x, "x");
-  launch(x, p, launch_scale_rows_cpu, PACKING_OPS_CUDA(launch_scale_rows_cuda));
+void kl_scale_kept_(const Tensor& dz, const Tensor& scales, Tensor out) {
+  KlKeptParams p;
+  set_shape(p, dz, "dz");
+  check_last_dim_contiguous(dz, "dz");
+  p.dz = dz.data_ptr();
+  p.dz_stride = dz.stride(0);
+  p.scales = scales_of_rows(scales, dz, "dz");
+  set_out(p, out, dz, "dz");
+  if (!same_memory(out, dz)) check_no_overlap(out, "out", dz, "dz");
+  launch(dz, p, launch_kl_scale_kept_cpu, PACKING_OPS_CUDA(launch_kl_scale_kept_cuda));
 }
 
 PACKING_OPS_REGISTER(m) {
   m.impl("kl_rows", TORCH_BOX(&kl_rows));
   m.impl("kl_chunk_backward_", TORCH_BOX(&kl_chunk_backward_));
-  m.impl("scale_rows", TORCH_BOX(&scale_rows));
+  m.impl("kl_scale_kept_", TORCH_BOX(&kl_scale_kept_));
 }
 
 }  // namespace packing_ops

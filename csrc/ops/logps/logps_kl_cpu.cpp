@@ -46,7 +46,8 @@ struct Head {
   }
 };
 
-// log M. Where M leaves the range of Real, P and Q have next to no weight: a smallest M keeps their terms finite.
+// log M, with M at least the smallest normal number: where M underflows and p or q does not, a logarithm of 0 would
+// make their term infinite.
 template <class Real>
 PACKING_OPS_INLINE void log_mixture(const Real* p, const Real* q, Real beta, int64_t count, Real* out) {
   constexpr Real kSmallest = std::numeric_limits<Real>::min();
@@ -147,12 +148,12 @@ PACKING_OPS_MULTIVERSION void kl_grad_rows(const KlParams& p, const Logits<Real>
 }
 
 template <class Real>
-void scale_rows(const ScaleRowsParams& p, const Logits<Real>& access, int64_t begin, int64_t end) {
+void kl_scale_kept_rows(const KlKeptParams& p, const Logits<Real>& access, int64_t begin, int64_t end) {
   alignas(64) Real piece[kPiece];
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t from = 0; from < p.columns; from += kPiece) {
       const int64_t count = std::min(kPiece, p.columns - from);
-      access.load(p.x, row * p.x_stride + from, count, piece);
+      access.load(p.dz, row * p.dz_stride + from, count, piece);
       access.store(piece, static_cast<const Real*>(p.scales)[row], row * p.out_stride + from, count, p.out);
     }
   }
@@ -174,10 +175,10 @@ void launch_kl_chunk_backward_cpu(const KlParams& p) {
   });
 }
 
-void launch_scale_rows_cpu(const ScaleRowsParams& p) {
+void launch_kl_scale_kept_cpu(const KlKeptParams& p) {
   dispatch_float(p.dtype, [&](auto element) {
     const auto access = logits_of<decltype(element)>();
-    for_rows(p.rows, p.columns, [&](int64_t begin, int64_t end) { scale_rows(p, access, begin, end); });
+    for_rows(p.rows, p.columns, [&](int64_t begin, int64_t end) { kl_scale_kept_rows(p, access, begin, end); });
   });
 }
 

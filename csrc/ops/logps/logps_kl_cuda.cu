@@ -1,5 +1,5 @@
-// One block per row of both heads' logits, read in 16-byte vectors. Formulas as in logps_kl_cpu.cpp; the order of the
-// sums depends on the columns alone.
+// One block per row, read in 16-byte vectors. The divergence of beta 0 and 1 comes from sums of one pass (RowSums),
+// other formulas are those of logps_kl_cpu.cpp. The order of the sums depends on the columns alone.
 #include <cub/block/block_reduce.cuh>
 #include <limits>
 
@@ -24,7 +24,7 @@ __device__ accumulate_t<T> log_of(accumulate_t<T> x) {
   }
 }
 
-// log M. Where M leaves the range of Real, P and Q have next to no weight: a smallest M keeps their terms finite.
+// As in logps_kl_cpu.cpp.
 template <class T>
 __device__ accumulate_t<T> log_mixture(accumulate_t<T> p, accumulate_t<T> q, accumulate_t<T> beta) {
   using Real = accumulate_t<T>;
@@ -63,28 +63,30 @@ __device__ Real term(Real p, Real logp, Real of) {
   return p == Real(0) ? Real(0) : p * (logp - of);
 }
 
-// Of some columns of the rows of A and B, with x and y their scaled logits less max and other_max: the sums of e^x, of
-// e^y and of e^x (x - y), from which KL(A || B) follows without a second pass.
+// Of some columns of the rows of two heads A and B, with a and b their scaled logits less max_a and max_b: the sums of
+// e^a, of e^b, and of e^a (a - b). Natural exponents and logarithms.
 template <class Real>
 struct RowSums {
-  Real max, other_max, sum, other_sum, gaps;
+  Real max_a, max_b, sum_a, sum_b, weighted;
 
   // The same sums over larger maxima.
-  __device__ RowSums with_max(Real larger, Real other_larger) const {
-    const Real below = max == larger ? Real(0) : max - larger;  // -inf may stay the maximum
-    const Real other_below = other_max == other_larger ? Real(0) : other_max - other_larger;
-    const Real scale = power_of<Real>(below);
-    const Real moved = scale * sum == Real(0) ? Real(0) : scale * (gaps + (below - other_below) * sum);
-    return {larger, other_larger, scale * sum, power_of<Real>(other_below) * other_sum, moved};
+  __device__ RowSums with_max(Real larger_a, Real larger_b) const {
+    const Real below_a = max_a == larger_a ? Real(0) : max_a - larger_a;  // -inf may stay the maximum
+    const Real below_b = max_b == larger_b ? Real(0) : max_b - larger_b;
+    const Real scale = power_of<Real>(below_a);
+    const Real sum = scale * sum_a;
+    return {larger_a, larger_b, sum, power_of<Real>(below_b) * sum_b,
+            sum == Real(0) ? Real(0) : scale * (weighted + (below_a - below_b) * sum_a)};
   }
   __device__ RowSums operator+(const RowSums& other) const {
-    const RowSums a = with_max(max_of(max, other.max), max_of(other_max, other.other_max));
-    const RowSums b = other.with_max(a.max, a.other_max);
-    return {a.max, a.other_max, a.sum + b.sum, a.other_sum + b.other_sum, a.gaps + b.gaps};
+    const RowSums x = with_max(max_of(max_a, other.max_a), max_of(max_b, other.max_b));
+    const RowSums y = other.with_max(x.max_a, x.max_b);
+    return {x.max_a, x.max_b, x.sum_a + y.sum_a, x.sum_b + y.sum_b, x.weighted + y.weighted};
   }
-  __device__ Real lse() const { return max + log(sum); }
-  __device__ Real other_lse() const { return other_max + log(other_sum); }
-  __device__ Real kl() const { return gaps / sum + log(other_sum / sum); }
+  __device__ Real lse_a() const { return max_a + log(sum_a); }
+  __device__ Real lse_b() const { return max_b + log(sum_b); }
+  // KL(A || B), the sum of A (log A - log B): the maxima cancel.
+  __device__ Real kl() const { return weighted / sum_a + log(sum_b / sum_a); }
 };
 
 // Vectors of kGrain columns that one lane of a warp loads.
@@ -105,34 +107,34 @@ __device__ accumulate_t<T> max_of_grain(const Grain<T>& values) {
   return max;
 }
 
-// Of the columns that this lane loads of kGrain columns from first on.
-template <class T, bool kGaps>
-__device__ RowSums<accumulate_t<T>> sums_of_lane(const Head<T>& head, const Head<T>& other, int first, int columns) {
+// Of the columns that this lane loads of kGrain columns from first on. kWeighted: weighted too.
+template <class T, bool kWeighted>
+__device__ RowSums<accumulate_t<T>> row_sums_of_grain(const Head<T>& a, const Head<T>& b, int first, int columns) {
   using Real = accumulate_t<T>;
-  Grain<T> of_head;
-  Grain<T> of_other;
-  load_grain<T, false>(head.logits, first, columns, head, of_head);
-  load_grain<T, false>(other.logits, first, columns, other, of_other);
-  const Real max = max_of_grain<T>(of_head);
-  const Real other_max = max_of_grain<T>(of_other);
-  const Real shift = max == -infinity<Real>() ? Real(0) : max;
-  const Real other_shift = other_max == -infinity<Real>() ? Real(0) : other_max;
-  const Real factor = head.inv_temperature * kLogE<T>;
-  const Real other_factor = other.inv_temperature * kLogE<T>;
-  Real sum = 0, other_sum = 0, gaps = 0;
+  Grain<T> of_a;
+  Grain<T> of_b;
+  load_grain<T, false>(a.logits, first, columns, a, of_a);
+  load_grain<T, false>(b.logits, first, columns, b, of_b);
+  const Real max_a = max_of_grain<T>(of_a);
+  const Real max_b = max_of_grain<T>(of_b);
+  const Real shift_a = max_a == -infinity<Real>() ? Real(0) : max_a;
+  const Real shift_b = max_b == -infinity<Real>() ? Real(0) : max_b;
+  const Real factor_a = a.inv_temperature * kLogE<T>;
+  const Real factor_b = b.inv_temperature * kLogE<T>;
+  Real sum_a = 0, sum_b = 0, weighted = 0;
 #pragma unroll
   for (int u = 0; u < kGrainVectors<T>; ++u) {
 #pragma unroll
     for (int i = 0; i < Row<T>::kVec; ++i) {
-      const Real x = (of_head[u][i] - shift) * factor;
-      const Real y = (of_other[u][i] - other_shift) * other_factor;
+      const Real x = (of_a[u][i] - shift_a) * factor_a;
+      const Real y = (of_b[u][i] - shift_b) * factor_b;
       const Real weight = power_of<T>(x);
-      sum += weight;
-      other_sum += power_of<T>(y);
-      if (kGaps) gaps += term(weight, x, y);
+      sum_a += weight;
+      sum_b += power_of<T>(y);
+      if (kWeighted) weighted += term(weight, x, y);
     }
   }
-  return {max * head.inv_temperature, other_max * other.inv_temperature, sum, other_sum, gaps / kLogE<T>};
+  return {max_a * a.inv_temperature, max_b * b.inv_temperature, sum_a, sum_b, weighted / kLogE<T>};
 }
 
 // f(first column) for each kGrain columns of this warp.
@@ -171,12 +173,13 @@ struct MixedTerms {
   }
 };
 
+// Of the columns that this lane loads of all its warp's grains.
 template <class T>
-__device__ MixedTerms<T> mixed_terms_of_lane(const Head<T>& student, const Head<T>& teacher, int columns,
-                                             const RowSums<accumulate_t<T>>& sums, accumulate_t<T> beta) {
+__device__ MixedTerms<T> mixed_terms(const Head<T>& student, const Head<T>& teacher, int columns,
+                                     const RowSums<accumulate_t<T>>& sums, accumulate_t<T> beta) {
   using Real = accumulate_t<T>;
-  const Real log_sum = log(sums.sum);
-  const Real teacher_log_sum = log(sums.other_sum);
+  const Real log_sum = log(sums.sum_a);
+  const Real teacher_log_sum = log(sums.sum_b);
   MixedTerms<T> terms{0, 0};
   for_grains_of_warp(columns, [&](int first) {
     Grain<T> of_student;
@@ -189,7 +192,7 @@ __device__ MixedTerms<T> mixed_terms_of_lane(const Head<T>& student, const Head<
       for (int i = 0; i < Row<T>::kVec; ++i) {
         const Real z = of_student[u][i] * student.inv_temperature;
         const Real teacher_z = of_teacher[u][i] * teacher.inv_temperature;
-        terms.add((z - sums.max) - log_sum, (teacher_z - sums.other_max) - teacher_log_sum, beta);
+        terms.add((z - sums.max_a) - log_sum, (teacher_z - sums.max_b) - teacher_log_sum, beta);
       }
     }
   });
@@ -200,7 +203,7 @@ template <class T, Kind kKind>
 __global__ void __launch_bounds__(kThreads) kl_rows_kernel(KlParams p) {
   using Real = accumulate_t<T>;
   constexpr bool kMixed = kKind == Kind::kMixed;
-  constexpr bool kOfTeacher = kKind == Kind::kForward;  // A of RowSums is the teacher's
+  constexpr bool kTeacherIsA = kKind == Kind::kForward;  // it weighs
   const int64_t row = blockIdx.x;
   const int columns = static_cast<int>(p.columns);
   const Real beta = static_cast<Real>(p.beta);
@@ -208,21 +211,20 @@ __global__ void __launch_bounds__(kThreads) kl_rows_kernel(KlParams p) {
   if (p.targets[row] >= 0) {
     const Head<T> student(p.student, row);
     const Head<T> teacher(p.teacher, row);
-    const Head<T>& head = kOfTeacher ? teacher : student;
-    const Head<T>& other = kOfTeacher ? student : teacher;
+    const Head<T>& a = kTeacherIsA ? teacher : student;
+    const Head<T>& b = kTeacherIsA ? student : teacher;
     RowSums<Real> sums{-infinity<Real>(), -infinity<Real>(), 0, 0, 0};
-    for_grains_of_warp(columns,
-                       [&](int first) { sums = sums + sums_of_lane<T, !kMixed>(head, other, first, columns); });
+    for_grains_of_warp(columns, [&](int first) { sums = sums + row_sums_of_grain<T, !kMixed>(a, b, first, columns); });
     sums = sum_of_block(sums);
-    lse = kOfTeacher ? sums.other_lse() : sums.lse();
-    teacher_lse = kOfTeacher ? sums.lse() : sums.other_lse();
+    lse = kTeacherIsA ? sums.lse_b() : sums.lse_a();
+    teacher_lse = kTeacherIsA ? sums.lse_a() : sums.lse_b();
     if constexpr (kMixed) {
-      const MixedTerms<T> terms = sum_of_block(mixed_terms_of_lane(student, teacher, columns, sums, beta));
+      const MixedTerms<T> terms = sum_of_block(mixed_terms(student, teacher, columns, sums, beta));
       divergence = beta * terms.teacher + (Real(1) - beta) * terms.student;
       student_kl = terms.student;
     } else {
       divergence = sums.kl();
-      student_kl = kOfTeacher ? Real(0) : divergence;
+      student_kl = kTeacherIsA ? Real(0) : divergence;
     }
   }
   if (threadIdx.x != 0) return;
@@ -270,11 +272,6 @@ struct Gradient {
   }
 };
 
-// Whether the same vectors of 16 bytes are whole in both.
-__device__ bool lie_alike(const void* a, const void* b) {
-  return (reinterpret_cast<uintptr_t>(a) ^ reinterpret_cast<uintptr_t>(b)) % 16 == 0;
-}
-
 template <class T, Kind kKind>
 __global__ void __launch_bounds__(kThreads) kl_chunk_backward_kernel(KlParams p) {
   using Real = accumulate_t<T>;
@@ -287,7 +284,7 @@ __global__ void __launch_bounds__(kThreads) kl_chunk_backward_kernel(KlParams p)
   T* out = static_cast<T*>(p.out) + row * p.out_stride;
   const bool zero = p.targets[row] < 0 || gradient.scale == Real(0);
   Row<T> layout(out, static_cast<int>(p.columns));
-  if (!lie_alike(logits, out) || !lie_alike(of_teacher, out)) layout.vectors = 0;
+  if (!same_alignment(logits, out) || !same_alignment(of_teacher, out)) layout.vectors = 0;
   const Vector* vectors = reinterpret_cast<const Vector*>(logits + layout.before);
   const Vector* teacher_vectors = reinterpret_cast<const Vector*>(of_teacher + layout.before);
   Vector* out_vectors = reinterpret_cast<Vector*>(out + layout.before);
@@ -327,18 +324,18 @@ __global__ void __launch_bounds__(kThreads) kl_chunk_backward_kernel(KlParams p)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaleRowsParams p) {
+__global__ void __launch_bounds__(kThreads) kl_scale_kept_kernel(KlKeptParams p) {
   using Vector = typename Row<T>::Vector;
   constexpr int kVec = Row<T>::kVec;
   const int64_t row = blockIdx.x;
   const accumulate_t<T> scale = static_cast<const accumulate_t<T>*>(p.scales)[row];
-  const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
+  const T* dz = static_cast<const T*>(p.dz) + row * p.dz_stride;
   T* out = static_cast<T*>(p.out) + row * p.out_stride;
   Row<T> layout(out, static_cast<int>(p.columns));
-  if (!lie_alike(x, out)) layout.vectors = 0;
-  const Vector* vectors = reinterpret_cast<const Vector*>(x + layout.before);
+  if (!same_alignment(dz, out)) layout.vectors = 0;
+  const Vector* vectors = reinterpret_cast<const Vector*>(dz + layout.before);
   Vector* out_vectors = reinterpret_cast<Vector*>(out + layout.before);
-#pragma unroll 4
+#pragma unroll kUnroll
   for (int v = static_cast<int>(threadIdx.x); v < layout.vectors; v += kThreads) {
     Vector vector = vectors[v];
 #pragma unroll
@@ -347,7 +344,7 @@ __global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaleRowsParams p)
   }
   for (int i = static_cast<int>(threadIdx.x); i < layout.singles(); i += kThreads) {
     const int column = layout.single(i);
-    out[column] = static_cast<T>(scale * static_cast<accumulate_t<T>>(x[column]));
+    out[column] = static_cast<T>(scale * static_cast<accumulate_t<T>>(dz[column]));
   }
 }
 
@@ -381,12 +378,12 @@ void launch_kl_chunk_backward_cuda(const KlParams& p, const CudaLaunch& launch) 
   check_launch("kl_chunk_backward_kernel");
 }
 
-void launch_scale_rows_cuda(const ScaleRowsParams& p, const CudaLaunch& launch) {
+void launch_kl_scale_kept_cuda(const KlKeptParams& p, const CudaLaunch& launch) {
   if (p.rows == 0 || p.columns == 0) return;
   dispatch_logits(p.dtype, [&](auto element) {
-    scale_rows_kernel<decltype(element)><<<static_cast<unsigned>(p.rows), kThreads, 0, stream_of(launch)>>>(p);
+    kl_scale_kept_kernel<decltype(element)><<<static_cast<unsigned>(p.rows), kThreads, 0, stream_of(launch)>>>(p);
   });
-  check_launch("scale_rows_kernel");
+  check_launch("kl_scale_kept_kernel");
 }
 
 }  // namespace packing_ops

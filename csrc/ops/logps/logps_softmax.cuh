@@ -119,6 +119,11 @@ __device__ inline bool is_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
+// Whether vectors of 16 bytes that are aligned in one are so in the other.
+__device__ inline bool same_alignment(const void* a, const void* b) {
+  return is_aligned(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(a) ^ reinterpret_cast<uintptr_t>(b)));
+}
+
 // values += bias, read in vectors of up to 16 bytes, to which it is aligned.
 template <class Real, int kCount>
 __device__ void add_bias(const Real* bias, Real (&values)[kCount]) {

@@ -31,7 +31,7 @@ struct BackwardColumns : SharedScores<T, Shape, kTransform> {
     typename Math::Weights rounded;
     // Wait Q and dO, issue scores
     rows.wait(shared, step_idx);
-    // What the step needs next is loaded before products are issued: behind them a load waits.
+    // Loaded before products are issued: behind them a load waits.
     const uint32_t masked = step.masked;
     const typename Math::Pairs lse(shared.lse[stage] + first_row());
     const typename Math::Pairs row_sum(shared.row_sum[stage] + first_row());

@@ -124,7 +124,8 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
 #pragma unroll 1
     for (int32_t i = 0; i < steps; ++i) {
       rows.wait(shared, step_idx);
-      // What the step needs next is loaded before products are issued: behind them a load waits.
+      // lse is loaded before products are issued: behind them a load waits. With a transform it is loaded where it is
+      // used.
       const uint32_t masked = shared.steps[stage_of(step_idx, kStepStages)].masked;
       const float* lse = shared.lse[stage_of(step_idx, kRowStages)];
       if constexpr (kTransform) {

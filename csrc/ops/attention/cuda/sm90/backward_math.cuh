@@ -61,7 +61,7 @@ struct BackwardMath {
   }
 
   // A thread's share of an array of rows: 8 n + 2 (lane % 4) and the next. As many as there are registers for are
-  // loaded while products are under way.
+  // loaded at once, the rest where they are used.
   struct Pairs {
     static constexpr int kAhead = kRows == 128 ? 4 : kRows / 8;
     const float2* rest;

@@ -129,7 +129,7 @@ struct BackwardPanel : SharedScores<T, Shape, kTransform> {
     typename Math::Scores ds;
     // Wait Q, issue scores, wait dO, issue dP
     rows.wait(shared, step_idx);
-    // What the step needs next is loaded before products are issued: behind them a load waits.
+    // Loaded before products are issued: behind them a load waits.
     const uint32_t masked = step.masked;
     const typename Math::Pair lse(shared.lse[stage]);
     const typename Math::Pair row_sum(shared.row_sum[stage]);

@@ -115,7 +115,8 @@ struct BackwardStep {
   bool exists;      // if not, none after it does
 };
 
-// What each way of dividing a step has of its own: a block has no byte left.
+// Barriers of one way of dividing a step alone. Not in one struct: static and dynamic shared memory fill a block's 227
+// KiB.
 struct PanelBarriers {
   uint64_t dout_full;  // of dout alone, which has a stage less than q. Elsewhere q_full and q_empty are dout's too
   uint64_t dout_empty;
@@ -182,14 +183,14 @@ struct BackwardBarriers : OwnBarriers<Shape> {
   }
 };
 
-// A consumer's wait for a step's q, and dout. It takes about 100 clocks even where they have arrived, so they are
-// looked for in the step before, while its products are under way.
+// A consumer's wait for a step's q_full, which is tested in the step before while its products run: a wait costs clocks
+// even after the phase has completed (README.md).
 template <class Shape>
 struct RowsOfStep {
   bool arrived = false;
 
   __device__ __forceinline__ void look_for(BackwardBarriers<Shape>& shared, uint32_t step_idx) {
-    arrived = ptx::mbarrier_test(&shared.q_full[stage_of(step_idx, kRowStages)], parity_of(step_idx, kRowStages));
+    arrived = ptx::mbarrier_test_wait(&shared.q_full[stage_of(step_idx, kRowStages)], parity_of(step_idx, kRowStages));
   }
   __device__ __forceinline__ void wait(BackwardBarriers<Shape>& shared, uint32_t step_idx) const {
     if (!arrived) ptx::mbarrier_wait(&shared.q_full[stage_of(step_idx, kRowStages)], parity_of(step_idx, kRowStages));
