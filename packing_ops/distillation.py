@@ -7,7 +7,7 @@ one kernel, which for beta 0 and 1 reads a row once on CUDA. The backward takes 
 chunk]``, as that of token_logps and for its reasons: a product for each head, a kernel that turns the student's
 logits into d(logits) in place, and a product for each gradient. Or the forward makes d(z) of a block of rows as soon
 as it has their sums, and keeps it: d(logits) but for the rows' own gradients, which the backward multiplies in. Both
-round d(z) before that, so the gradients have the same bits.
+round d(z) before that, so within packing_ops.invariant() the gradients have the same bits.
 
 Products, in all: forward one for each head, backward those again and one for each gradient, for every divergence; where
 all is kept, one for each head and one for each gradient.

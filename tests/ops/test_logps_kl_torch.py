@@ -255,8 +255,30 @@ def test_scale_kept_names_what_does_not_fit(device):
         ((x, scales, x.double()), "out: "),
         ((x, scales, x[:, :7]), r"out: .*\[3, 8\]"),
         ((x[1:], scales[1:], x[:2]), "out: .*of dz's"),
+        ((x, x.view(-1)[:3], x), "out: .*of scales's"),
         ((x.t(), torch.ones(8, device=device), x.t()), "dz: "),
         ((x.int(), scales, x), "dz: "),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             _ops.kl_scale_kept_(*given)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_what_has_no_weight_beside_what_is_left_out(device, dtype, beta):
+    """-inf in the other head counts where its own head has weight in the whole row, not in a part of it."""
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    spread = 100 if dtype == torch.float64 else 10
+    weighs, other = ((spread * 3 * torch.randn(6, 12_000, device=device)).to(dtype) for _ in range(2))
+    weighs[:, 11_999] = weighs.amax(1)
+    weighs[:3, 5], other[:3, 5] = weighs.amax(1)[:3] - 13 * spread, -torch.inf  # e^-130, e^-1300
+    weighs[:3, :5] = weighs[:3, 6:40] = weighs[:3, 5:6]
+    other[1, :40] = -torch.inf
+    weighs[3, 77], other[3, 77] = weighs.amax(1)[3], -torch.inf
+    heads = (other, weighs) if beta == 0 else (weighs, other)
+    targets = torch.zeros(6, dtype=torch.int32, device=device)
+    found = ops.kl_rows(heads[0], None, heads[1], None, targets, 1.0, 1.0, beta)[0]
+    logw, logo = weighs.to(real).log_softmax(1), other.to(real).log_softmax(1)
+    terms = torch.where(logw.exp() == 0, 0, logw.exp() * (logw - logo))
+    torch.testing.assert_close(found, terms.sum(1), rtol=1e-5, atol=1e-5)
+    assert found.isfinite().tolist() == [True, True, True, False, True, True]

@@ -43,11 +43,12 @@ void set_shape(Params& p, const Tensor& matrix, const char* name) {
         " rows and columns, got ", describe(matrix));
 }
 
-const void* scales_of_rows(const Tensor& scales, const Tensor& matrix, const std::string& name) {
+const void* scales_of_rows(const Tensor& scales, const Tensor& matrix, const std::string& name, const Tensor& out) {
   check_dtype(scales, "scales", {real_of(dtype_of(matrix))});
   check_shape(scales, "scales", {matrix.size(0)}, ("a number per row of " + name).c_str());
   check_same_device(scales, "scales", matrix, name.c_str());
   check(scales.is_contiguous(), "scales: expected contiguous, got stride ", scales.stride(0));
+  check_no_overlap(out, "out", scales, "scales");
   return scales.data_ptr();
 }
 
@@ -120,8 +121,8 @@ void kl_chunk_backward_(const Tensor& logits, std::optional<Tensor> bias, const 
   check_same_device(stats, "stats", logits, "logits");
   check(stats.is_contiguous(), "stats: expected contiguous, got other strides");
   set_stats(p, stats);
-  if (scales) p.scales = scales_of_rows(*scales, logits, "logits");
   set_out(p, out, logits, "logits");
+  if (scales) p.scales = scales_of_rows(*scales, logits, "logits", out);
   if (!same_memory(out, logits)) check_no_overlap(out, "out", logits, "logits");
   check_no_overlap(out, "out", teacher_logits, "teacher_logits");
   launch(logits, p, launch_kl_chunk_backward_cpu, PACKING_OPS_CUDA(launch_kl_chunk_backward_cuda));
@@ -133,8 +134,8 @@ void kl_scale_kept_(const Tensor& dz, const Tensor& scales, Tensor out) {
   check_last_dim_contiguous(dz, "dz");
   p.dz = dz.data_ptr();
   p.dz_stride = dz.stride(0);
-  p.scales = scales_of_rows(scales, dz, "dz");
   set_out(p, out, dz, "dz");
+  p.scales = scales_of_rows(scales, dz, "dz", out);
   if (!same_memory(out, dz)) check_no_overlap(out, "out", dz, "dz");
   launch(dz, p, launch_kl_scale_kept_cpu, PACKING_OPS_CUDA(launch_kl_scale_kept_cuda));
 }

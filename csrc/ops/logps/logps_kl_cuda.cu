@@ -64,10 +64,12 @@ __device__ Real term(Real p, Real logp, Real of) {
 }
 
 // Of some columns of the rows of two heads A and B, with a and b their scaled logits less max_a and max_b: the sums of
-// e^a, of e^b, and of e^a (a - b). Natural exponents and logarithms.
-template <class Real>
+// e^a, of e^b, and of e^a (a - b) where b is not -inf; and the largest scaled logit of A where b is. Natural exponents
+// and logarithms.
+template <class T>
 struct RowSums {
-  Real max_a, max_b, sum_a, sum_b, weighted;
+  using Real = accumulate_t<T>;
+  Real max_a, max_b, sum_a, sum_b, weighted, max_without_b;
 
   // The same sums over larger maxima.
   __device__ RowSums with_max(Real larger_a, Real larger_b) const {
@@ -75,18 +77,31 @@ struct RowSums {
     const Real below_b = max_b == larger_b ? Real(0) : max_b - larger_b;
     const Real scale = power_of<Real>(below_a);
     const Real sum = scale * sum_a;
-    return {larger_a, larger_b, sum, power_of<Real>(below_b) * sum_b,
-            sum == Real(0) ? Real(0) : scale * (weighted + (below_a - below_b) * sum_a)};
+    const bool empty = sum == Real(0) || max_b == -infinity<Real>();
+    return {larger_a,
+            larger_b,
+            sum,
+            power_of<Real>(below_b) * sum_b,
+            empty ? Real(0) : scale * (weighted + (below_a - below_b) * sum_a),
+            max_without_b};
   }
   __device__ RowSums operator+(const RowSums& other) const {
     const RowSums x = with_max(max_of(max_a, other.max_a), max_of(max_b, other.max_b));
     const RowSums y = other.with_max(x.max_a, x.max_b);
-    return {x.max_a, x.max_b, x.sum_a + y.sum_a, x.sum_b + y.sum_b, x.weighted + y.weighted};
+    return {x.max_a,
+            x.max_b,
+            x.sum_a + y.sum_a,
+            x.sum_b + y.sum_b,
+            x.weighted + y.weighted,
+            max_of(x.max_without_b, y.max_without_b)};
   }
   __device__ Real lse_a() const { return max_a + log(sum_a); }
   __device__ Real lse_b() const { return max_b + log(sum_b); }
-  // KL(A || B), the sum of A (log A - log B): the maxima cancel.
-  __device__ Real kl() const { return weighted / sum_a + log(sum_b / sum_a); }
+  // KL(A || B), the sum of A (log A - log B): the maxima cancel. Infinite where A has weight and B none.
+  __device__ Real kl() const {
+    const Real weight = power_of<T>((max_without_b - lse_a()) * kLogE<T>);
+    return weighted / sum_a + log(sum_b / sum_a) + (weight > Real(0) ? infinity<Real>() : Real(0));
+  }
 };
 
 // Vectors of kGrain columns that one lane of a warp loads.
@@ -109,7 +124,7 @@ __device__ accumulate_t<T> max_of_grain(const Grain<T>& values) {
 
 // Of the columns that this lane loads of kGrain columns from first on. kWeighted: weighted too.
 template <class T, bool kWeighted>
-__device__ RowSums<accumulate_t<T>> row_sums_of_grain(const Head<T>& a, const Head<T>& b, int first, int columns) {
+__device__ RowSums<T> row_sums_of_grain(const Head<T>& a, const Head<T>& b, int first, int columns) {
   using Real = accumulate_t<T>;
   Grain<T> of_a;
   Grain<T> of_b;
@@ -121,20 +136,35 @@ __device__ RowSums<accumulate_t<T>> row_sums_of_grain(const Head<T>& a, const He
   const Real shift_b = max_b == -infinity<Real>() ? Real(0) : max_b;
   const Real factor_a = a.inv_temperature * kLogE<T>;
   const Real factor_b = b.inv_temperature * kLogE<T>;
-  Real sum_a = 0, sum_b = 0, weighted = 0;
+  const auto exponent_a = [&](int u, int i) { return (of_a[u][i] - shift_a) * factor_a; };
+  const auto exponent_b = [&](int u, int i) { return (of_b[u][i] - shift_b) * factor_b; };
+  RowSums<T> sums{max_a * a.inv_temperature, max_b * b.inv_temperature, 0, 0, 0, -infinity<Real>()};
 #pragma unroll
   for (int u = 0; u < kGrainVectors<T>; ++u) {
 #pragma unroll
     for (int i = 0; i < Row<T>::kVec; ++i) {
-      const Real x = (of_a[u][i] - shift_a) * factor_a;
-      const Real y = (of_b[u][i] - shift_b) * factor_b;
-      const Real weight = power_of<T>(x);
-      sum_a += weight;
-      sum_b += power_of<T>(y);
-      if (kWeighted) weighted += term(weight, x, y);
+      const Real weight = power_of<T>(exponent_a(u, i));
+      sums.sum_a += weight;
+      sums.sum_b += power_of<T>(exponent_b(u, i));
+      if (kWeighted) sums.weighted += term(weight, exponent_a(u, i), exponent_b(u, i));
     }
   }
-  return {max_a * a.inv_temperature, max_b * b.inv_temperature, sum_a, sum_b, weighted / kLogE<T>};
+  if (kWeighted && !isfinite(sums.weighted)) {  // rare: again without entries where b is -inf
+    sums.weighted = 0;
+#pragma unroll
+    for (int u = 0; u < kGrainVectors<T>; ++u) {
+#pragma unroll
+      for (int i = 0; i < Row<T>::kVec; ++i) {
+        if (exponent_b(u, i) == -infinity<Real>()) {
+          sums.max_without_b = max_of(sums.max_without_b, of_a[u][i] * a.inv_temperature);
+        } else {
+          sums.weighted += term(power_of<T>(exponent_a(u, i)), exponent_a(u, i), exponent_b(u, i));
+        }
+      }
+    }
+  }
+  sums.weighted /= kLogE<T>;
+  return sums;
 }
 
 // f(first column) for each kGrain columns of this warp.
@@ -176,7 +206,7 @@ struct MixedTerms {
 // Of the columns that this lane loads of all its warp's grains.
 template <class T>
 __device__ MixedTerms<T> mixed_terms(const Head<T>& student, const Head<T>& teacher, int columns,
-                                     const RowSums<accumulate_t<T>>& sums, accumulate_t<T> beta) {
+                                     const RowSums<T>& sums, accumulate_t<T> beta) {
   using Real = accumulate_t<T>;
   const Real log_sum = log(sums.sum_a);
   const Real teacher_log_sum = log(sums.sum_b);
@@ -213,7 +243,7 @@ __global__ void __launch_bounds__(kThreads) kl_rows_kernel(KlParams p) {
     const Head<T> teacher(p.teacher, row);
     const Head<T>& a = kTeacherIsA ? teacher : student;
     const Head<T>& b = kTeacherIsA ? student : teacher;
-    RowSums<Real> sums{-infinity<Real>(), -infinity<Real>(), 0, 0, 0};
+    RowSums<T> sums{-infinity<Real>(), -infinity<Real>(), 0, 0, 0, -infinity<Real>()};
     for_grains_of_warp(columns, [&](int first) { sums = sums + row_sums_of_grain<T, !kMixed>(a, b, first, columns); });
     sums = sum_of_block(sums);
     lse = kTeacherIsA ? sums.lse_b() : sums.lse_a();
