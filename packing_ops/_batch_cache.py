@@ -42,7 +42,7 @@ def _traced() -> bool:
 
 
 def _stream(tensor: torch.Tensor) -> int:
-    """The current stream, 0 on the CPU. An entry serves one stream: a kernel on another would not wait for it."""
+    """The current stream, 0 on the CPU. An entry is for one stream: a kernel on another would not wait for it."""
     return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 

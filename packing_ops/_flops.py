@@ -116,7 +116,7 @@ def _logps_backward(
 
 
 def _not_kept(product, columns, weight):
-    """What is left of a product where so many columns were kept."""
+    """The part of a product that is left where some of its columns were kept."""
     vocab = weight.shape[0]
     return product * max(vocab - columns, 0) // vocab
 

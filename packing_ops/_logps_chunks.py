@@ -48,7 +48,7 @@ def chunk_of(chunk: int | None, rows: int, hidden: torch.Tensor, vocab: int) -> 
 def kept_shape(
     hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None, keep_logits: int, heads: int = 1
 ) -> tuple[int, int, int]:
-    """[chunks, rows, columns] of the logits that are kept of one head: as many whole chunks as fit into so many bytes."""
+    """[chunks, rows, columns] of the logits that are kept of one head: as many whole chunks as fit into keep_logits bytes."""
     if keep_logits == 0:
         return 0, 0, 0
     rows = rows_at_most(hidden.shape[0], max_targets)

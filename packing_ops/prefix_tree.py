@@ -28,7 +28,7 @@ from packing_ops.logps import (
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 FORK_ALIGNMENT = 128  # csrc/core/fork_alignment.h
-"""Forks of a prefix tree are at multiples of so many tokens, so that no key tile of attention holds two segments."""
+"""Forks of a prefix tree are at multiples of this number of tokens, so that no key tile of attention holds two segments."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -203,7 +203,7 @@ def pack_prefix_tree(
         capacity: most rows of a bin, one row of the batch. Trees are put into bins first-fit-decreasing, the one with
             the most rows first. A tree that does not fit is cut where segments fork: each bin that has a part of it holds
             the segments above the part again (``repeated_by_cuts``). None: one bin.
-        min_shared: samples that part earlier than after so many tokens, rounded up to a multiple of FORK_ALIGNMENT, are
+        min_shared: samples that part before this number of tokens, rounded up to a multiple of FORK_ALIGNMENT, are
             not joined. More makes fewer and longer segments.
 
     Returns:

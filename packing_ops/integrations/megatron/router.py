@@ -119,6 +119,7 @@ def _by_document(stock: Any) -> Any:
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if _now.params is None or coefficient == 0:
             return stock(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask)
+        # Sums of each document, over all ranks that hold a part of it
         first = _first_row(self, seq_length)
         cu_seqlens = (spans_of(_now.params).q_slots - first).clamp(0, seq_length)
         # Of padding both are 0: the tokens are counted by what they were routed to.
@@ -126,6 +127,7 @@ def _by_document(stock: Any) -> Any:
         local_tokens = routed.sum() / self.topk
         routed = reduce_from_tensor_model_parallel_region(routed, self.tp_cp_group)
         tokens = routed.sum(-1) / self.topk
+        # The loss of a document is as if it were alone; the row's is their mean
         losses = (sums * routed).sum(-1) / tokens.square().clamp(min=1)
         loss = losses.sum() / (tokens > 0).sum().clamp(min=1) * (routed.shape[1] * coefficient / self.topk)
         return self.attach_and_log_load_balancing_loss(

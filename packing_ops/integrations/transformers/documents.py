@@ -203,8 +203,8 @@ def several_in(position_ids, padding, cu_seqlens, numbers, batch) -> torch.Tenso
 
 
 def refuse_where(wrong, message) -> None:
-    """ValueError where a bool, also one on a device, holds. A graph cannot read it and asserts: RuntimeError on the CPU,
-    on CUDA the end of this process's use of the GPU."""
+    """ValueError where a bool, also one on a device, holds. A graph cannot read it and asserts: RuntimeError on the CPU;
+    on CUDA this process cannot use the GPU any more."""
     if isinstance(wrong, torch.Tensor) and not can_read(wrong):
         torch._assert_async(~wrong, message)
     elif wrong is not None and bool(wrong):

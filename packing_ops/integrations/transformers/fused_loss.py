@@ -266,6 +266,7 @@ def _of_documents(stock):
                 f"balance_loss: expected an attention over the {rows} rows of the router of {call.name}, got none (a "
                 "prefix tree, or rows on several ranks)"
             )
+        # Which slots hold tokens: those of padding are in no sum
         documents = documents.on(device)
         probabilities = [layer.to(device).softmax(-1) for layer in gate_logits]
         if documents.indices is None:

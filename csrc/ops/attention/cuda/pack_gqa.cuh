@@ -39,7 +39,7 @@ struct PackedRows {
   // A number of rows to move by; negative is back.
   struct Stride {
     int32_t rows;
-    int32_t tokens;  // moves back by at most so many tokens
+    int32_t tokens;  // the most that it moves back
   };
   __device__ Stride stride(int by) const { return {by, by < 0 ? quotient(group - 1 - by) : 0}; }
   // The `rows` rows that start one stride on.

@@ -112,7 +112,7 @@ constexpr int wide_forward_keys(SmemTier tier) {
 // A forward unit is two or three tiles of packed rows, a backward step one or two. A tile starts at a whole token, so
 // one TMA load brings it.
 constexpr int kTileRows = 64;
-// Panels of 64 columns that a tile of so many has.
+// Panels of 64 columns in a tile of `columns`.
 constexpr int wgmma_panels(int columns) {
   return (columns + 63) / 64;
 }

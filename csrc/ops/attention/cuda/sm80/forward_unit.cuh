@@ -22,7 +22,7 @@ struct ForwardShape {
   static constexpr int kStageBytes = kKeys * (kDim + kDimV) * 2;
   static constexpr int kShared = kRows * kDim * 2 + 2 * kStageBytes + 128;
   static constexpr int kWarpRows = 16 * kRowBlocks;
-  static constexpr int kLoadsAhead = 0;      // ldmatrix runs so many blocks of 16 columns ahead of mma, at most 1
+  static constexpr int kLoadsAhead = 0;      // blocks of 16 columns by which ldmatrix is ahead of mma, 0 or 1
   static constexpr bool kSmallCode = false;  // see forward_resident.cuh
   using TileQ = Tile<kRows, kDim>;
   using TileK = Tile<kKeys, kDim>;
