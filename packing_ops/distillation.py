@@ -86,8 +86,9 @@ def token_kl(
             ``metadata.num_targets`` for labels that are no mask. On the CPU they are counted; on CUDA without a bound all
             rows are multiplied. More slots than the bound are an error, on CUDA in a later call, and NaN.
         keep_logits: bytes for the gradient of the student's logits, in hidden's dtype, which the forward then makes and
-            keeps for as many chunks as fit. The backward makes no logits of these. 0 keeps nothing, nor does float16. ``"auto"``: half of
-            what is free, as token_logps has it. Within packing_ops.invariant() gradients have the same bits as with 0.
+            keeps for as many chunks as fit. The backward makes no logits of these. 0 keeps nothing, nor does float16.
+            ``"auto"``: half of what is free, as token_logps has it. Within packing_ops.invariant() gradients have the
+            same bits as with 0.
 
     Returns:
         ``[total]``, float32 (float64 for float64), in nats. 0, with gradient 0, at the last slot of each document, where
@@ -114,8 +115,8 @@ def token_kl(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, heads of different vocabularies, beta, a temperature,
-            chunk or keep_logits out of range, a label outside of the vocabulary, more slots than max_targets (both on CUDA in a later
-            call). The message names the argument.
+            chunk or keep_logits out of range, a label outside of the vocabulary, more slots than max_targets (both on
+            CUDA in a later call). The message names the argument.
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
 
     Method: Hinton et al., distillation (2015); Agarwal et al., generalized knowledge distillation (2023), for the

@@ -122,10 +122,6 @@ inline void mbarrier_wait(uint64_t* barrier, int parity) {
 inline bool mbarrier_test_wait(uint64_t* barrier, int parity) {
   return (emulator::barrier_at(barrier).phases & 1) != static_cast<uint32_t>(parity);
 }
-template <class T>
-T warp_uniform(T x) {
-  return __shfl_sync(0xffffffffu, x, 0);
-}
 inline void griddepcontrol_launch_dependents() {}
 inline void griddepcontrol_wait() {}
 inline float exp2_approx(float x) {

@@ -103,25 +103,7 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// PACKING_OPS_JITTER: a build in which every wait begins up to a microsecond late, at random, for tests of races.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
-#if defined(PACKING_OPS_JITTER)
-  __nanosleep((static_cast<uint32_t>(clock64()) + threadIdx.x) * 2654435761u >> 22);
-#endif
-  uint32_t ended = 0;
-  while (!ended) {
-#if __CUDA_ARCH__ >= 900  // try_wait suspends the thread for a while
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-#else
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-#endif
-                 : "=r"(ended)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-  }
-}
-
-// Whether that phase has completed; does not wait. PACKING_OPS_JITTER: now and then it says no.
+// Whether the phase of that parity has completed; does not wait. PACKING_OPS_JITTER: now and then it says no.
 __device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, int parity) {
 #if defined(PACKING_OPS_JITTER)
   if ((static_cast<uint32_t>(clock64()) & 16) != 0) return false;
@@ -134,11 +116,23 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, int parity
   return ended != 0;
 }
 
-// x, which is the same in all lanes, where the compiler does not see that. What is worked out from it is then in
-// uniform registers, as the descriptors of wgmma have to be; else each is moved there in front of its wgmma.
-template <class T>
-__device__ __forceinline__ T warp_uniform(T x) {
-  return __shfl_sync(0xffffffffu, x, 0);
+// PACKING_OPS_JITTER: a build in which every wait begins up to a microsecond late, at random, for tests of races.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
+#if defined(PACKING_OPS_JITTER)
+  __nanosleep((static_cast<uint32_t>(clock64()) + threadIdx.x) * 2654435761u >> 22);
+#endif
+#if __CUDA_ARCH__ >= 900  // try_wait suspends the thread for a while
+  uint32_t ended = 0;
+  while (!ended) {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(ended)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+  }
+#else
+  while (!mbarrier_test_wait(barrier, parity)) {
+  }
+#endif
 }
 
 // Programmatic dependent launch, from compute capability 9.0 on: the next kernel may start once every block has called

@@ -43,21 +43,23 @@ void set_shape(Params& p, const Tensor& matrix, const char* name) {
         " rows and columns, got ", describe(matrix));
 }
 
-const void* scales_of_rows(const Tensor& scales, const Tensor& matrix, const std::string& name, const Tensor& out) {
+// name: the matrix's; wanted: of an error.
+const void* scales_of_rows(const Tensor& scales, const Tensor& matrix, const char* name, const char* wanted,
+                           const Tensor& out) {
   check_dtype(scales, "scales", {real_of(dtype_of(matrix))});
-  check_shape(scales, "scales", {matrix.size(0)}, ("a number per row of " + name).c_str());
-  check_same_device(scales, "scales", matrix, name.c_str());
+  check_shape(scales, "scales", {matrix.size(0)}, wanted);
+  check_same_device(scales, "scales", matrix, name);
   check(scales.is_contiguous(), "scales: expected contiguous, got stride ", scales.stride(0));
   check_no_overlap(out, "out", scales, "scales");
   return scales.data_ptr();
 }
 
-// Sets out and out_stride of p, whose shape is that of the tensor `name`.
+// Sets out and out_stride of p, whose shape is the matrix's.
 template <class Params>
-void set_out(Params& p, const Tensor& out, const Tensor& matrix, const std::string& name) {
+void set_out(Params& p, const Tensor& out, const Tensor& matrix, const char* name, const char* wanted) {
   check_dtype(out, "out", {p.dtype});
-  check_shape(out, "out", {p.rows, p.columns}, ("as " + name).c_str());
-  check_same_device(out, "out", matrix, name.c_str());
+  check_shape(out, "out", {p.rows, p.columns}, wanted);
+  check_same_device(out, "out", matrix, name);
   check_last_dim_contiguous(out, "out");
   check_no_overlap(out, "out");
   p.out = out.data_ptr();
@@ -121,8 +123,8 @@ void kl_chunk_backward_(const Tensor& logits, std::optional<Tensor> bias, const 
   check_same_device(stats, "stats", logits, "logits");
   check(stats.is_contiguous(), "stats: expected contiguous, got other strides");
   set_stats(p, stats);
-  set_out(p, out, logits, "logits");
-  if (scales) p.scales = scales_of_rows(*scales, logits, "logits", out);
+  set_out(p, out, logits, "logits", "as logits");
+  if (scales) p.scales = scales_of_rows(*scales, logits, "logits", "a number per row of logits", out);
   if (!same_memory(out, logits)) check_no_overlap(out, "out", logits, "logits");
   check_no_overlap(out, "out", teacher_logits, "teacher_logits");
   launch(logits, p, launch_kl_chunk_backward_cpu, PACKING_OPS_CUDA(launch_kl_chunk_backward_cuda));
@@ -134,8 +136,8 @@ void kl_scale_kept_(const Tensor& dz, const Tensor& scales, Tensor out) {
   check_last_dim_contiguous(dz, "dz");
   p.dz = dz.data_ptr();
   p.dz_stride = dz.stride(0);
-  set_out(p, out, dz, "dz");
-  p.scales = scales_of_rows(scales, dz, "dz", out);
+  set_out(p, out, dz, "dz", "as dz");
+  p.scales = scales_of_rows(scales, dz, "dz", "a number per row of dz", out);
   if (!same_memory(out, dz)) check_no_overlap(out, "out", dz, "dz");
   launch(dz, p, launch_kl_scale_kept_cpu, PACKING_OPS_CUDA(launch_kl_scale_kept_cuda));
 }

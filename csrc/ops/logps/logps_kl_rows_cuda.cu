@@ -49,24 +49,6 @@ struct RowSums {
   }
 };
 
-// Vectors of kGrain columns that one lane of a warp loads.
-template <class T>
-constexpr int kGrainVectors = kGrain / (kWarp * Row<T>::kVec);
-
-template <class T>
-using Grain = accumulate_t<T>[kGrainVectors<T>][Row<T>::kVec];
-
-template <class T>
-__device__ accumulate_t<T> max_of_grain(const Grain<T>& values) {
-  accumulate_t<T> max = -infinity<accumulate_t<T>>();
-#pragma unroll
-  for (int u = 0; u < kGrainVectors<T>; ++u) {
-#pragma unroll
-    for (int i = 0; i < Row<T>::kVec; ++i) max = max_of(max, values[u][i]);
-  }
-  return max;
-}
-
 // Of the columns that this lane loads of kGrain columns from first on. kWeighted: weighted too.
 template <class T, bool kWeighted>
 __device__ RowSums<T> row_sums_of_grain(const Head<T>& a, const Head<T>& b, int first, int columns) {

@@ -145,15 +145,23 @@ __device__ Real altered(const Scaling& scaling, Real logit, int column) {
   return one[0];
 }
 
+// Vectors of kGrain columns that one lane of a warp loads.
+template <class T>
+constexpr int kGrainVectors = kGrain / (kWarp * Row<T>::kVec);
+
+template <class T>
+using Grain = accumulate_t<T>[kGrainVectors<T>][Row<T>::kVec];
+
 // Lane by lane the values of kGrain columns from first on, and their sum. Scaling::alter(values, column): adds the
 // bias to a vector of logits. Scaling::allowed<n>(column): a bit for each of n columns, the first one lowest; -inf
 // where it is 0. Which lane has which columns does not depend on their alignment.
-template <class T, bool kMore, class Scaling, int kVectors>
+template <class T, bool kMore, class Scaling>
 __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, const Scaling& scaling,
-                                      accumulate_t<T> (&values)[kVectors][Row<T>::kVec]) {
+                                      Grain<T>& values) {
   using Real = accumulate_t<T>;
   using Vector = typename Row<T>::Vector;
   constexpr int kVec = Row<T>::kVec;
+  constexpr int kVectors = kGrainVectors<T>;
   const int begin = first + static_cast<int>(threadIdx.x) % kWarp * kVec;
   Real total = 0;
   if (first + kGrain <= columns && is_aligned(logits) && is_aligned(scaling.bias)) {
@@ -191,21 +199,28 @@ __device__ accumulate_t<T> load_grain(const T* logits, int first, int columns, c
   return total;
 }
 
+template <class T>
+__device__ accumulate_t<T> max_of_grain(const Grain<T>& values) {
+  accumulate_t<T> max = -infinity<accumulate_t<T>>();
+#pragma unroll
+  for (int u = 0; u < kGrainVectors<T>; ++u) {
+#pragma unroll
+    for (int i = 0; i < Row<T>::kVec; ++i) max = max_of(max, values[u][i]);
+  }
+  return max;
+}
+
 // The statistics of kGrain columns from first on, by one warp; the same in each lane. top1 is a column.
 template <class T, bool kMore, class Scaling>
 __device__ Sums<T> sums_of_grain(const T* logits, int first, int columns, const Scaling& scaling,
                                  accumulate_t<T> factor) {
   using Real = accumulate_t<T>;
   constexpr int kVec = Row<T>::kVec;
-  constexpr int kVectors = kGrain / (kWarp * kVec);
-  Real values[kVectors][kVec];
+  constexpr int kVectors = kGrainVectors<T>;
+  Grain<T> values;
   Sums<T> sums{-infinity<Real>(), 0, 0, 0, 0, 0};
   sums.total = load_grain<T, kMore>(logits, first, columns, scaling, values);
-#pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) sums.max = max_of(sums.max, values[u][i]);
-  }
+  sums.max = max_of_grain<T>(values);
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     sums.max = max_of(sums.max, __shfl_xor_sync(0xffffffffu, sums.max, offset));
   }

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ uint8_t shared[];
   __shared__ BackwardBarriers<Shape> barriers;
   const uint32_t base = (ptx::shared_address(shared) + 1023) & ~1023u;
-  const int warp = ptx::warp_uniform(static_cast<int>(threadIdx.x / kWarpThreads));
+  const int warp = warp_uniform(static_cast<int>(threadIdx.x / kWarpThreads));
   ptx::griddepcontrol_launch_dependents();  // backward_single.cuh does not depend on this kernel
   if (threadIdx.x == 0) barriers.init();
   constexpr int kPanelTiles = Shape::kRowBytes / (kTileRows * 128);

@@ -118,7 +118,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   while (true) {
     // Wait unit
     ptx::mbarrier_wait(&shared.kv_full[stage_of(unit_idx, kKvStages)], parity_of(unit_idx, kKvStages));
-    const int32_t steps = ptx::warp_uniform(shared.units[stage_of(unit_idx, kUnitStages)].steps);
+    const int32_t steps = warp_uniform(shared.units[stage_of(unit_idx, kUnitStages)].steps);
     if (steps < 0) break;
     // Main loop over steps: wait Q and dO
 #pragma unroll 1

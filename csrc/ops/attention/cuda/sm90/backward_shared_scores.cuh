@@ -43,7 +43,7 @@ template <class Shape, class Work>
 __device__ __forceinline__ void attend_with_shared_scores(Work&& work) {
   while (true) {
     ptx::mbarrier_wait(&work.shared.kv_full[0], parity_of(work.unit_idx, 1));
-    const int32_t steps = ptx::warp_uniform(work.shared.units[stage_of(work.unit_idx, kUnitStages)].steps);
+    const int32_t steps = warp_uniform(work.shared.units[stage_of(work.unit_idx, kUnitStages)].steps);
     if (steps < 0) return;
 #pragma unroll 1
     for (int32_t i = 0; i < steps; ++i) {

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ uint8_t shared[];
   __shared__ ForwardBarriers<Shape> barriers;
   const uint32_t base = (ptx::shared_address(shared) + 1023) & ~1023u;
-  const int warp = ptx::warp_uniform(static_cast<int>(threadIdx.x / kWarpThreads));
+  const int warp = warp_uniform(static_cast<int>(threadIdx.x / kWarpThreads));
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
   if (warp < kWarpgroupWarps) {

@@ -46,4 +46,11 @@ constexpr uint32_t first_thread_of(Role role) {
   return static_cast<uint32_t>(role) * kWarpThreads;
 }
 
+// x, which is the same in all lanes, where the compiler does not see that. What is worked out from it is then in
+// uniform registers, as the descriptors of wgmma have to be; else each is moved there in front of its wgmma.
+template <class T>
+__device__ __forceinline__ T warp_uniform(T x) {
+  return __shfl_sync(0xffffffffu, x, 0);
+}
+
 }  // namespace packing_ops::attention::sm90
