@@ -1,7 +1,6 @@
 #include "host/memory_overlap.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "host/tensor_check.h"
 
@@ -16,23 +15,24 @@ struct Distance {
   int64_t last;
 };
 
-// Whether start + sum of steps * stride gets nearer to 0 than `width`, for any steps. Exact; quick since the largest
-// stride comes first and what the others can make up for leaves it few steps.
-bool comes_near(int64_t start, const Distance* distance, const Distance* end, int64_t width) {
-  if (distance == end) return std::abs(start) < width;
+// Whether start + sum of steps * stride is between -below and above, for any steps: how far a row of that width starts
+// from one of width `above` that it overlaps. Exact; quick since the largest stride comes first and what the others can
+// make up for leaves it few steps.
+bool comes_near(int64_t start, const Distance* distance, const Distance* end, int64_t below, int64_t above) {
+  if (distance == end) return -below < start && start < above;
   int64_t lowest = 0;
   int64_t highest = 0;
   for (const Distance* d = distance + 1; d < end; ++d) {
     lowest += d->first * d->stride;
     highest += d->last * d->stride;
   }
-  // -width < start + step * stride + (lowest to highest) < width
+  // -below < start + step * stride + (lowest to highest) < above
   const int64_t stride = distance->stride;
   const auto floor_div = [](int64_t a, int64_t b) { return a / b - (a % b < 0); };
-  const int64_t first = std::max(distance->first, floor_div(-width - highest - start, stride) + 1);
-  const int64_t last = std::min(distance->last, -floor_div(-width + lowest + start, stride) - 1);
+  const int64_t first = std::max(distance->first, floor_div(-below - highest - start, stride) + 1);
+  const int64_t last = std::min(distance->last, -floor_div(-above + lowest + start, stride) - 1);
   for (int64_t step = first; step <= last; ++step) {
-    if (comes_near(start + step * stride, distance + 1, end, width)) return true;
+    if (comes_near(start + step * stride, distance + 1, end, below, above)) return true;
   }
   return false;
 }
@@ -72,7 +72,7 @@ void check_no_overlap(const Tensor& t, const char* name) {
   for (auto d = outer.begin(); d != outer.end() && !overlap; ++d) {
     const Distance full = *d;
     *d = {full.stride, 1, full.last};
-    overlap = comes_near(0, &*d, outer.data() + outer.size(), width);
+    overlap = comes_near(0, &*d, outer.data() + outer.size(), width, width);
     *d = full;
   }
   if (!overlap) return;
@@ -86,12 +86,14 @@ void check_no_overlap(const Tensor& t, const char* name, const Tensor& other, co
   if (t.numel() == 0 || other.numel() == 0) return;
   const int64_t apart = reinterpret_cast<intptr_t>(t.data_ptr()) - reinterpret_cast<intptr_t>(other.data_ptr());
   const auto size = static_cast<int64_t>(t.element_size());
+  const auto other_size = static_cast<int64_t>(other.element_size());
   std::vector<Distance> distances;
   for (int64_t i = 0; i + 1 < t.dim(); ++i) add(distances, t.stride(i) * size, 0, t.size(i) - 1);
-  for (int64_t i = 0; i + 1 < other.dim(); ++i) add(distances, other.stride(i) * size, 1 - other.size(i), 0);
+  for (int64_t i = 0; i + 1 < other.dim(); ++i) add(distances, other.stride(i) * other_size, 1 - other.size(i), 0);
   sort(distances);
   const int64_t width = size * t.size(t.dim() - 1);
-  if (!comes_near(apart, distances.data(), distances.data() + distances.size(), width)) return;
+  const int64_t other_width = other_size * other.size(other.dim() - 1);
+  if (!comes_near(apart, distances.data(), distances.data() + distances.size(), width, other_width)) return;
   fail(name, ": expected memory of its own (it is changed in place), got some of ", other_name, "'s");
 }
 

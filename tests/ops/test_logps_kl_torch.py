@@ -263,6 +263,21 @@ def test_scale_kept_names_what_does_not_fit(device):
             _ops.kl_scale_kept_(*given)
 
 
+def test_scales_may_lie_beside_what_they_scale_but_not_in_it(device):
+    """In one buffer, at every distance: scales that are shorter than a row of out, and longer."""
+    for rows, columns in ((3, 16), (16, 3)):
+        for start in range(64):
+            memory = torch.ones(160, device=device)
+            out, scales = memory[50 : 50 + rows * columns].view(rows, columns), memory[start : start + rows]
+            x = torch.ones_like(out)
+            if start + rows <= 50 or start >= 50 + rows * columns:
+                ops.kl_scale_kept_(x, scales, out)
+            else:
+                with pytest.raises(ValueError, match="out: .*of scales's"):
+                    ops.kl_scale_kept_(x, scales, out)
+                assert_same(memory, torch.ones_like(memory))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_what_has_no_weight_beside_what_is_left_out(device, dtype, beta):
