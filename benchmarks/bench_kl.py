@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from bench_boundaries import lengths_of
 from compiled_code import compiled_alone
-from harness import Case, run
+from harness import Case, fits, run
 
 import packing_ops as po
 
@@ -87,15 +87,6 @@ def without_gradient(function):
             return function()
 
     return call
-
-
-def fits(call):
-    """Whether it has room: all logits of two heads in float32 are 20 GB, several times over."""
-    try:
-        call()
-    except torch.OutOfMemoryError:
-        return False
-    return True
 
 
 def batch(device, sizes):

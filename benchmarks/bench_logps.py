@@ -81,11 +81,11 @@ def backward_of(function, leaves, grad=None):
 
 
 def kept_whole(hidden, weight, targets):
-    """eager_logps compiled so that its backward can run again: it overwrites nothing kept. Past torch's cache of graphs."""
-    compiled = compiled_alone(eager_logps)
+    """eager_logps compiled so that its backward can run again: it overwrites nothing kept. Past torch's caches of graphs."""
+    compiled, without_caches = compiled_alone(eager_logps), {"donated_buffer": False, "enable_autograd_cache": False}
 
     def call():
-        with torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False):
+        with torch._functorch.config.patch(without_caches), torch._inductor.config.patch(fx_graph_cache=False):
             return compiled(hidden, weight, targets)
 
     return call
@@ -194,16 +194,15 @@ def cases_of_masks(device):
             both["Liger's fused linear cross entropy"] = gradients_of(
                 functools.partial(liger, hidden, weight, targets), leaves
             )
-        shape, dtype = described(hidden, weight)
-        yield Case(f"{masked:.0%} of the rows masked, forward and backward", shape, dtype, both, runs=11)
+        op = f"{masked:.0%} of the rows masked, forward and backward"
+        yield Case(op, *described(hidden, weight), both, runs=11)
 
 
 def both_directions(op, functions, leaves, grad):
-    shape, dtype = described(*leaves)
     forward = {name: without_gradient(function) for name, function in functions.items()}
-    yield Case(f"{op}, forward", shape, dtype, forward, runs=11)
+    yield Case(f"{op}, forward", *described(*leaves), forward, runs=11)
     both = {name: gradients_of(function, leaves, grad) for name, function in functions.items()}
-    yield Case(f"{op}, forward and backward", shape, dtype, both, runs=11)
+    yield Case(f"{op}, forward and backward", *described(*leaves), both, runs=11)
 
 
 def allowed(labels, vocab, count):

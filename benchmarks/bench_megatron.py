@@ -9,9 +9,10 @@ import os
 import types
 from pathlib import Path
 
+import attention_peers as peers
 import torch
 import torch.distributed as dist
-from harness import RESULTS, Case, commit, device_name, percentiles, run, time_cpu, time_cuda, write_csv
+from harness import RESULTS, Case, commit, device_name, fits, percentiles, run, time_cpu, time_cuda, write_csv
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -79,26 +80,36 @@ def attention_case(name, lengths, heads, device, *, backward=True, runs=11):
 
     op = "core attention forward" + " + backward" * backward
     providers = {provider: timed(call) for provider, call in calls.items()}
-    if device == "cuda":  # where alone it runs
-        providers["megatron-core, padded"] = padded_call(q, k, v, dout, lengths, heads, backward=backward)
+    if device == "cuda":  # where alone they run
+        providers |= kernels_of_engine((q, k, v, dout), params, heads[0], backward=backward)
+        padded = padded_call(q, k, v, dout, lengths, heads, backward=backward)
+        providers |= {"megatron-core, padded": padded} if fits(padded) else {}
     return Case(op, shape_of(lengths, heads, name), str(dtype)[6:], providers, runs=runs)
 
 
 def packed_peers(q, k, v, params, heads):
-    """{provider: call} over the same packed rows: TransformerEngine's module and flash-attn's function where installed."""
+    """{provider: call}: TransformerEngine's module over the same packed rows, where it is installed."""
+    if not (q.is_cuda and importlib.util.find_spec("transformer_engine")):
+        return {}
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    start_megatron()
+    mask = AttnMaskType.padding_causal
+    engine = TEDotProductAttention(config_of(heads), 1, mask, "self")
+    return {"TransformerEngine": lambda: engine(q, k, v, None, mask, packed_seq_params=params)}
+
+
+def kernels_of_engine(heads, params, num_heads, *, backward):
+    """{provider: call} of FlashAttention's kernels, which TransformerEngine's module calls: those that are installed."""
+    q, k, v, dout = (t.detach() for t in heads)
+    batch = peers.Batch(q, k, v, dout.view(len(q), num_heads, -1), params.cu_seqlens_q, params.max_seqlen_q)
     found = {}
-    if q.is_cuda and importlib.util.find_spec("transformer_engine"):
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-        start_megatron()
-        mask = AttnMaskType.padding_causal
-        engine = TEDotProductAttention(config_of(heads), 1, mask, "self")
-        found["TransformerEngine"] = lambda: engine(q, k, v, None, mask, packed_seq_params=params)
-    if q.is_cuda and importlib.util.find_spec("flash_attn"):
-        from flash_attn import flash_attn_varlen_func
-
-        lengths = params.cu_seqlens_q, params.cu_seqlens_kv, params.max_seqlen_q, params.max_seqlen_kv
-        found["flash-attn"] = lambda: flash_attn_varlen_func(q, k, v, *lengths, causal=True).flatten(1)
+    for make in (peers.flash_2, peers.flash_3, peers.flash_4):
+        for name, (forward, of_grads, _) in make(batch):
+            if not backward and forward is not None:
+                found[name] = forward
+            elif backward and forward is not None and of_grads is not None:
+                found[name] = lambda forward=forward, of_grads=of_grads: (forward(), of_grads())
     return found
 
 

@@ -106,6 +106,15 @@ def peak_mib(call: Callable, device: str) -> str:
     return f"{peak / 2**20:.1f}"
 
 
+def fits(call: Callable) -> bool:
+    """Whether this device has the memory for it."""
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
 def copy_provider(total_bytes: int, device: str) -> Callable:
     """A copy that reads and writes ``total_bytes`` in all: what this device makes of that much traffic."""
     source = torch.empty(total_bytes // 2, dtype=torch.uint8, device=device).fill_(1)
