@@ -3,6 +3,7 @@ torchrun --nproc-per-node 2 benchmarks/bench_megatron.py [--device cpu|cuda]
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -123,18 +124,22 @@ def padded_call(q, k, v, dout, lengths, heads, *, backward):
     step = max(1, SCORE_BYTES // scores)
     mask = torch.ones(1, 1, seqlen, seqlen, dtype=torch.bool, device=q.device).triu(1)
     module = DotProductAttention(config, 1, AttnMaskType.causal, "self")
-    batches = []
-    for first in range(0, len(lengths), step):
-        spans = [(sum(lengths[:i]), lengths[i]) for i in range(first, min(first + step, len(lengths)))]
-        parts = [t.new_zeros(seqlen, len(spans), *t.shape[1:]) for t in (q, k, v, dout)]
-        for part, t in zip(parts, (q, k, v, dout), strict=True):
-            for column, (start, length) in enumerate(spans):
-                part[:length, column] = t.detach()[start : start + length]
-        batches.append([*(part.requires_grad_() for part in parts[:3]), parts[3]])
+
+    @functools.cache
+    def batches():
+        made = []
+        for first in range(0, len(lengths), step):
+            spans = [(sum(lengths[:i]), lengths[i]) for i in range(first, min(first + step, len(lengths)))]
+            parts = [t.new_zeros(seqlen, len(spans), *t.shape[1:]) for t in (q, k, v, dout)]
+            for part, t in zip(parts, (q, k, v, dout), strict=True):
+                for column, (start, length) in enumerate(spans):
+                    part[:length, column] = t.detach()[start : start + length]
+            made.append([*(part.requires_grad_() for part in parts[:3]), parts[3]])
+        return made
 
     def call():
         found = []
-        for *given, gradient in batches:
+        for *given, gradient in batches():
             out = module(*given, mask)
             found.append(torch.autograd.grad(out, given, gradient) if backward else out)
         return found
