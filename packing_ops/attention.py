@@ -10,8 +10,8 @@ What holds on every device:
     NaN or Inf in a document stays in it. Inside it, a key reaches only the rows that see it, and a row only the keys
     that it sees.
 In the half types on a GPU, NaN and Inf spread by blocks of 128, counted from the document's start, since 0 * NaN is added for
-hidden pairs. A key also reaches rows less than 128 rows from one that sees some key of its block, and a row reaches keys
-likewise. Under a causal mask over as many keys as queries, rows before key // 128 * 128 - 127 stay clean. lse is exact.
+hidden pairs. A key also reaches rows less than 192 rows from one that sees some key of its block, and a row reaches keys
+likewise. Under a causal mask over as many keys as queries, rows before key // 128 * 128 - 191 stay clean. lse is exact.
     Memory grows with the tokens, never with their square.
 """
 

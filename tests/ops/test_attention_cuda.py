@@ -91,6 +91,22 @@ def test_documents_keep_their_bits(dims):
         start += length
 
 
+@pytest.mark.parametrize(
+    ("heads", "filling"), [((1, 1), 98_304), ((4, 1), 24_576), ((12, 4), 8064), ((64, 1), 1536)], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"window_size": (150, 0), "sinks": True}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_units_differ_by_the_number_of_tokens_and_bits_do_not(dtype, options, heads, filling):
+    """On Hopper a document of a small call has units of two tiles of rows, and beside many tokens of three."""
+    lengths, total = [700, 33, 129, 256], 1118
+    many = Case([*lengths, filling], [*lengths, 0], heads=heads, dim=128, dtype=dtype, device="cuda", **options)
+    few = document_alone(many, 0, total)
+    few.cu_seqlens = tuple(each[:-1] for each in many.cu_seqlens)
+    found = document_results(many.ours(), 0, total)
+    for name, value in document_results(few.ours(), 0, total).items():
+        assert_same(value, found[name])
+
+
 @pytest.mark.parametrize("limit", [163 << 10, 99 << 10])
 def test_kernels_for_less_shared_memory(limit):
     """Those that sm_80 and sm_89 take, where this GPU has more."""
@@ -206,9 +222,9 @@ def test_too_many_heads_to_a_kv_head():
 
 
 def grains_that_meet(seen):
-    """bool like ``seen``: less than 128 rows away some row sees some key of the key's tile of 128."""
+    """bool like ``seen``: less than 192 rows away some row sees some key of the key's tile of 128."""
     tiles = torch.nn.functional.pad(seen, (0, -seen.shape[1] % 128)).unflatten(1, (-1, 128)).any(2)
-    near = torch.nn.functional.max_pool1d(tiles.T.float(), 255, stride=1, padding=127).T.bool()
+    near = torch.nn.functional.max_pool1d(tiles.T.float(), 383, stride=1, padding=191).T.bool()
     return near.repeat_interleave(128, 1)[:, : seen.shape[1]]
 
 
@@ -219,6 +235,7 @@ def grains_that_meet(seen):
     [
         ((100, 100), (2, 2), {}),
         ((300, 300), (6, 2), {}),
+        ((700, 700), (1, 1), {"window_size": (30, 0)}),
         ((700, 700), (4, 1), {"window_size": (30, 0)}),
         ((200, 330), (5, 1), {"causal": False, "window_size": (10, 20)}),
     ],
@@ -248,7 +265,7 @@ def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(dtype, dim, len
         assert ours["out"][rows][seen[:, at]].isnan().all()
         assert not ((ours["lse"] != clean["lse"]).any(0)[rows] & ~seen[:, at]).any()
         if options == {}:  # as the page of packing_ops.attention says it
-            assert ours["out"][start : start + max(0, at // 128 * 128 - 127)].isfinite().all()
+            assert ours["out"][start : start + max(0, at // 128 * 128 - 191)].isfinite().all()
     for at in (0, 40, num_q - 1):
         for tensor in (case.q, case.dout):
             kept = tensor[start + at].clone()

@@ -51,6 +51,9 @@ CASES = {
     "softcap far above the scores": ([140], None, {"heads": (2, 1), "dim": 256, "dtype": FP16, "softcap": 3e38}),
     "scale below 0": ([150], None, {"heads": (4, 1), "dim": 128, "dtype": BF16, "softmax_scale": -0.1}),
     "scale of 0": ([130], [150], {"heads": (2, 1), "dim": 192, "dtype": BF16, "softmax_scale": 0.0}),
+    "units of three tiles, group of 64": ([1540, 21, 3], [0, 300, 500], {"heads": (64, 1), "dim": 128, "dtype": BF16}),
+    "units of three tiles, group of 24, window": ([3100, 70, 7], [0, 500, 5], {"heads": (24, 1), "dim": 128, "dtype": FP16, "window_size": (150, 0), "sinks": True}),
+    "units of three tiles, softcap": ([24_600, 333], [0, 400], {"heads": (4, 1), "dim": 128, "dtype": BF16, "softcap": 3.0, "causal": False}),
     "many, drained": ([129] * 5, None, {"heads": (2, 1), "dim": 128, "dtype": BF16}),
 }  # fmt: skip
 
@@ -94,6 +97,15 @@ GRADIENTS = {
     "scale below 0, softcap": ([140], None, {"heads": (2, 1), "dim": 256, "dtype": BF16, "softmax_scale": -0.1, "softcap": 2.0}),
     "scale below 0, head_dim 256": ([140], None, {"heads": (1, 1), "dim": 256, "dtype": BF16, "softmax_scale": -0.1}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "filling"), [((64, 1), 1540), ((12, 4), 8100)], ids=str)
+def test_units_of_two_tiles_have_the_bits_of_three(heads, filling):
+    """Alone, a document has units of two tiles; beside many tokens, which see no key here, of three."""
+    case = Case([filling, 21, 66], [0, 300, 66], heads=heads, dim=128, dtype=BF16, window_size=(200, 0))
+    whole, alone = forward(case), forward(document_alone(case, filling, filling + 21, (0, 300)))
+    assert_same(alone["out"], whole["out"][filling : filling + 21])
+    assert_same(alone["lse"], whole["lse"][:, filling : filling + 21])
 
 
 @pytest.mark.parametrize(
@@ -168,17 +180,25 @@ def test_gradients_keep_their_bits(heads, dims, ahead):
 
 
 @pytest.mark.parametrize(
-    ("heads", "length", "softcap"), [((1, 1), 450, 0.0), ((3, 1), 400, 0.0), ((1, 1), 450, 3.0)], ids=str
+    ("heads", "dim", "length", "at", "softcap"),
+    [
+        ((1, 1), 64, 450, 390, 0.0),
+        ((1, 1), 64, 650, 520, 0.0),
+        ((1, 1), 96, 650, 520, 0.0),
+        ((3, 1), 64, 400, 390, 0.0),
+        ((1, 1), 64, 450, 390, 3.0),
+    ],
+    ids=str,
 )
-def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, length, softcap):
-    """The grain of packing_ops.attention's page: 128 keys, and less than 128 rows."""
-    case, at = Case([length], heads=heads, dim=64, dtype=BF16, window_size=(20, 0), softcap=softcap), 390
+def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(heads, dim, length, at, softcap):
+    """The grain of packing_ops.attention's page: 128 keys, and less than 192 rows."""
+    case = Case([length], heads=heads, dim=dim, dtype=BF16, window_size=(20, 0), softcap=softcap)
     clean = forward(case)
     case.k[at], case.v[at] = float("inf"), float("nan")
     found = forward(case)
     rows = torch.arange(length)
     sees = (rows >= at) & (rows <= at + 20)
-    far = rows <= at // 128 * 128 - 128
+    far = (rows <= at // 128 * 128 - 192) | (rows >= at // 128 * 128 + 128 + 20 + 191)
     assert found["out"][sees].isnan().all()
     assert far.any()
     assert_same(found["out"][far], clean["out"][far])

@@ -273,7 +273,7 @@ def test_scales_may_lie_beside_what_they_scale_but_not_in_it(device):
             if start + rows <= 50 or start >= 50 + rows * columns:
                 ops.kl_scale_kept_(x, scales, out)
             else:
-                with pytest.raises(ValueError, match="out: .*of scales's"):
+                with pytest.raises(ValueError, match=r"out: .*of scales's"):
                     ops.kl_scale_kept_(x, scales, out)
                 assert_same(memory, torch.ones_like(memory))
 

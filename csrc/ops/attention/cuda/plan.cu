@@ -350,7 +350,7 @@ PlanView plan_view(const AttentionPlanParams& p) {
   plan.total_q = p.documents_q.total;
   plan.total_k = p.documents_k.total;
   plan.num_documents = p.documents_q.num_documents;
-  plan.tiles = attention_tiles(group, p.head_dim, p.head_dim_v, p.device);
+  plan.tiles = attention_tiles(group, p.head_dim, p.head_dim_v, plan.total_q * p.num_kv_heads, p.device);
   const auto side = [](int64_t window) {
     return window < 0 || window > kOpenWindow ? kOpenWindow : static_cast<int32_t>(window);
   };

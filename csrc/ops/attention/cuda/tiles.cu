@@ -52,13 +52,13 @@ bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) 
 #endif
 }
 
-AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
+AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim_v, int64_t packed_tokens, int device) {
   const auto [padded, padded_v] = padded_dims(head_dim, head_dim_v);
   AttentionTiles tiles;
   tiles.group = static_cast<int32_t>(group);
   const bool wgmma = has_wgmma(group, head_dim, head_dim_v, device);
-  tiles.forward_rows =
-      wgmma ? wgmma_forward_tiles(padded) * tile_tokens(group) * tiles.group : forward_rows(padded, padded_v);
+  tiles.forward_rows = wgmma ? wgmma_forward_tiles(padded, group, packed_tokens) * tile_tokens(group) * tiles.group
+                             : forward_rows(padded, padded_v);
   tiles.forward_keys = forward_keys(padded);
   tiles.forward_by_document = wgmma;
   tiles.short_rows = kShortRows;

@@ -45,15 +45,25 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-template <class T, int kDim, int kDimV, bool kTransform>
-void run_forward(const Args& args, DType dtype, cudaStream_t stream, bool overlaps) {
-  using Shape = ForwardShape<kDim, kDimV>;
+template <class T, class Shape, bool kTransform>
+void run_forward_of(const Args& args, DType dtype, cudaStream_t stream, bool overlaps) {
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_forward_sm90_kernel<T, Shape, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_forward_sm90_kernel"};
   const ForwardArgs forward = forward_args(args, dtype, Shape::kKeys);
   // What it overlaps with, forward_resident.cuh, sets the counter.
   if (!overlaps) check_cuda(cudaMemsetAsync(args.counters, 0, sizeof(*args.counters), stream), "cudaMemsetAsync");
   launch_persistent(kernel, &forward, args.plan.forward_capacity() * args.num_kv_heads, stream, overlaps);
+}
+
+template <class T, int kDim, int kDimV, bool kTransform>
+void run_forward(const Args& args, DType dtype, cudaStream_t stream, bool overlaps) {
+  constexpr int kFew = wgmma_min_forward_tiles(kDim);
+  constexpr int kMany = wgmma_max_forward_tiles(kDim);
+  if (kFew < kMany && args.plan.tiles.forward_rows == kFew * tile_tokens(args.group) * args.group) {
+    run_forward_of<T, ForwardShape<kDim, kDimV, kFew>, kTransform>(args, dtype, stream, overlaps);
+  } else {
+    run_forward_of<T, ForwardShape<kDim, kDimV, kMany>, kTransform>(args, dtype, stream, overlaps);
+  }
 }
 
 }  // namespace packing_ops::attention::sm90

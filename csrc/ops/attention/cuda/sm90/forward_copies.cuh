@@ -6,7 +6,7 @@
 
 namespace packing_ops::attention::sm90 {
 
-// In the order in which they are used: keys of a step, then values of the step before.
+// In the order in which they are used: keys of a step, then values of the step before, or its own.
 template <class Shape>
 __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, ForwardBarriers<Shape>& shared,
                                                      uint32_t base) {
@@ -33,10 +33,11 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
       const DocumentTokens tokens(row_of_key(args.common, unit.d, first_key) - first_key, unit.d.keys);
       const ptx::TmaCoords keys = {0, tokens.before_end + first_key, unit.kv_head, tokens.to_end, kMapTokens};
       load(args.k, Shape::kPanelsK, keys);
-      if (tile > unit.first_tile) load(args.v, Shape::kPanelsV, values);
+      if (!Shape::kScoresBesideValues) load(args.v, Shape::kPanelsV, keys);
+      if (Shape::kScoresBesideValues && tile > unit.first_tile) load(args.v, Shape::kPanelsV, values);
       values = keys;
     }
-    load(args.v, Shape::kPanelsV, values);
+    if (Shape::kScoresBesideValues) load(args.v, Shape::kPanelsV, values);
   }
 }
 

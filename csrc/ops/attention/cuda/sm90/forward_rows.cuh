@@ -40,11 +40,14 @@ struct ThreadRows {
 struct VisibleKeys {
   Interval<int32_t> all;      // every row
   Interval<int32_t> seen[2];  // this thread's rows
+  int32_t end;                // of those that any row sees
 
   __device__ __forceinline__ VisibleKeys(const ForwardUnit& unit, const ThreadRows& rows, const int32_t* ends,
                                          int32_t first_token, int32_t tokens) {
-    const int32_t end = first_token + tokens < unit.d.tokens ? first_token + tokens : unit.d.tokens;
-    all = unit.d.keys_before(ends[0], end - 1 > first_token ? end - 1 : first_token);
+    const int32_t end_token = first_token + tokens < unit.d.tokens ? first_token + tokens : unit.d.tokens;
+    const int32_t last = end_token - 1 > first_token ? end_token - 1 : first_token;
+    all = unit.d.keys_before(ends[0], last);
+    end = first_token < unit.d.tokens ? unit.d.keys_before(ends[last - first_token], last).end : 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       seen[i] = unit.d.keys_before(ends[rows.token[i]], first_token + rows.token[i]);
@@ -235,7 +238,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   const float scale = transform.unit() * kLog2e;
   const ThreadRows kept = ThreadRows::make<false>(args);
   const auto thread_rows = [&] {  // three warpgroups and softcap: registers are short
-    if constexpr (kTransform && Shape::kTiles == 3) {
+    if constexpr (Shape::kTiles == 3 && (kTransform || Shape::kDim == 128)) {
       return ThreadRows::make<true>(args);
     } else {
       return kept;
@@ -310,39 +313,64 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     release(&shared.out_full[stage_q()][w]);
   };
 
+  const auto rescale = [&] {
+#pragma unroll
+    for (int i = 0; i < Math::kSums; ++i) o[i] *= factor[i / 2 % 2];
+  };
+
   for (; shared.has_unit(round); ++round) {
     const VisibleKeys keys = open();
-    // First step: scores alone
-    const int stage_k = next_tile();
-    start_scores(stage_k);
-    ptx::wgmma_wait_group<0>();
-    end_scores(stage_k, keys);
-    Math::to_weights(p, s);
-    // Following steps: scores of this step beside values of the step before
     bool add = false;  // to values of steps before
-    while (++tile < end_tile) {
+    if constexpr (Shape::kScoresBesideValues) {
+      // First step: scores alone
       const int stage_k = next_tile();
       start_scores(stage_k);
+      ptx::wgmma_wait_group<0>();
+      end_scores(stage_k, keys);
+      Math::to_weights(p, s);
+      // Following steps: scores of this step beside values of the step before
+      while (++tile < end_tile) {
+        const int stage_k = next_tile();
+        start_scores(stage_k);
+        const int stage_v = next_tile();
+        start_values(stage_v, add);
+        add = true;
+        ptx::wgmma_wait_group<1>();
+        const bool moved = end_scores(stage_k, keys);
+        ptx::fence_operands(s);
+        ptx::wgmma_wait_group_after(end_tile);  // for o, behind the softmax; a number above 0
+        end_values(stage_v);
+        if (moved) rescale();
+        Math::to_weights(p, s);
+      }
+      // Last values
       const int stage_v = next_tile();
       start_values(stage_v, add);
-      add = true;
-      ptx::wgmma_wait_group<1>();
-      const bool moved = end_scores(stage_k, keys);
-      ptx::fence_operands(s);
-      ptx::wgmma_wait_group_after(end_tile);  // for o, behind the softmax; a number above 0
+      ptx::wgmma_wait_group<0>();
       end_values(stage_v);
-      // Rescale out
-      if (moved) {
-#pragma unroll
-        for (int i = 0; i < Math::kSums; ++i) o[i] *= factor[i / 2 % 2];
+    } else {
+      // Steps whose keys a row sees, at least one: scores, then values. Each tile is waited for beside a product
+      int stage_k = next_tile();
+      for (bool more = true; more;) {
+        start_scores(stage_k);
+        const int stage_v = next_tile();
+        ptx::wgmma_wait_group<0>();
+        const bool moved = end_scores(stage_k, keys);
+        if (add && moved) rescale();
+        Math::to_weights(p, s);
+        start_values(stage_v, add);
+        add = true;
+        more = ++tile < end_tile && tile * Shape::kKeys < keys.end;
+        if (more) stage_k = next_tile();
+        ptx::wgmma_wait_group<0>();
+        end_values(stage_v);
       }
-      Math::to_weights(p, s);
+      // Steps that only other warpgroups' rows see
+      for (; tile < end_tile; ++tile) {
+        release(&shared.kv_empty[next_tile()]);
+        release(&shared.kv_empty[next_tile()]);
+      }
     }
-    // Last values, epilogue
-    const int stage_v = next_tile();
-    start_values(stage_v, add);
-    ptx::wgmma_wait_group<0>();
-    end_values(stage_v);
     close();
   }
 }

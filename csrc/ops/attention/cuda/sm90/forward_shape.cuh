@@ -12,15 +12,17 @@ namespace packing_ops::attention::sm90 {
 
 // Tiles are panels of 64 columns, a row 128 bytes whose 16-byte chunks are swizzled by the row: TMA writes and wgmma
 // reads this layout.
-template <int kDim_, int kDimV_>
-struct ForwardShape : ConsumerWarpgroups<wgmma_forward_tiles(kDim_)> {
+template <int kDim_, int kDimV_, int kTiles_>
+struct ForwardShape : ConsumerWarpgroups<kTiles_> {
   static constexpr int kDim = kDim_;    // of q and k
   static constexpr int kDimV = kDimV_;  // of v and out
   static constexpr int kKeys = wgmma_forward_keys(kDimV);
   static constexpr int kStagesQ = wgmma_q_stages(kDim);
   static constexpr int kStagesKv = wgmma_kv_stages(kDim);
   static constexpr bool kOutThroughQ = kStagesQ == 2;  // out goes through its q tile; else from registers to memory
-  static constexpr int kTiles = ForwardShape::kConsumerWarpgroups;  // of a unit's rows
+  static constexpr int kTiles = kTiles_;               // of a unit's rows, one for each consumer warpgroup
+  // A warpgroup's scores of a step run beside its values of the step before, where registers hold both steps.
+  static constexpr bool kScoresBesideValues = kTiles == 2 || kDim == 64;
   static constexpr int kPanelsK = wgmma_panels(kDim);
   static constexpr int kPanelsV = wgmma_panels(kDimV);
   static constexpr int kPanelQ = kTileRows * 128;
