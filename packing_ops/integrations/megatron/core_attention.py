@@ -9,9 +9,9 @@ from packing_ops import _ops
 from packing_ops._batch_cache import dense_cu_seqlens
 from packing_ops.attention import attend, checked_options, wide_sinks
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
-from packing_ops.integrations.megatron.prefix_tree import refuse_ranks, tree_handed_on
+from packing_ops.integrations.megatron.prefix_tree import TreeParams, refuse_ranks, refuse_segments
 from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
-from packing_ops.metadata import PackedMetadata, check_causal
+from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
 
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
@@ -144,82 +144,79 @@ class PackingDotProductAttention(MegatronModule):
         """
         if attention_bias is not None:
             raise NotImplementedError("attention_bias: expected None, a bias is not supported")
+        # Options.
         mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
         causal, window = causal_and_window(mask_type, self.window_size)
         options = checked_options(causal, self.softmax_scale, window, sinks=self.softmax_offset)
-        documents, group = self._documents_and_ranks(packed_seq_params)
-        heads = query, key, value
-        # thd
-        if documents is not None:
-            _expect(heads, "[total, num_heads, head_dim]", 3)
-            return self._attend(*heads, documents, options, group).flatten(1)
+        # Ranks.
+        params, heads = packed_seq_params, (query, key, value)
+        group = self._ranks_of(getattr(params, "cp_group", None), getattr(params, "local_cp_size", None))
+        if len(query) == len(key) == 0:
+            group = None  # nothing to exchange
         # sbhd
-        _expect(heads, "[seqlen, batch, num_heads, head_dim]", 4)
-        if causal and len(query) != len(key):
+        refuse_segments(getattr(params, "segment_parents", None))
+        qkv_format = "sbhd" if params is None else getattr(params, "qkv_format", "thd")  # PackedMetadata has none
+        if qkv_format == "sbhd":
+            return self._attend_sbhd(*heads, attention_mask, mask_type, options, group).flatten(2)
+        # thd
+        if qkv_format != "thd":
+            raise ValueError(
+                f"packed_seq_params.qkv_format: expected 'thd' or 'sbhd' for all of q, k and v, got {qkv_format!r}"
+            )
+        _expect(heads, "[total, num_heads, head_dim]", 3)
+        if isinstance(params, TreeParams):
+            params = params.tree
+        if isinstance(params, PackedMetadata) and params.paths is not None:
+            refuse_ranks(group)
+            return attend(*heads, params, params, options)[0].flatten(1)
+        documents = spans_of(params)
+        if group is not None:
+            return self._attend_over_ranks(*heads, documents, options, group).flatten(1)
+        call = varlen_call_of(documents, len(key), causal=causal, layer=self.layer_number)
+        return attend(*heads, *call, options)[0].flatten(1)
+
+    def _ranks_of(self, cp_group, local_cp_size):
+        """The group of ranks that hold the documents, which a batch may bring; None for this rank alone."""
+        group = self.cp_group if cp_group is None and local_cp_size != 1 else cp_group
+        return None if group is None or group.size() == 1 else group
+
+    def _attend_sbhd(self, query, key, value, attention_mask, mask_type, options, group):
+        _expect((query, key, value), "[seqlen, batch, num_heads, head_dim]", 4)
+        if options.causal and len(query) != len(key):
             raise ValueError(f"key: expected the {len(query)} rows of query under a causal mask, got {len(key)}")
+        # Padding: the tokens packed, and put back.
+        tokens = None
         if attention_mask is not None and not self.window_size:
             tokens = tokens_of(attention_mask, query, key, mask_type, self.layer_number)
-            if tokens is not None:
-                return self._attend_tokens(heads, tokens, options, group).flatten(2)
+        if tokens is not None:
+            if group is not None:
+                raise NotImplementedError(
+                    "attention_mask: expected no padding in sbhd under context parallelism, got some"
+                )
+            indices, cu_seqlens = tokens
+            packed = _ops.gather_rows_many([t.transpose(0, 1) for t in (query, key, value)], indices, len(indices))
+            out = attend(*packed, cu_seqlens, cu_seqlens, options)[0]
+            return _ops.scatter_rows(out, indices, *query.shape[1::-1]).transpose(0, 1).contiguous()
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
         if self.softmax_offset is not None:
             options = options._replace(sinks=wide_sinks(self.softmax_offset.repeat(query.shape[1])))
         ranks = 1 if group is None else group.size()
         sides = ((query, "query"), (key, "key"))
         cu_seqlens = [dense_cu_seqlens(1, ranks * len(tensor), tensor, name) for tensor, name in sides]
-        out = self._attend(*(t.flatten(1, 2) for t in heads), DocumentSpans(*cu_seqlens, *cu_seqlens), options, group)
-        return out.view(*query.shape[:3], out.shape[-1]).flatten(2)
+        heads = [t.flatten(1, 2) for t in (query, key, value)]
+        if group is None:
+            out = attend(*heads, *cu_seqlens, options)[0]
+        else:
+            out = self._attend_over_ranks(*heads, DocumentSpans(*cu_seqlens, *cu_seqlens), options, group)
+        return out.view(*query.shape[:3], out.shape[-1])
 
-    def _attend_tokens(self, heads, tokens, options, group):
-        """sbhd with padding in its columns: the tokens packed, and put back."""
-        if group is not None:
-            raise NotImplementedError("attention_mask: expected no padding in sbhd under context parallelism, got some")
-        indices, documents = tokens
-        seqlen, batch = heads[0].shape[:2]
-        packed = _ops.gather_rows_many([t.transpose(0, 1) for t in heads], indices, indices.numel())
-        out = self._attend(*packed, documents, options, None)
-        return _ops.scatter_rows(out, indices, batch, seqlen).transpose(0, 1).contiguous()
-
-    def _attend(self, q, k, v, documents, options, group):
-        if isinstance(documents, PackedMetadata):
-            return attend(q, k, v, documents, documents, options)[0]
-        causal = options.causal
-        if group is None or q.shape[0] == k.shape[0] == 0:
-            call = varlen_call_of(documents, k.shape[0], causal=causal, layer=self.layer_number)
-            return attend(q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, options)[0]
+    def _attend_over_ranks(self, q, k, v, documents, options, group):
         if len(q) != len(k):
             raise ValueError(f"key: expected the {len(q)} rows of query under context parallelism, got {len(k)}")
         ranks = {"cp_rank": group.rank(), "cp_size": group.size()}
-        call = varlen_call_of(documents, k.shape[0], causal=causal, layer=self.layer_number, **ranks)
+        call = varlen_call_of(documents, len(k), causal=options.causal, layer=self.layer_number, **ranks)
         refuse_window(options)
         return attention_over_keys(q, k, v, call, group, options)[0]
-
-    def _documents_and_ranks(self, packed_seq_params):
-        """(the documents of a thd batch, PackedMetadata for a prefix tree, None for sbhd; the group of ranks that hold them,
-        None for this rank alone)."""
-        # Ranks: a batch may bring its own group.
-        group = getattr(packed_seq_params, "cp_group", None)
-        if group is None and getattr(packed_seq_params, "local_cp_size", None) != 1:
-            group = self.cp_group
-        group = None if group is None or group.size() == 1 else group
-        # Documents.
-        if packed_seq_params is None:
-            return None, group
-        tree = tree_handed_on(packed_seq_params)
-        if isinstance(packed_seq_params, PackedMetadata) and packed_seq_params.paths is not None:
-            tree = packed_seq_params
-        if tree is not None:
-            refuse_ranks(group)
-            return tree, None
-        if isinstance(packed_seq_params, PackedMetadata):
-            check_causal(packed_seq_params)
-            return DocumentSpans(*[packed_seq_params.cu_seqlens] * 4), group
-        name = field_of(packed_seq_params, "qkv_format")
-        if name not in ("thd", "sbhd"):
-            raise ValueError(
-                f"packed_seq_params.qkv_format: expected 'thd' or 'sbhd' for all of q, k and v, got {name!r}"
-            )
-        return spans_of(packed_seq_params) if name == "thd" else None, group
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """A learnable sink's part of a distributed checkpoint, as megatron-core's own attention writes it."""

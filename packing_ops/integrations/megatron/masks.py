@@ -7,7 +7,7 @@ from megatron.core.transformer import utils
 
 from packing_ops import unpad_input
 from packing_ops._batch_cache import kept_with
-from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of
+from packing_ops.integrations.megatron.varlen_call import field_of
 
 # TransformerEngine's names; in thd its two padding types mean documents, in sbhd a mask of padding.
 _IS_CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "no_mask": False, "padding": False}
@@ -40,7 +40,7 @@ def causal_and_window(mask_type: str, window_size: tuple[int, int] | None) -> tu
 
 def tokens_of(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, mask_type: str, layer: int | None = None
-) -> tuple[torch.Tensor, DocumentSpans] | None:
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Which slots of an sbhd batch hold tokens; None where all do. Looked at once per mask: a synchronisation.
 
     Layers that are recomputed in backward are given a mask of their own, so each looks again.
@@ -52,7 +52,7 @@ def tokens_of(
         layer: number of the layer that asks.
 
     Returns:
-        indices int64 ``[tokens]`` into ``[batch * seqlen]``, and each column's tokens as a document.
+        indices int64 ``[tokens]`` into ``[batch * seqlen]``, and cu_seqlens of the columns' tokens.
 
     Raises:
         NotImplementedError: another mask.
@@ -79,6 +79,6 @@ def tokens_of(
             )
         real = ~padding[:, 0, 0].expand(batch, seqlen)
         _, indices, cu_seqlens, _, _ = unpad_input(real, real)
-        return None if real.all() else (indices, DocumentSpans(*[cu_seqlens] * 4))
+        return None if real.all() else (indices, cu_seqlens)
 
     return kept_with((mask,), ("tokens", mask_type, seqlen, batch, keys), make, layer=layer)

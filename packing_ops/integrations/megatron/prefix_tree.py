@@ -1,20 +1,26 @@
 """Prefix trees in megatron-core: ``segment_parents`` on PackedSeqParams, which packed_seq_params sets.
 
-megatron-core's RoPE counts positions from the start of each segment. Under patch_rope, layers of its Attention class rotate
-each row by its depth in the tree, and hand the tree on to the core attention, which takes it from nobody else.
+megatron-core's RoPE counts positions from the start of each segment. Under patch_rope, layers of its Attention class get
+the angles of each row's depth, and TreeParams in place of PackedSeqParams. The core attention takes a tree from these alone.
 """
 
-import copy
+import dataclasses
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from packing_ops._arguments import check_tensor
 from packing_ops._batch_cache import kept_with
 from packing_ops.metadata import PackedMetadata, metadata_of_segments
 from packing_ops.prefix_attention import PrefixPaths
 
-_HANDED_ON = "_packing_ops_tree"
+
+@dataclasses.dataclass
+class TreeParams(PackedSeqParams):
+    """What a layer gets whose rows are rotated by their depths. It has no cu_seqlens, from which positions are counted."""
+
+    tree: PackedMetadata | None = None
 
 
 def with_depths(stock):
@@ -30,35 +36,27 @@ def with_depths(stock):
         if angles is not None:
             of_rows = [_of_rows(freqs, tree) for freqs in (angles if isinstance(angles, tuple) else (angles,) * 2)]
             kwargs["rotary_pos_emb"] = tuple(of_rows)
-        kwargs["packed_seq_params"] = copy.copy(params)
-        setattr(kwargs["packed_seq_params"], _HANDED_ON, tree)
+        kwargs["packed_seq_params"] = TreeParams("thd", tree=tree)
         return stock(self, hidden_states, attention_mask, *args, **kwargs)
 
     return forward
 
 
-def tree_handed_on(packed_seq_params: Any) -> PackedMetadata | None:
-    """The tree of a call of the core attention, None for packed documents. ValueError if its rows have other positions."""
-    tree: PackedMetadata | None = getattr(packed_seq_params, _HANDED_ON, None)
-    if tree is None and getattr(packed_seq_params, "segment_parents", None) is not None:
+def refuse_segments(segment_parents: Any) -> None:
+    """ValueError for a tree that comes to the core attention in other params than TreeParams."""
+    if segment_parents is not None:
         raise ValueError(
             "segment_parents: expected patch_rope() before the forward, and a layer of megatron-core's SelfAttention (not "
             "multi-latent attention), whose RoPE then takes depths, got a layer that counts positions in each segment"
         )
-    return tree
 
 
 def refuse_ranks(group: torch.distributed.ProcessGroup | None) -> None:
-    if group is not None:
+    if group is not None and group.size() > 1:
         raise NotImplementedError(
             f"segment_parents: expected no context parallelism, got {group.size()} ranks "
             "(packing_ops.parallel.ulysses_attention takes a tree)"
         )
-
-
-def is_of_rows(freqs: torch.Tensor) -> bool:
-    """Whether angles are those of each row, as a tree has them."""
-    return getattr(freqs, _HANDED_ON, None) is not None
 
 
 def _refuse(config: Any, params: Any, key_value_states: torch.Tensor | None) -> None:
@@ -71,6 +69,7 @@ def _refuse(config: Any, params: Any, key_value_states: torch.Tensor | None) -> 
             f"segment_parents: expected context_parallel_size 1, got {config.context_parallel_size} "
             "(packing_ops.parallel.ulysses_attention takes a tree)"
         )
+    refuse_ranks(getattr(params, "cp_group", None))
     if key_value_states is not None:
         raise ValueError("key_value_states: expected None beside segment_parents, which are of self-attention")
     if params.qkv_format != "thd":
@@ -111,10 +110,7 @@ def _of_rows(freqs: torch.Tensor | None, tree: PackedMetadata) -> torch.Tensor |
             f"{freqs.shape[0]}"
         )
 
-    def make() -> torch.Tensor:
-        of_rows = freqs[tree.position_ids]
-        setattr(of_rows, _HANDED_ON, True)
-        return of_rows
-
-    kept: torch.Tensor = kept_with((tree.cu_seqlens, freqs), ("angles",), make, cache=tree._cache)
+    kept: torch.Tensor = kept_with(
+        (tree.cu_seqlens, freqs), ("angles",), lambda: freqs[tree.position_ids], cache=tree._cache
+    )
     return kept

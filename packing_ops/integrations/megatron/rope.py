@@ -12,11 +12,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from packing_ops import apply_rotary_qk, position_ids_from_cu_seqlens
+from packing_ops import _ops, apply_rotary_qk
 from packing_ops._batch_cache import kept_with
 from packing_ops.data.context_parallel import thd_partition_indices
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.megatron.prefix_tree import is_of_rows, with_depths
+from packing_ops.integrations.megatron.prefix_tree import with_depths
 
 
 def patch_rope() -> None:
@@ -102,23 +102,33 @@ def fused_apply_rotary_pos_emb_thd(
         ValueError: cu_seqlens that are no multiples of ``2 * cp_size``; a document longer than ``freqs``. On CUDA both
             are positions outside the tables, which apply_rotary_qk reports at the next call.
     """
-    rows, positions, rotary_dim = t.shape[0], freqs.shape[0], freqs.shape[-1]
+    total = t.shape[0] * cp_size
 
     def make():
+        # Tables
         cos, sin = _tables(freqs, mscale)
         if cos.shape[1] != 1:
             raise ValueError(f"freqs: expected [max_seqlen, 1, 1, rotary_dim] for thd, got {list(freqs.shape)}")
-        of_tokens = positions == rows * cp_size
-        return cos[:, 0], sin[:, 0], _positions(cu_seqlens, rows * cp_size, cp_size, cp_rank, of_tokens)
+        # Their rows for the tokens of the whole row
+        slots = torch.arange(total, device=cu_seqlens.device)
+        positions = slots
+        if freqs.shape[0] != total:
+            positions = _ops.position_ids_from_cu_seqlens(cu_seqlens, total).masked_fill_(slots >= cu_seqlens[-1], 0)
+        # Those of this rank
+        if cp_size > 1:
+            held = thd_partition_indices(cu_seqlens, cp_size, cp_rank, total=total)
+            # The index `total` says that a document did not divide: outside every table, so that the rotation reports it.
+            positions = torch.nn.functional.pad(positions, (0, 1), value=2**31 - 1)[held]
+        return cos[:, 0], sin[:, 0], positions
 
-    tables = kept_with((cu_seqlens, freqs), ("thd", rows, cp_size, cp_rank, mscale), make)
-    return apply_rotary_qk(t, None, *tables, interleaved=interleaved, rotary_dim=rotary_dim)[0]
+    tables = kept_with((cu_seqlens, freqs), ("thd", total, cp_size, cp_rank, mscale), make)
+    return apply_rotary_qk(t, None, *tables, interleaved=interleaved, rotary_dim=freqs.shape[-1])[0]
 
 
 def _with_our_fusion(stock):
     def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None):
         """megatron-core's function of this name; its own where the model does not ask for fusion."""
-        if cu_seqlens is not None and is_of_rows(freqs):
+        if cu_seqlens is None and t.dim() == 3 and freqs.dim() == 4:  # thd heads of TreeParams, angles of each row
             return apply_rotary_pos_emb(t[:, None], freqs, config, None, mscale, cp_group)[:, 0]
         if not config.apply_rope_fusion or config.multi_latent_attention:
             return stock(t, freqs, config, cu_seqlens, mscale, cp_group)
@@ -133,15 +143,35 @@ def _with_our_fusion(stock):
     return apply_rotary_pos_emb
 
 
+class _Split(list):
+    """Sizes of q, k and v in an unsplit projection. The rotation gets them from the layer, and so its config."""
+
+    def __init__(self, sizes, config):
+        super().__init__(sizes)
+        self.config = config
+
+
+def _with_config_beside_split(stock):
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        """megatron-core's; the sizes of an unsplit projection bring the config."""
+        result = stock(self, *args, **kwargs)
+        if kwargs.get("split_qkv") is not False:
+            return result
+        mixed_qkv, sizes = result
+        return mixed_qkv, _Split(sizes, self.config)
+
+    return get_query_key_value_tensors
+
+
 def _rotate_mixed(mixed_qkv, q_freqs, k_freqs, split):
     """q, k and v of megatron-core's qkv projection, q and k rotated in one pass where their angles are the same.
 
     mixed_qkv ``[seqlen, batch, groups, (queries of a group + 2) * head_dim]``; ``split`` its parts in the last dimension.
     """
-    config = getattr(mixed_qkv, "_packing_ops_config", None)
+    config = getattr(split, "config", None)
     if config is None:
         raise NotImplementedError(
-            "fused_single_qkv_rope: expected False where the qkv projection is offloaded, got True"
+            "fused_single_qkv_rope: expected a projection of megatron-core's SelfAttention, got another one"
         )
     seqlen, batch, groups, _ = mixed_qkv.shape
     q, k, v = mixed_qkv.split(split, -1)
@@ -155,17 +185,6 @@ def _rotate_mixed(mixed_qkv, q_freqs, k_freqs, split):
     else:
         q, k = (_rotated(x, None, f, interleaved, mscale)[0] for x, f in ((q, q_freqs), (k, k_freqs)))
     return *(x.reshape(seqlen, batch, -1, split[1]) for x in (q, k)), v
-
-
-def _with_config_on_projection(stock):
-    def get_query_key_value_tensors(self, *args, **kwargs):
-        """megatron-core's; an unsplit projection remembers the config, which the rotation that follows is not given."""
-        result = stock(self, *args, **kwargs)
-        if kwargs.get("split_qkv") is False:
-            result[0]._packing_ops_config = self.config
-        return result
-
-    return get_query_key_value_tensors
 
 
 def _without_its_version_check(stock):
@@ -210,17 +229,6 @@ def _tables(freqs, mscale):
     return kept_with((freqs,), ("rope tables", mscale), make)
 
 
-def _positions(cu_seqlens, total, cp_size, cp_rank, of_tokens):
-    """int64 ``[total / cp_size]``: rows of the tables for the tokens of this rank."""
-    held = thd_partition_indices(cu_seqlens, cp_size, cp_rank, total=total)
-    if of_tokens:
-        return held
-    positions = position_ids_from_cu_seqlens(cu_seqlens, total)
-    after = torch.arange(total, device=cu_seqlens.device) >= cu_seqlens[-1]
-    # The index `total` says that a document did not divide: outside every table, so that the rotation reports it.
-    return torch.nn.functional.pad(positions.masked_fill_(after, 0), (0, 1), value=2**31 - 1)[held]
-
-
 _PATCHES = [
     Patch(rope_utils, "fused_apply_rotary_pos_emb", lambda _: fused_apply_rotary_pos_emb),
     Patch(rope_utils, "fused_apply_rotary_pos_emb_thd", lambda _: fused_apply_rotary_pos_emb_thd),
@@ -234,5 +242,5 @@ if hasattr(attention, "HAVE_FUSED_QKV_ROPE"):  # since 0.15
     _PATCHES += [
         Patch(attention, "HAVE_FUSED_QKV_ROPE", lambda _: True),
         Patch(attention, "apply_fused_qkv_rotary_pos_emb", lambda _: _rotate_mixed),
-        Patch(attention.SelfAttention, "get_query_key_value_tensors", _with_config_on_projection),
+        Patch(attention.SelfAttention, "get_query_key_value_tensors", _with_config_beside_split),
     ]

@@ -15,6 +15,7 @@ import torch
 
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._batch_cache import is_captured, kept_with
+from packing_ops.metadata import PackedMetadata, check_causal
 from packing_ops.parallel.key_layout import KeyLayout, RowSpans, cumulated, key_layout
 
 _FIELDS = [f"packed_seq_params.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")]
@@ -41,17 +42,27 @@ def field_of(of, name):
     try:
         return getattr(of, name)
     except AttributeError:
-        version = megatron.core.__version__
-        raise AttributeError(f"{type(of).__name__}.{name}: needed, megatron-core {version} does not have it") from None
+        raise _lacks(of, name) from None
+
+
+def _lacks(of, name):
+    version = megatron.core.__version__
+    return AttributeError(f"{type(of).__name__}.{name}: needed, megatron-core {version} does not have it")
 
 
 def spans_of(packed_seq_params) -> DocumentSpans:
-    """Of a thd batch; without ``*_padded`` its documents lie one after the other."""
+    """Of a thd batch, or of PackedMetadata; without ``*_padded`` its documents lie one after the other."""
+    if isinstance(packed_seq_params, PackedMetadata):
+        check_causal(packed_seq_params)
+        return DocumentSpans(*[packed_seq_params.cu_seqlens] * 4)
     if getattr(packed_seq_params, "segment_parents", None) is not None:
         raise ValueError(
             "packed_seq_params: expected packed documents, got the segments of a prefix tree (segment_parents)"
         )
-    q, k = field_of(packed_seq_params, "cu_seqlens_q"), field_of(packed_seq_params, "cu_seqlens_kv")
+    try:
+        q, k = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv
+    except AttributeError as error:
+        raise _lacks(packed_seq_params, error.name) from None
     q_slots = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
     k_slots = getattr(packed_seq_params, "cu_seqlens_kv_padded", None)
     documents = DocumentSpans(q, k, q if q_slots is None else q_slots, k if k_slots is None else k_slots)

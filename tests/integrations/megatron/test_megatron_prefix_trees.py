@@ -301,6 +301,12 @@ def test_cross_attention_is_refused():
         Attention.forward(layer, None, None, key_value_states=torch.zeros(1), packed_seq_params=params)
 
 
+def test_ranks_of_a_batch_are_refused():
+    params = SimpleNamespace(segment_parents=torch.zeros(1), cp_group=SimpleNamespace(size=lambda: 2))
+    with pytest.raises(NotImplementedError, match="segment_parents: expected no context parallelism, got 2 ranks"):
+        Attention.forward(SimpleNamespace(config=config_of()), None, None, packed_seq_params=params)
+
+
 @pytest.mark.usefixtures("megatron")
 def test_multi_latent_attention_is_refused(device, monkeypatch):
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False, raising=False)

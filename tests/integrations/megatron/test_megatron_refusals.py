@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -144,13 +145,15 @@ def test_a_batch_may_bring_its_own_ranks():
     """Dynamic context parallelism: cp_group of the batch, or none of this batch."""
     module, own, other = module_of(), *(types.SimpleNamespace(size=lambda: 2) for _ in range(2))
     module.cp_group = own
-    assert module._documents_and_ranks(None) == (None, own)
     for params, group in (
+        (None, own),
         (thd_params(), own),
         (changed(cp_group=other), other),
         (changed(local_cp_size=1), None),
     ):
-        assert module._documents_and_ranks(params)[1] is group
+        with mock.patch.object(module, "_attend_over_ranks", return_value=torch.zeros(16, 4, 8)) as over_ranks:
+            module(*heads_of(*((16,) if params else (16, 1))), None, packed_seq_params=params)
+        assert [call.args[-1] for call in over_ranks.call_args_list] == ([] if group is None else [group])
 
 
 def test_groups_under_their_older_name():

@@ -177,14 +177,16 @@ def test_a_changed_batch_is_seen(device):
 
 def test_layers_share_tables_and_positions(device, monkeypatch):
     calls = []
-    monkeypatch.setattr(rope, "thd_partition_indices", lambda *a, **k: calls.append(a))
+    monkeypatch.setattr(rope, "thd_partition_indices", lambda *a, **k: calls.append(a) or held)
     monkeypatch.setattr(rope, "apply_rotary_qk", lambda *a, **k: (a[2:5], None))
-    cu_seqlens, freqs = cu_seqlens_of([6, 6], device), angles(11, 8, device=device)
-    t = torch.randn(12, 2, 8, device=device)
-    tables = [fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs) for _ in range(3)]
+    cu_seqlens, freqs = cu_seqlens_of([8, 4], device), angles(11, 8, device=device)
+    held = thd_partition_indices(cu_seqlens, 2, 0)
+    t = torch.randn(6, 2, 8, device=device)
+    tables = [fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, 2) for _ in range(3)]
     assert len(calls) == 1
-    assert all(table[0].data_ptr() == tables[0][0].data_ptr() for table in tables)
-    fused_apply_rotary_pos_emb_thd(t, cu_seqlens.clone(), freqs)
+    for shared in zip(*tables, strict=True):
+        assert len({table.data_ptr() for table in shared}) == 1
+    fused_apply_rotary_pos_emb_thd(t, cu_seqlens.clone(), freqs, 2)
     assert len(calls) == 2
 
 
@@ -312,6 +314,12 @@ def test_refuses(device):
         fused_apply_rotary_pos_emb_thd(t, cu_seqlens, angles(6, 8, batch=2, device=device))
     with pytest.raises(ValueError, match=r"freqs: expected at least 12 positions for sbhd, got \[6, 1, 1, 8\]"):
         fused_apply_rotary_pos_emb(t[:, None], angles(6, 8, device=device))
+
+
+def test_a_projection_of_another_library():
+    """Its sizes of q, k and v come without the config."""
+    with pytest.raises(NotImplementedError, match="fused_single_qkv_rope: expected a projection of megatron-core's"):
+        rope._rotate_mixed(torch.randn(6, 2, 1, 24), angles(6, 8), angles(6, 8), [8, 8, 8])
 
 
 def test_documents_that_context_parallelism_cannot_divide(device):
