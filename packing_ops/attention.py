@@ -16,7 +16,7 @@ likewise. Under a causal mask over as many keys as queries, rows before key // 1
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 
@@ -71,7 +71,7 @@ def varlen_attention(
     v: torch.Tensor,
     cu_seqlens_q: PackedMetadata | torch.Tensor,
     cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
-    *,
+    *misplaced: NoReturn,
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
@@ -92,7 +92,7 @@ def varlen_attention(
     v: torch.Tensor,
     cu_seqlens_q: PackedMetadata | torch.Tensor,
     cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
-    *,
+    *misplaced: NoReturn,
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
@@ -112,7 +112,7 @@ def varlen_attention(
     v: torch.Tensor,
     cu_seqlens_q: PackedMetadata | torch.Tensor,
     cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
-    *,
+    *misplaced: NoReturn,
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
@@ -205,6 +205,7 @@ def varlen_attention(
 
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
     """
+    refuse_misplaced(misplaced)
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
     if (pages := pages_of(block_table, seqused_k, cu_seqlens_k=cu_seqlens_k, parents=parents)) is not None:
         out, lse = attend_pages(q, k, v, cu_seqlens_q, pages, options, plan=plan, layout=layout)
@@ -213,6 +214,15 @@ def varlen_attention(
         cu_seqlens_k = cu_seqlens_q
     out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan=plan, layout=layout, parents=parents)
     return (out, lse) if return_lse else out
+
+
+def refuse_misplaced(misplaced: tuple[object, ...]) -> None:
+    """TypeError for arguments by position after cu_seqlens_k, where flash-attn has max_seqlen_q and max_seqlen_k."""
+    if misplaced:
+        raise TypeError(
+            f"max_seqlen_q: expected at most 5 arguments by position, options by name (causal=True), got {5 + len(misplaced)}: "
+            "max_seqlen is not needed, leave it out (flash_attn_varlen_func takes flash-attn's arguments)"
+        )
 
 
 def checked_options(

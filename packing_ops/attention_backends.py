@@ -4,7 +4,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from packing_ops.attention import (
     attend,
     checked_options,
     refuse_heads_first,
+    refuse_misplaced,
     without_metadata,
 )
 from packing_ops.masks import visible_keys
@@ -110,7 +111,7 @@ def attention(
     v: torch.Tensor,
     cu_seqlens_q: PackedMetadata | torch.Tensor,
     cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
-    *,
+    *misplaced: NoReturn,
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
@@ -129,7 +130,7 @@ def attention(
     v: torch.Tensor,
     cu_seqlens_q: PackedMetadata | torch.Tensor,
     cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
-    *,
+    *misplaced: NoReturn,
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
@@ -147,7 +148,7 @@ def attention(
     v: torch.Tensor,
     cu_seqlens_q: PackedMetadata | torch.Tensor,
     cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
-    *,
+    *misplaced: NoReturn,
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
@@ -184,6 +185,7 @@ def attention(
         ValueError: an unknown backend, or as varlen_attention.
         NotImplementedError: the backend cannot run this call; gives the reason.
     """
+    refuse_misplaced(misplaced)
     refuse_heads_first(q)
     same_documents = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
     if visible_end is None and same_documents and isinstance(cu_seqlens_q, PackedMetadata):
