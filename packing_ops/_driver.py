@@ -1,4 +1,4 @@
-"""Whether NVIDIA's driver runs a library that a CUDA toolkit built. Asked without starting CUDA."""
+"""Whether NVIDIA's driver is new enough for a library that was built with some CUDA toolkit. CUDA is not started."""
 
 import ctypes
 import functools
@@ -31,18 +31,18 @@ def found() -> str:
 
 
 def needed(toolkit: str) -> str:
-    """What a library of this toolkit ("12.4") needs."""
+    """The driver that a library of this toolkit ("12.4") needs: "525.60.13 or later (CUDA 12)"."""
     major = int(toolkit.partition(".")[0])
     return f"{OLDEST[major]} or later (CUDA {major})" if major in OLDEST else f"one for CUDA {major}"
 
 
 def misfit(toolkit: str) -> str:
-    """What to do where the driver is too old for the library; an empty string where it is not."""
+    """What to do about a driver that is too old for the library; an empty string where it is not."""
     cuda = cuda_of_driver()
     if cuda is None or cuda[0] >= int(toolkit.partition(".")[0]):
         return ""
     return (
-        f"packing_ops: its library was built with CUDA {toolkit} and needs driver {needed(toolkit)}, and this driver is "
-        f"{found()}: install a newer driver, or the wheel built with CUDA {cuda[0]}, or build it here with a CUDA "
-        f"{cuda[0]} toolkit: CUDA_HOME=... pip install --no-binary packing_ops packing_ops"
+        f"packing_ops: it was built with CUDA {toolkit}, which needs NVIDIA driver {needed(toolkit)}; the driver here is "
+        f"{found()}. Install a newer driver, or a wheel that was built with CUDA {cuda[0]}, or build it from source with the "
+        f"CUDA {cuda[0]} toolkit: CUDA_HOME=/path/to/cuda-{cuda[0]} pip install --no-binary packing_ops packing_ops"
     )

@@ -200,6 +200,7 @@ def varlen_attention(
             ``causal=False`` or a right window. The message names the argument. Values of visible_end that are too small,
             too large or decrease too: on CUDA in a later call, and then the results are zeros. The same for
             seqused_k larger than the table allows, and for page numbers outside k, where another page is read.
+        TypeError: an option by position, as flash-attn's max_seqlen_q.
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp); any
             derivative with block_table.
 

@@ -28,7 +28,7 @@ def test_flash_attn_s_max_seqlen_by_position_is_named(call, name, device):
     ):
         call(q, q, q, *given)
     with pytest.raises(
-        TypeError, match="max_seqlen_q: expected at most 5 arguments by position, .* got 7: .* leave it out"
+        TypeError, match=r"max_seqlen_q: expected at most 5 arguments by position, .* got 7: .* leave it out"
     ):
         call(q, q, q, cu_seqlens, cu_seqlens, 3, 3)
     out = po.flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, 3, 3, causal=True)

@@ -210,7 +210,7 @@ def test_a_driver_that_is_too_old_is_told_at_the_import_and_by_info(monkeypatch,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _library.warn_of_gpu()
-    expected = f"packing_ops: its library was built with CUDA {toolkit} and needs driver "
+    expected = f"packing_ops: it was built with CUDA {toolkit}, which needs NVIDIA driver "
     assert [str(w.message).startswith(expected) for w in caught] == ([] if fits else [True])
     told = dict(line.split(": ", 1) for line in describe_environment().splitlines())
     assert told["driver needed"].startswith(_driver.OLDEST[int(toolkit[:2])])

@@ -55,14 +55,10 @@ class PackingDotProductAttention(MegatronModule):
         super().__init__(config=config)
         # Ranks.
         groups = pg_collection if pg_collection is not None else model_comm_pgs
-        self.tp_group = (
-            field_of(groups, "tp") if groups is not None else parallel_state.get_tensor_model_parallel_group()
-        )
+        self.tp_group = _group(groups, "tp", parallel_state.get_tensor_model_parallel_group)
         self.cp_group = None
         if field_of(config, "context_parallel_size") > 1:
-            self.cp_group = (
-                field_of(groups, "cp") if groups is not None else parallel_state.get_context_parallel_group()
-            )
+            self.cp_group = _group(groups, "cp", parallel_state.get_context_parallel_group)
         # What is refused.
         dropout = field_of(config, "attention_dropout") if attention_dropout is None else attention_dropout
         if dropout:
@@ -144,6 +140,7 @@ class PackingDotProductAttention(MegatronModule):
         """
         if attention_bias is not None:
             raise NotImplementedError("attention_bias: expected None, a bias is not supported")
+        refuse_segments(getattr(packed_seq_params, "segment_parents", None))
         # Options.
         mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
         causal, window = causal_and_window(mask_type, self.window_size)
@@ -154,7 +151,6 @@ class PackingDotProductAttention(MegatronModule):
         if len(query) == len(key) == 0:
             group = None  # nothing to exchange
         # sbhd
-        refuse_segments(getattr(params, "segment_parents", None))
         qkv_format = "sbhd" if params is None else getattr(params, "qkv_format", "thd")  # PackedMetadata has none
         if qkv_format == "sbhd":
             return self._attend_sbhd(*heads, attention_mask, mask_type, options, group).flatten(2)
@@ -164,11 +160,10 @@ class PackingDotProductAttention(MegatronModule):
                 f"packed_seq_params.qkv_format: expected 'thd' or 'sbhd' for all of q, k and v, got {qkv_format!r}"
             )
         _expect(heads, "[total, num_heads, head_dim]", 3)
-        if isinstance(params, TreeParams):
-            params = params.tree
-        if isinstance(params, PackedMetadata) and params.paths is not None:
+        tree = params.tree if isinstance(params, TreeParams) else params
+        if isinstance(tree, PackedMetadata) and tree.paths is not None:
             refuse_ranks(group)
-            return attend(*heads, params, params, options)[0].flatten(1)
+            return attend(*heads, tree, tree, options)[0].flatten(1)
         documents = spans_of(params)
         if group is not None:
             return self._attend_over_ranks(*heads, documents, options, group).flatten(1)
@@ -221,6 +216,10 @@ class PackingDotProductAttention(MegatronModule):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """A learnable sink's part of a distributed checkpoint, as megatron-core's own attention writes it."""
         return DotProductAttention.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def _group(groups, name, of_all):
+    return of_all() if groups is None else field_of(groups, name)
 
 
 def _expect(heads, shape, dim):
