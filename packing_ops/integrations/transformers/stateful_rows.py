@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import enum
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -188,28 +189,16 @@ class RowDocuments(NamedTuple):
 
 
 def by_name(layer, run, args, kwargs):
-    """(run, its arguments by name): those that a forward has no names for, as *args, are called by their places."""
-    bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
-    parameters, named, order = bound.signature.parameters, {}, []
-    star = any(each.kind is each.VAR_POSITIONAL for each in parameters.values()) and len(args) > 0
-    for name, value in bound.arguments.items():
-        kind = parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            named |= value
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            places = {f"*{place}": each for place, each in enumerate(value) if each is not layer}
-            named, order = named | places, [*order, *places]
-        elif name != "self" and value is not layer:
-            named[name] = value
-            # Arguments in front of *args have to be given by place too.
-            if kind is inspect.Parameter.POSITIONAL_ONLY or (star and kind is not inspect.Parameter.KEYWORD_ONLY):
-                order.append(name)
+    """(run, its arguments by name), called with the same ones by place; "*0", "*1", ... are those that have no name."""
+    parameters = list(inspect.signature(type(layer).forward).parameters.values())[1:]  # without self
+    names = [each.name for each in parameters if each.kind < inspect.Parameter.VAR_POSITIONAL]
+    names = [*names, *(f"*{place}" for place in range(len(args)))][: len(args)]
 
     def run_by_place(**named):
-        places = [named.pop(name) for name in order if name in named]
-        return run(*places, **named)
+        by_place = [named.pop(name) for name in itertools.takewhile(named.__contains__, names)]
+        return run(*by_place, **named)
 
-    return run_by_place if order else run, named
+    return run_by_place, {**dict(zip(names, args, strict=True)), **kwargs}
 
 
 def run_in_rows(run, named, documents, shape, axes):
