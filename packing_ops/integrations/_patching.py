@@ -1,8 +1,8 @@
 """How code is put into a host library, and taken out again.
 
 In a module or a class of the host, which all of its models share: Patch, in place of an attribute.
-In one torch.nn.Module: put, in place of an attribute; put_class, in place of its class; put_hook, before or after its
-forward. take_out undoes these three.
+In one torch.nn.Module: put and put_around, in place of an attribute; put_class, in place of its class; put_hook, before
+or after its forward. take_out undoes these.
 """
 
 import copy
@@ -47,8 +47,9 @@ class Patch:
     def apply(self, user: object = None) -> None:
         """Replace the attribute for as long as ``user`` lives; without a user until revert()."""
         with _lock:
+            was_pinned = self.pinned
             if user is None:
-                was_pinned, self.pinned = self.pinned, True
+                self.pinned = True
             elif user not in self.users:
                 self.users.add(user)
                 weakref.finalize(user, _revert_when_gone, self).atexit = False
@@ -59,7 +60,7 @@ class Patch:
             try:
                 ours = self.make(getattr(self.owner, self.name, None))
             except BaseException:
-                self.pinned = self.pinned if user is not None else was_pinned
+                self.pinned = was_pinned
                 raise
             self._cover()
             self.stock, self.ours = stock, ours
@@ -133,6 +134,14 @@ def put(module: torch.nn.Module, name: str, function: Callable, *args) -> None:
     partial = vars(module)[name] = WeakPartial(function, module, *args)
     if before is not None:
         partial.before = before
+
+
+def put_around(module: torch.nn.Module, name: str, function: Callable, *args) -> None:
+    """``module.name`` is ``function(module, before, *args, ...)``: before is what it replaced in the module, or None,
+    where the class has it. Again: nothing changes."""
+    before = vars(module).get(name)
+    if function_of(before) is not function:
+        put(module, name, function, before, *args)
 
 
 def put_class(module: torch.nn.Module, forward: Callable) -> None:

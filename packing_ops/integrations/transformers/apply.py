@@ -11,7 +11,7 @@ import transformers
 
 from packing_ops import _invariant
 from packing_ops._invariance_refusals import refusals
-from packing_ops.integrations._patching import function_of, put, take_out
+from packing_ops.integrations._patching import put_around, take_out
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
@@ -352,9 +352,8 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
     vars(model).setdefault(_HELD, _invariant.Held())
     for module in model.modules():
         on_cpu = any(t.dim() > 1 and t.is_cpu for t in module.parameters(recurse=False))
-        before = vars(module).get("forward")
-        if on_cpu and not isinstance(module, torch.nn.Embedding) and function_of(before) is not _by_blocks:
-            put(module, "forward", _by_blocks, before)
+        if on_cpu and not isinstance(module, torch.nn.Embedding):
+            put_around(module, "forward", _by_blocks)
     by_hand = "call packing_ops.check_invariance(model, run)"
     if sequence_group is not None:
         return f"rows lie on several ranks: {by_hand} with rows of shard_packed"

@@ -16,7 +16,7 @@ import weakref
 
 import torch
 
-from packing_ops.integrations._patching import function_of, put, take_out_function
+from packing_ops.integrations._patching import function_of, put_around, take_out_function
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import ROW_EACH, refuse_own_positions, refuse_where
 from packing_ops.integrations.transformers.stateful_rows import (
@@ -318,15 +318,12 @@ def prepare(model, masked=False) -> tuple[bool, bool, str]:
     # An attention of transformers' own reads a mask, or the call is refused at its end.
     stateful = [layer for layer in stateful if not (masked and _has_own_attention(type(layer)))]
     for layer in stateful:
-        stock = layer.__dict__.get("forward")
-        if function_of(stock) is not _forward:
-            put(layer, "forward", _forward, stock, {})
-            _prepared.add(layer)
+        put_around(layer, "forward", _forward, {})
+        _prepared.add(layer)
     for module in model.modules() if stateful else ():
         for name in _CHECKPOINTS:
-            stock = module.__dict__.get(name)
-            if stock is not None and function_of(stock) is not _checkpoint:
-                put(module, name, _checkpoint, stock)
+            if vars(module).get(name) is not None:
+                put_around(module, name, _checkpoint)
                 _prepared.add(module)
     return bool(stateful), bool(stateful) and calls_attention_inside(model), ", ".join(unknown)
 

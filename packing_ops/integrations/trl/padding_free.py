@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import packing_ops as po
-from packing_ops.integrations._patching import WeakPartial
+from packing_ops.integrations._patching import put_around, take_out_function
 
 _TRAINERS = (
     "DPOTrainer",
@@ -62,10 +62,9 @@ def enable_padding_free(trainer: Any) -> None:
         raise ValueError(f"trainer: expected text alone, got a dataset with images; {_IMAGES}")
     models = [_host_of(model, trainer) for model in _models_of(trainer)]
     for model in [_called(model, trainer) for model in models]:
-        if not _is_enabled(model) and not _is_wrapped(model):
-            stock = model.forward
-            packed = WeakPartial(_packed, model, model.__dict__.get("forward"))
-            model.forward = functools.wraps(getattr(stock, "__func__", stock))(packed)
+        if not _is_wrapped(model):
+            put_around(model, "forward", _packed)
+            functools.wraps(type(model).forward)(model.forward)  # generate and Trainer read its parameters
 
 
 def disable_padding_free(trainer: Any) -> None:
@@ -81,12 +80,7 @@ def disable_padding_free(trainer: Any) -> None:
                 "trainer: expected the forward that enable_padding_free put into its model, got accelerate's around it; "
                 "take that off first (accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
             )
-        if _is_enabled(host):
-            before = host.__dict__["forward"].args[0]
-            if before is None:
-                del host.forward
-            else:
-                host.forward = before
+        take_out_function(host, _packed)
 
 
 _IMAGES = (
@@ -128,10 +122,6 @@ def _host_of(model: Any, trainer: Any) -> Any:
             f"{type(found[0]).__name__}; call apply_packing_ops(trainer.model), and for its ref_model or teacher_model, first"
         )
     return found[0]
-
-
-def _is_enabled(model: Any) -> bool:
-    return getattr(model.__dict__.get("forward"), "func", None) is _packed
 
 
 def _is_wrapped(model: Any) -> bool:
