@@ -7,8 +7,7 @@ def register(name: str = "packing_ops") -> None:
     """Make ``attn_implementation=name`` work in TRL's trainers, ``packing=True`` and ``padding_free=True`` included.
 
     Registers the attention with transformers and, in older TRL, in its list of implementations that keep packed
-    documents apart (TRL 1.16 has none). A second call does nothing; unregister undoes
-    it.
+    documents apart (TRL 1.16 has none). A second call does nothing; unregister undoes it.
 
     Example:
         >>> register()
@@ -19,15 +18,11 @@ def register(name: str = "packing_ops") -> None:
     Raises:
         ImportError: TRL or transformers is not installed.
     """
-    trl_data_utils()
-    import trl.trainer.sft_trainer as sft_trainer
-
+    known = _known_to_trl()
     from packing_ops.integrations import transformers
 
     transformers.register(name)
-    known = getattr(sft_trainer, "FLASH_ATTENTION_VARIANTS", None)
-    if isinstance(known, set):
-        known.add(name)
+    known.add(name)
 
 
 def unregister(name: str = "packing_ops") -> None:
@@ -40,12 +35,17 @@ def unregister(name: str = "packing_ops") -> None:
     Raises:
         ImportError: TRL or transformers is not installed.
     """
-    trl_data_utils()
-    import trl.trainer.sft_trainer as sft_trainer
-
+    known = _known_to_trl()
     from packing_ops.integrations import transformers
 
     transformers.unregister(name)
+    known.discard(name)
+
+
+def _known_to_trl() -> set[str]:
+    """The implementations that keep packed documents apart, as older TRL lists them."""
+    trl_data_utils()
+    import trl.trainer.sft_trainer as sft_trainer
+
     known = getattr(sft_trainer, "FLASH_ATTENTION_VARIANTS", None)
-    if isinstance(known, set):
-        known.discard(name)
+    return known if isinstance(known, set) else set()

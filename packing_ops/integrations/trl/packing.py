@@ -2,13 +2,14 @@
 
 import inspect
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.trl.imports import trl_data_utils
 from packing_ops.packing import Overlong
 
-# {strategy of TRL: overlong of pack_sequences}. TRL packs by its other strategies itself.
+Strategy = Literal["bfd", "bfd_split", "wrapped"]  # of TRL
+# {strategy: overlong of pack_sequences}. TRL packs by its other ones itself.
 _OVERLONG: dict[str, Overlong] = {"bfd": "truncate", "bfd_split": "split"}
 _TRL_CHUNK = 1000  # rows that TRL packs at a time: the default batch_size of Dataset.map
 _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
@@ -16,7 +17,9 @@ _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
 _applied: list[Patch] = []  # the first stands over TRL's own
 
 
-def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None) -> Any:
+def pack_dataset(
+    dataset: Any, seq_length: int, strategy: Strategy = "bfd", map_kwargs: dict[str, Any] | None = None
+) -> Any:
     """trl.pack_dataset with the same columns, dtypes and format, packed over the whole dataset at once.
 
     Args:
