@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -96,57 +97,70 @@ def rotation_of(stock) -> Rotation | str:
     if any(parameters[name].default is inspect.Parameter.empty for name in names[len(leading) :] if name != _MROPE):
         return f"it needs more than {', '.join(leading)}"
     # Trials of every form of tables, pairs and dimensions
-    tables = ("complex",) if leading is _COMPLEX else ("elements", "first half", "pairs")
-    default = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in names else None
+    is_complex = leading is _COMPLEX
+    tables = ("complex",) if is_complex else ("elements", "first half", "pairs")
+    pairs = ((True, False),) if is_complex else ((False, False), (True, False), (True, True))
+    dims = (parameters["unsqueeze_dim"].default,) if "unsqueeze_dim" in names else (1, 2)
     errors = []
     with quiet():
-        for kind in tables:
-            for pairs in ((True, False),) if kind == "complex" else ((False, False), (True, False), (True, True)):
-                for dim in (1, 2) if default is None else (default,):
-                    rotation = Rotation(names, kind, *pairs, False, dim)
-                    if all(rotation_agrees(stock, rotation, errors=errors, **case) for case in _cases(rotation)):
-                        if _in_a_model(stock, rotation):
-                            return _tried_on_parts(stock, rotation._replace(tokens=_without_batch(stock, rotation)))
-                        return "it rotates otherwise in long rows, wide heads or float16, or has another gradient"
+        for kind, of_pairs, dim in itertools.product(tables, pairs, dims):
+            rotation = Rotation(names, kind, *of_pairs, False, dim)
+            if all(_agrees(stock, rotation, case, errors) for case in _cases(names)):
+                if _in_a_model(stock, rotation):
+                    return _tried_on_parts(stock, rotation._replace(tokens=_without_batch(stock, rotation)))
+                return "it rotates otherwise in long rows, wide heads or float16, or has another gradient"
     return f"it raises {errors[0]!r}" if errors else "it rotates by none of the formulas of apply_rotary_qk"
 
 
 def _tried_on_parts(stock, rotation) -> Rotation | str:
     """Tables for 8 of 24 elements: the stock function rotates the first ones, or raises, or is not served."""
     partial, errors = rotation._replace(partial=True), []
-    if all(rotation_agrees(stock, partial, 24, errors=errors, any_error=True, **case) for case in _cases(rotation)):
+    cases = [case._replace(head_dim=24) for case in _cases(rotation.parameters)]
+    if all(_agrees(stock, partial, case, errors, any_error=True) for case in cases):
         return partial
     return rotation if errors else "it rotates another part of the head than its first elements"
 
 
 def _without_batch(stock, rotation) -> bool:
+    of_tokens = rotation._replace(tokens=True)
     for dtype in (torch.float32, torch.bfloat16):
-        args, options = _arguments(rotation, _Sizes(rows=1), dtype, dim=2)
+        args, options = _arguments(rotation._replace(unsqueeze_dim=2), _Case(rows=1, dtype=dtype))
         args = tuple(each.squeeze(0) for each in args)
-        wanted = attempt(stock, *args, **options)
-        if not _gives(rotation._replace(tokens=True), args, options, wanted):
+        if not _gives(of_tokens, args, options, attempt(stock, *args, **options)):
             return False
     return True
 
 
-def _cases(rotation) -> list[dict]:
-    cases = [{"batch": 1}, {"batch": 2}, {"dtype": torch.bfloat16}]
-    if "unsqueeze_dim" in rotation.parameters:
-        cases += [{"unsqueeze_dim": 1}, {"unsqueeze_dim": 2}]
-    if "position_ids" in rotation.parameters:
-        cases.append({"position_ids": torch.arange(5, device="cpu").flip(0).expand(2, 5)})
+class _Case(NamedTuple):
+    """Arguments of a trial. batch: of the tables; width: the elements of a head that rotate; heads: of q and k."""
+
+    head_dim: int = 8
+    batch: int = 1
+    rows: int = 2
+    tokens: int = 5
+    width: int = 8
+    heads: tuple[int, int] = (4, 2)
+    dtype: torch.dtype = torch.float32
+    options: tuple = ()  # keywords, as (name, value)
+
+
+def _cases(names) -> list[_Case]:
+    cases = [_Case(), _Case(batch=2), _Case(dtype=torch.bfloat16)]
+    if "unsqueeze_dim" in names:
+        cases += [_Case(options=(("unsqueeze_dim", dim),)) for dim in (1, 2)]
+    if "position_ids" in names:
+        cases.append(_Case(options=(("position_ids", torch.arange(5, device="cpu").flip(0).expand(2, 5)),)))
     return cases
 
 
-def rotation_agrees(stock, rotation, head_dim=8, batch=1, dtype=torch.float32, errors=None, any_error=False, **options):
-    """Whether both agree on 2 rows of 5 tokens, 4 heads of q and 2 of k, with tables of ``batch`` rows."""
-    dim = options.get("unsqueeze_dim", rotation.unsqueeze_dim)
-    args, more = _arguments(rotation, _Sizes(head_dim=head_dim, batch=batch), dtype, dim)
-    options |= more
+def _agrees(stock, rotation, case, errors, any_error=False) -> bool:
+    """Whether both give the same. errors: gets what the stock function raises; shapes that do not fit without any_error
+    do not count, since another form may fit."""
+    args, options = _arguments(rotation, case)
     copies = [each.clone() for each in args]
     wanted = attempt(stock, *args, **options)
     if isinstance(wanted, Exception) and (any_error or not isinstance(wanted, (RuntimeError, ValueError))):
-        errors.append(wanted)  # RuntimeError and ValueError are of shapes: another form may fit
+        errors.append(wanted)
     if not all(torch.equal(each, copy) for each, copy in zip(args, copies, strict=True)):
         return False  # it writes into its arguments
     return _gives(rotation, args, options, wanted)
@@ -156,42 +170,33 @@ def _gives(rotation, args, options, wanted) -> bool:
     return alike(tensors_of(attempt(rotation.serve, _refuse, args, options)), tensors_of(wanted), 4)
 
 
-class _Sizes(NamedTuple):
-    """Sizes of a trial. batch: of the tables; width: the elements of a head that rotate; heads: of q and k."""
-
-    head_dim: int = 8
-    batch: int = 1
-    rows: int = 2
-    tokens: int = 5
-    width: int = 8
-    heads: tuple[int, int] = (4, 2)
-
-
-def _arguments(rotation, sizes, dtype, dim):
+def _arguments(rotation, case):
     """(positional arguments of the stock function, keywords)."""
-    rows, tokens = sizes.rows, sizes.tokens
-    shapes = [(rows, heads, tokens) if dim == 1 else (rows, tokens, heads) for heads in sizes.heads]
-    q, k = (numbers(*shape, sizes.head_dim, dtype=dtype, start=i) for i, shape in enumerate(shapes))
-    entries = sizes.width if rotation.tables in ("elements", "first half") else sizes.width // 2
+    rows, tokens, dtype, options = case.rows, case.tokens, case.dtype, dict(case.options)
+    dim = options.get("unsqueeze_dim", rotation.unsqueeze_dim)
+    shapes = [(rows, heads, tokens) if dim == 1 else (rows, tokens, heads) for heads in case.heads]
+    q, k = (numbers(*shape, case.head_dim, dtype=dtype, start=i) for i, shape in enumerate(shapes))
+    entries = case.width if rotation.tables in ("elements", "first half") else case.width // 2
     axes = (3,) if _MROPE in rotation.parameters else ()
-    cos, sin = (numbers(*axes, sizes.batch, tokens, entries, dtype=dtype, start=start) for start in (2.0, 3.0))
-    options = {_MROPE: [each * sizes.width // 8 for each in _SECTIONS]} if axes else {}
+    cos, sin = (numbers(*axes, case.batch, tokens, entries, dtype=dtype, start=start) for start in (2.0, 3.0))
+    if axes:
+        options[_MROPE] = [each * case.width // 8 for each in _SECTIONS]
     if rotation.tables == "complex":
         return (q, k, torch.complex(cos.float(), sin.float())), options
     return ((q, cos, sin) if rotation.takes_one else (q, k, cos, sin)), options
 
 
 _IN_MODELS = [  # a long row; a larger batch and wide heads; as many heads of q as of k
-    (torch.float32, _Sizes(head_dim=64, width=64, rows=1, tokens=300)),
-    (torch.float16, _Sizes(head_dim=128, width=128, rows=3, batch=3, tokens=3)),
-    (torch.float32, _Sizes(head_dim=16, width=16, rows=3, batch=3, tokens=2, heads=(2, 2))),
+    _Case(head_dim=64, width=64, rows=1, tokens=300),
+    _Case(head_dim=128, width=128, rows=3, batch=3, tokens=3, dtype=torch.float16),
+    _Case(head_dim=16, width=16, rows=3, batch=3, tokens=2, heads=(2, 2)),
 ]
 
 
 def _in_a_model(stock, rotation) -> bool:
     """As models call it: larger sizes and values, float16, gradients."""
-    for dtype, sizes in _IN_MODELS:
-        args, options = _arguments(rotation, sizes, dtype, rotation.unsqueeze_dim)
+    for case in _IN_MODELS:
+        args, options = _arguments(rotation, case)
         heads = len(args) - (1 if rotation.tables == "complex" else 2)
         inputs, tables = [100.0 * x for x in args[:heads]], args[heads:]
 
