@@ -97,53 +97,44 @@ def is_norm(cls: type) -> bool:
     return cls.__name__.endswith("RMSNorm") and home.startswith(HOSTS) and cls.forward.__module__ == home
 
 
-def _candidates(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """RMSNorm modules that run the forward of their class, or ours, also inside accelerate's hooks."""
-    return [
-        module
-        for module in model.modules()
-        if is_norm(stock_of(type(module))) and _forward_attribute(module) is not None
-    ]
-
-
-def norms(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """RMSNorm modules whose formula is in FORWARDS."""
-    return [module for module in _candidates(model) if _formula_in(module)[0] is not None]
-
-
-def _formula_in(module) -> tuple[str | None, str]:
-    """(formula, reason) of a module. If ours runs already, its class is not tried again: it may have changed."""
-    function = function_of(_forward_of(module))
-    running = [name for name, ours in FORWARDS.items() if ours is function]
-    return (running[0], "") if running else formula_of(stock_of(type(module)), module)
+def _formulas(model: torch.nn.Module) -> dict[torch.nn.Module, tuple[str | None, str]]:
+    """{module: formula_of it}, of RMSNorm modules that run the forward of their class, or ours, also inside accelerate's
+    hooks."""
+    found = {}
+    for module in model.modules():
+        stock = stock_of(type(module))
+        if is_norm(stock) and _forward_attribute(module) is not None:
+            # What runs ours is not tried again: its class may have changed.
+            running = [name for name, ours in FORWARDS.items() if ours is function_of(_forward_of(module))]
+            found[module] = (running[0], "") if running else formula_of(stock, module)
+    return found
 
 
 def why_not(model: torch.nn.Module) -> str | None:
     """Why RMSNorm modules of this model cannot be swapped; None if all can."""
-    found = _candidates(model)
+    found = _formulas(model)
     if not found:
         return "it has no RMSNorm that runs the forward of its modelling module"
-    reasons = dict.fromkeys(_formula_in(module)[1] for module in found)
-    return "; ".join(filter(None, reasons)) or None
+    return "; ".join(dict.fromkeys(reason for _, reason in found.values() if reason)) or None
 
 
 def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
     """RMSNorm modules that run ours."""
-    return [module for module in norms(model) if _is_ours(_forward_of(module))]
+    return [module for module in _formulas(model) if _is_ours(_forward_of(module))]
 
 
 def counts(model: torch.nn.Module) -> tuple[int, int]:
     """(RMSNorm modules that run ours, those that can)."""
-    return len(fused(model)), len(norms(model))
+    return len(fused(model)), sum(formula is not None for formula, _ in _formulas(model).values())
 
 
 def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:
     """Returns the number of modules that run ours from now on. any_order: with ANY_ORDER."""
-    found = norms(model)
-    for module in found:
+    found = {module: FORWARDS[formula] for module, (formula, _) in _formulas(model).items() if formula is not None}
+    for module, forward in found.items():
         if any_order:
             vars(module)[ANY_ORDER] = True
-        forward, name = FORWARDS[_formula_in(module)[0]], _forward_attribute(module)
+        name = _forward_attribute(module)
         if name not in vars(module):
             put_class(module, forward)
         elif not _is_ours(vars(module)[name]):
