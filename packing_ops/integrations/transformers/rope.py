@@ -41,6 +41,7 @@ class Tables(NamedTuple):
     def to(self, *args, **kwargs):
         return Tables(self.table.to(*args, **kwargs))
 
+    # Methods: torch.compile does not trace an operator that is a property.
     def __neg__(self):
         return -self.table
 

@@ -120,7 +120,7 @@ class SplitDocuments:
     several: whether a row has several. padded: whether some slots are in none.
     cu_seqlens: int32 ``[documents + 1]``.
     first_two: int64 ``[1, tokens]``, slots of the first two documents of one row, each at most TRIED tokens long; None
-        where no row has two. boundary: how many of them are of the first.
+        where no row has several. boundary: how many of them are of the first.
     batches: [int64 ``[documents, length]``, slots of the flat batch; after its end a document repeats its last one].
     order: int64 ``[batch * seqlen]``: where each slot is among the tokens of all batches, one after the other; the
         last place, behind them, is for padding.
@@ -136,14 +136,15 @@ class SplitDocuments:
         if paths is not None:
             slots, lengths = _paths_to_leaves(paths)
         rows = slots // max(seq_idx.shape[1], 1)
-        self.several = len(lengths) > len(rows.unique())
         self.padded = bool((flat < 0).any())
         ends = lengths.cumsum(0)
         self.cu_seqlens = torch.cat([ends.new_zeros(1), ends]).int().to(device)
         starts = ends - lengths
         self.first_two, self.boundary = None, 0
         in_one_row = rows[ends[:-1] - 1] == rows[ends[:-1]]
-        for index in in_one_row.nonzero()[:1, 0].tolist():
+        self.several = bool(in_one_row.any())
+        if self.several:
+            index = int(in_one_row.nonzero()[0, 0])
             end = int(ends[index])
             first = max(end - self.TRIED, int(starts[index]))
             last = min(end + self.TRIED, int(ends[index + 1]))
