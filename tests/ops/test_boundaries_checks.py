@@ -154,7 +154,7 @@ HEADS = torch.randn(12, 2, 8)
 def transformers_layout(cu_seqlens):
     layout = pytest.importorskip("packing_ops.integrations.transformers.documents")
     found = layout.find_documents(torch.zeros(1, 2, 12, 8, device=cu_seqlens.device), (cu_seqlens, cu_seqlens))
-    ops.position_ids_from_cu_seqlens(found.cu_seqlens_q, 12)
+    ops.position_ids_from_cu_seqlens(found.cu_seqlens, 12)
 
 
 def megatron_layout(cu_seqlens):

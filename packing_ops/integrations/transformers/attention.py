@@ -210,15 +210,15 @@ def _varlen(heads, documents, options):
     """Host-latency critical: runs in every layer."""
     query, key, value = _one_dtype(*heads)
     batch, _, seqlen, _ = query.shape
-    indices, cu_seqlens = documents.indices, (documents.cu_seqlens_q, documents.cu_seqlens_k)
+    indices, cu_seqlens = documents.indices, documents.cu_seqlens
     if batch == 1 and indices is None:  # heads-first, no view: autograd would record each
-        return attend(query, key, value, *cu_seqlens, options, layout="bhsd")[0]
+        return attend(query, key, value, cu_seqlens, cu_seqlens, options, layout="bhsd")[0]
     rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if indices is None:
         rows = [tensor.flatten(0, 1) for tensor in rows]
-        return attend(*rows, *cu_seqlens, options)[0].unflatten(0, (batch, seqlen))
+        return attend(*rows, cu_seqlens, cu_seqlens, options)[0].unflatten(0, (batch, seqlen))
     rows = _ops.gather_rows_many(rows, indices, indices.shape[0])
-    return _ops.scatter_rows(attend(*rows, *cu_seqlens, options)[0], indices, batch, seqlen)
+    return _ops.scatter_rows(attend(*rows, cu_seqlens, cu_seqlens, options)[0], indices, batch, seqlen)
 
 
 def _one_dtype(query, key, value):

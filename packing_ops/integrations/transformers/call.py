@@ -23,7 +23,6 @@ from packing_ops.integrations.transformers.documents import (
     first_tokens,
     is_tensor,
     kept_as,
-    positions_restart,
     refuse_where,
     several_in,
     since_start,
@@ -174,7 +173,7 @@ class PackedCall:
             by = "position_ids"
         elif padding is not None and padding.dtype != torch.bool:
             by = "attention_mask"
-        self._saw(shape[0], documents.cu_seqlens_q, by)
+        self._saw(shape[0], documents.cu_seqlens, by)
         return documents
 
     def _saw(self, rows, cu_seqlens, found_by):
@@ -221,7 +220,7 @@ class PackedCall:
             return position_ids
         if self.checked is None or self.checked[0] is not position_ids:  # masks of other layers come with the same ones
             cu_seqlens = self.cu_seqlens, self.cu_seqlens_k
-            *_, positions = checked_against(cu_seqlens, None, position_ids, batch, position_ids.shape[1])
+            _, positions = checked_against(cu_seqlens, None, position_ids, batch, position_ids.shape[1])
             self.checked = position_ids, positions.to(position_ids.device)
         return self.checked[1]
 
@@ -235,9 +234,9 @@ class PackedCall:
         if "position_ids" in self.lost:
             if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
                 raise ValueError(self._refusal("cu_seq_lens_q"))
-            refuse_where(positions_restart(self.position_ids, self.padding), self._refusal("position_ids"))
+            refuse_where(several_in(self.position_ids, self.padding), self._refusal("position_ids"))
         if "attention_mask" in self.lost:
-            refuse_where(several_in(None, None, None, self.numbers, 0), self._refusal("attention_mask"))
+            refuse_where(several_in(numbers=self.numbers), self._refusal("attention_mask"))
         if self.missing_positions is None:
             return
         # Where an attention found the documents, the host knows whether there are several.
@@ -402,7 +401,7 @@ def without_first_labels(model, call, kwargs):
         starts = first_tokens(padding, position_ids, batch, seqlen, labels.device)
         return {**kwargs, "labels": labels.masked_fill(starts, -100)}
     documents = call.documents_of_tokens(labels, position_ids)
-    masked = mask_boundary_labels(labels.flatten(), documents.cu_seqlens_q)
+    masked = mask_boundary_labels(labels.flatten(), documents.cu_seqlens)
     return {**kwargs, "labels": masked.view_as(labels)}
 
 

@@ -30,31 +30,32 @@ _APART = 2**40  # more than positions differ; times the rows of a batch it still
 class BatchDocuments:
     """Documents of a ``[batch, seqlen]`` batch.
 
-    cu_seqlens_q, cu_seqlens_k: int32 ``[num_documents + 1]`` over the packed rows.
+    cu_seqlens: int32 ``[num_documents + 1]`` over the packed rows, of queries and of keys.
     indices: int64 ``[total]``, the real slots; None where every slot is real.
     has_interior_padding: between real slots of a row, perhaps: a window over the packed row would reach too far.
     several: whether a row has several documents, as padding says; None where nobody has looked.
     """
 
-    def __init__(self, cu_seqlens_q, cu_seqlens_k, indices=None, has_interior_padding=False, several=None):
-        self.cu_seqlens_q, self.cu_seqlens_k = cu_seqlens_q, cu_seqlens_k
-        self.indices, self.has_interior_padding, self.several = indices, has_interior_padding, several
-        self.device, self.copies = cu_seqlens_q.device, {}
+    def __init__(self, cu_seqlens, indices=None, has_interior_padding=False, several=None):
+        self.cu_seqlens, self.indices = cu_seqlens, indices
+        self.has_interior_padding, self.several = has_interior_padding, several
+        self.device, self.copies = cu_seqlens.device, {}
 
     def on(self, device):
         """The same documents on another device, for models with layers on several."""
         if self.device == device:
             return self
         if device not in self.copies:
-            moved = [t if t is None else t.to(device) for t in (self.cu_seqlens_q, self.cu_seqlens_k, self.indices)]
-            self.copies[device] = BatchDocuments(*moved, self.has_interior_padding, self.several)
+            indices = None if self.indices is None else self.indices.to(device)
+            moved = self.cu_seqlens.to(device), indices, self.has_interior_padding, self.several
+            self.copies[device] = BatchDocuments(*moved)
         return self.copies[device]
 
     def document_ids(self, batch, seqlen):
         """int32 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
         total = batch * seqlen if self.indices is None else self.indices.numel()
-        numbers = _ops.seq_idx_from_cu_seqlens(self.cu_seqlens_q, total) + 1  # scatter_rows leaves 0 in padding
-        numbers = numbers.masked_fill(numbers == self.cu_seqlens_q.numel(), 0)  # behind the last document
+        numbers = _ops.seq_idx_from_cu_seqlens(self.cu_seqlens, total) + 1  # scatter_rows leaves 0 in padding
+        numbers = numbers.masked_fill(numbers == self.cu_seqlens.numel(), 0)  # behind the last document
         if self.indices is not None:
             numbers = _ops.scatter_rows(numbers, self.indices, batch, seqlen)
         return numbers.view(batch, seqlen) - 1
@@ -72,15 +73,12 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
     if padding is not None and padding.shape != (batch, seqlen):
         raise ValueError(f"attention_mask: expected [{batch}, {seqlen}] like the batch, got {list(padding.shape)}")
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
-        same = cu_seqlens[0] is None or cu_seqlens[1] is None or cu_seqlens[0] is cu_seqlens[1]
-        cu_q, cu_k, _ = checked_against(cu_seqlens, padding, position_ids, batch, seqlen)
+        found, _ = checked_against(cu_seqlens, padding, position_ids, batch, seqlen)
         # int32 ones are not copied: a plan that is kept with them serves the next forward too.
-        cu_q = int32_cu_seqlens(cu_q)
-        return BatchDocuments(cu_q, cu_q if same else int32_cu_seqlens(cu_k))
+        return BatchDocuments(int32_cu_seqlens(found))
     given = [tensor for tensor in (padding, position_ids) if tensor is not None]
     if not given:
-        cu_q = dense_cu_seqlens(batch, seqlen, query, "query")
-        return BatchDocuments(cu_q, cu_q)
+        return BatchDocuments(dense_cu_seqlens(batch, seqlen, query, "query"))
     return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids), layer=layer)
 
 
@@ -102,54 +100,51 @@ def _from_values(batch, seqlen, padding, position_ids):
         cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions.flatten())
         if not compiling:
             cu_seqlens = cu_seqlens[: int(count) + 1]
-        return BatchDocuments(cu_seqlens, cu_seqlens)
+        return BatchDocuments(cu_seqlens)
 
     # Real slots and rows.
-    real, numbered = padding != 0, padding.dtype != torch.bool
-    indices, rows, _, totals = _ops.unpad_layout(real, None, False)
+    real = padding != 0
+    indices, cu_seqlens, _, totals = _ops.unpad_layout(real, None, False)
     runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, :1].sum(1)
-    interior = (runs > 1).any()
-    cu_seqlens, count = rows, totals[0]
-    filled = count  # rows that are not all padding
+    interior, within_rows = (runs > 1).any(), []
 
     # Documents within rows.
-    if position_ids is not None or numbered:
-        filled = (rows.diff() > 0).sum()
+    if position_ids is not None or padding.dtype != torch.bool:
         # All slots, the real ones first; those after the last real one become a document of their own.
         slots, after = indices.clamp(min=0), indices < 0
         row = (slots // max(seqlen, 1)).where(~after, batch)
-        starts = first_tokens(padding, position_ids, batch, seqlen, slots.device).flatten()[slots] & ~after
-        starts |= F.pad(row[1:] != row[:-1], (1, 0), value=True)
+        first = first_tokens(padding, position_ids, batch, seqlen, slots.device)
+        starts = (first.flatten()[slots] & ~after) | F.pad(row[1:] != row[:-1], (1, 0), value=True)
         # As positions: they grow by one, and fall where a document starts.
         positions = torch.arange(batch * seqlen, device=slots.device) - 2 * starts.cumsum(0)
         cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions)
+        within_rows = [count.view(()), first.any()]
 
     # Sizes: upper bounds in a graph, else read at once, which is the one synchronisation.
     if compiling:
-        return BatchDocuments(cu_seqlens, cu_seqlens, indices, has_interior_padding=True)
-    read = [each.to(totals.dtype) for each in (totals[0], count.view(()), interior, filled)]
-    total, count, interior, filled = torch.stack(read).tolist()
+        return BatchDocuments(cu_seqlens, indices, has_interior_padding=True)
+    read = [each.to(totals.dtype) for each in (totals[0], interior, *within_rows)]
+    total, interior, *within_rows = torch.stack(read).tolist()
     several = False
-    if cu_seqlens is not rows:
-        documents = count - (total < batch * seqlen)  # without the one of padding
-        cu_seqlens, several = cu_seqlens[: documents + 1], documents > filled
+    if within_rows:
+        count, several = within_rows
+        cu_seqlens = cu_seqlens[: count - (total < batch * seqlen) + 1]  # without the document of padding
     indices = None if total == batch * seqlen else indices[:total]
-    return BatchDocuments(cu_seqlens, cu_seqlens, indices, bool(interior), several)
+    return BatchDocuments(cu_seqlens, indices, bool(interior), bool(several))
 
 
 # --- explicit cu_seqlens ---
 
 
 def checked_against(cu_seqlens, padding, position_ids, batch, seqlen):
-    """(cu_seqlens_q, cu_seqlens_k, position_ids), one of the first two for both. ValueError where they or padding disagree."""
+    """(cu_seqlens, position_ids): those of queries, which are the keys' too. ValueError where these or padding disagree."""
     cu_q, cu_k = (given if given is not None else other for given, other in (cu_seqlens, cu_seqlens[::-1]))
     check_cu_seqlens(cu_q, "cu_seq_lens_q")
     check_cu_seqlens(cu_k, "cu_seq_lens_k")
     if position_ids is not None:
         position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
     mask = None if padding is None else _marked_alike(padding.to(cu_q.device), cu_q)
-    cu_q, position_ids = checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
-    return cu_q, cu_k, position_ids
+    return checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
 
 
 def _marked_alike(padding, cu_seqlens):
@@ -158,43 +153,45 @@ def _marked_alike(padding, cu_seqlens):
     if padding.dtype == torch.bool:
         return real
     slots = torch.arange(padding.numel(), dtype=cu_seqlens.dtype, device=padding.device)
-    documents = torch.searchsorted(cu_seqlens[1:], slots, right=True).view_as(padding)
-    goes_on, numbered_on = (ids[:, 1:] == ids[:, :-1] for ids in (documents, padding))
-    agree = (goes_on == numbered_on) | ~(padding > 1).any()  # ones alone are no numbers
-    return real & F.pad(agree, (1, 0), value=True)
+    documents = torch.searchsorted(cu_seqlens[1:], slots, right=True).view_as(padding) + 1
+    wanted, numbered = (first_tokens(ids, None, *ids.shape, ids.device) for ids in (documents, padding))
+    return real & ((wanted == numbered) | ~(padding > 1).any())  # ones alone are no numbers
 
 
-# --- whether a row has several documents ---
-
-
-def positions_restart(position_ids, padding) -> torch.Tensor | None:
-    """Whether positions stop growing between two real tokens of a row: bool ``[]``; None where they say nothing."""
-    if not is_tensor(position_ids, 2) or position_ids.shape[1] < 2:
-        return None
-    if not is_tensor(padding, 2) or padding.shape[1] != position_ids.shape[1]:
-        return (position_ids[:, 1:] <= position_ids[:, :-1]).any()
-    return first_tokens(padding != 0, position_ids, *padding.shape, position_ids.device).any()
+# --- where a row's documents start, by positions and numbers ---
 
 
 def first_tokens(padding, position_ids, batch, seqlen, device) -> torch.Tensor:
     """bool ``[batch, seqlen]``: where a document starts behind another one of its row. Nothing waits for it."""
-    slots = torch.arange(seqlen, device=device)
-    real = torch.ones(batch, seqlen, dtype=torch.bool, device=device) if padding is None else (padding != 0).to(device)
-    before = torch.where(real, slots, -1).cummax(1).values[:, :-1]  # the last real slot up to the one before
-    starts, source = torch.zeros_like(before, dtype=torch.bool), before.clamp(min=0)
+    real = source = None
+    if padding is not None:
+        real = (padding != 0).to(device)
+        slots = torch.where(real, torch.arange(seqlen, device=device), -1)
+        source = slots.cummax(1).values[:, :-1]  # the last real slot up to the one before
+        real, source = real[:, 1:] & (source >= 0), source.clamp(min=0)
+
+    def before(values):
+        return values[:, :-1] if source is None else values.gather(1, source)
+
+    starts = torch.zeros(batch, max(seqlen - 1, 0), dtype=torch.bool, device=device)
     if position_ids is not None:
         positions = position_ids.to(device).expand(batch, -1)
-        starts = ~(positions[:, 1:] > positions.gather(1, source))
+        starts = positions[:, 1:] <= before(positions)
     if padding is not None and padding.dtype != torch.bool:
         numbers = padding.to(device)
-        starts = starts | (numbers[:, 1:] != numbers.gather(1, source))
-    return F.pad(starts & real[:, 1:] & (before >= 0), (1, 0))
+        starts = starts | (numbers[:, 1:] != before(numbers))
+    return F.pad(starts if real is None else starts & real, (1, 0))
 
 
-def several_in(position_ids, padding, cu_seqlens, numbers, batch) -> torch.Tensor | None:
+def several_in(position_ids=None, padding=None, cu_seqlens=None, numbers=None, batch=1) -> torch.Tensor | None:
     """Whether a row has several documents: bool ``[]``, None where nothing says. Nothing waits for it."""
-    found = positions_restart(position_ids, padding)
-    if found is None and is_tensor(cu_seqlens, 1):  # beside positions they were held against them
+    found = None
+    if is_tensor(position_ids, 2) and position_ids.shape[1] > 1:
+        seqlen = position_ids.shape[1]
+        real = padding != 0 if is_tensor(padding, 2) and padding.shape[1] == seqlen else None
+        rows = len(position_ids if real is None else real)
+        found = first_tokens(real, position_ids, rows, seqlen, position_ids.device).any()
+    elif is_tensor(cu_seqlens, 1):  # beside positions they were held against them
         found = (cu_seqlens.diff() > 0).sum() > batch
     if numbers is not None:
         numbered = first_tokens(numbers, None, *numbers.shape, numbers.device).any()

@@ -260,11 +260,11 @@ def ends_of_blocks(documents, blocks):
     if documents.indices is not None:
         numbers = numbers[documents.indices]
     numbers = numbers.long().clamp(min=-1) + 1
-    ends = visible_end_from_blocks(numbers, documents.cu_seqlens_q)
+    ends = visible_end_from_blocks(numbers, documents.cu_seqlens)
     if numbers.numel() < 2:
         return ends
     # Numbers that grow from run to run of a document do not come back.
-    of_documents = _ops.seq_idx_from_cu_seqlens(documents.cu_seqlens_q, numbers.shape[0]) * (numbers.max() + 1)
+    of_documents = _ops.seq_idx_from_cu_seqlens(documents.cu_seqlens, numbers.shape[0]) * (numbers.max() + 1)
     keys = of_documents + numbers
     starts = (keys[1:] != keys[:-1]) & (numbers[1:] != 0)
     comes_back = starts & (keys[1:] <= keys.cummax(0).values[:-1])

@@ -288,10 +288,10 @@ def find_documents_of(model, call, args, kwargs) -> None:
 
     # Their documents, where a row may have several. No cache may hold tokens already.
     documents = call.documents_of_tokens(tokens, position_ids)
-    if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens_q.numel() - 1 <= batch:
+    if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens.numel() - 1 <= batch:
         return
     parents = call.segment_parents
-    paths = None if parents is None else kept_paths(documents.cu_seqlens_q, parents, seqlen, None)
+    paths = None if parents is None else kept_paths(documents.cu_seqlens, parents, seqlen, None)
     call.row_documents = RowDocuments(documents.document_ids(batch, seqlen), has_attention, paths)
     for name in CACHES.intersection(kwargs):
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0

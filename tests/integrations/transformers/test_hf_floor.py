@@ -214,5 +214,5 @@ def test_rows_without_slots_have_no_documents(dtype, device):
     query, padding = torch.zeros(2, 1, 0, 8, device=device), torch.ones(2, 0, dtype=dtype, device=device)
     for position_ids in (None, torch.zeros(2, 0, dtype=torch.long, device=device)):
         found = documents.find_documents(query, padding=padding, position_ids=position_ids)
-        assert found.cu_seqlens_q[-1] == 0
+        assert found.cu_seqlens[-1] == 0
         assert not found.several
