@@ -391,9 +391,10 @@ def _row_positions(call, position_ids, slots, of_others):
 
 # --- a KV cache that holds several documents in a row: queries of a later call would attend to all of them ---
 
-# Attributes of the cache. SEVERAL: a bool tensor, whether a row has several documents; None once it was read and is False.
-# ONE: whether a mask beside it was found to number one document.
-_SEVERAL, _ONE = "_packing_ops_several", "_packing_ops_one"
+# The one attribute that a cache gets. Copies of a filled prompt keep it, and a compiled model can set it: a weak map beside
+# the cache would know no copy, and torch.compile traces none. What it holds:
+# a bool tensor: whether a row has several documents; None: that was read, and is False; False: a mask beside it was read too.
+_SEVERAL = "_packing_ops_several"
 _REFUSAL = (
     f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, "
     "which would all be seen; fill a cache for each document, or number the cached tokens' documents and these in "
@@ -408,38 +409,38 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         if call.cache is cache:  # masks of several kinds in one forward
             return
         call.cache = cache
-    several, cached = getattr(cache, _SEVERAL, None), cache.get_seq_length()
+    cached = cache.get_seq_length()
     if isinstance(cached, torch.Tensor) or cached > 0:
+        _refuse_several(cache, cached, numbers)
         if length == 1 and numbers is not None and can_read(numbers):
             _refuse_numbers(cache, numbers)
-        if several is not None:
-            _refuse(cache, several, cached, numbers)
     if length > 1:
         if padding is not None and padding.dim() == 2:  # of the keys; these are the last ones
             padding = padding[:, -length:]
         cu_seqlens = None if call is None else call.cu_seqlens
         setattr(cache, _SEVERAL, several_in(position_ids, padding, cu_seqlens, numbers, batch))
-        setattr(cache, _ONE, False)
+
+
+def _refuse_several(cache, cached, numbers):
+    several = getattr(cache, _SEVERAL, None)
+    if not isinstance(several, torch.Tensor):
+        return
+    if can_read(several) and not bool(several):
+        setattr(cache, _SEVERAL, None)
+        return
+    if isinstance(cached, torch.Tensor):  # of a cache of fixed length, which may have been reset
+        several = several & (cached > 0).to(several.device)
+    if numbers is not None:  # of all tokens: masks are made by them
+        several = several & ~(numbers > 1).any().to(several.device)
+    refuse_where(several, _REFUSAL)
+    if numbers is None and not torch.compiler.is_compiling():
+        setattr(cache, _SEVERAL, None)
 
 
 def _refuse_numbers(cache, numbers):
     """generate gives every step a mask of integers, and 1 to each new token. On CUDA the first step alone waits for it."""
-    if numbers.is_cuda and getattr(cache, _ONE, False):
+    if numbers.is_cuda and getattr(cache, _SEVERAL, None) is False:
         return
     if bool((numbers > 1).any()):
         raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
-    setattr(cache, _ONE, True)
-
-
-def _refuse(cache, several, cached, numbers):
-    if can_read(several) and not bool(several):
-        setattr(cache, _SEVERAL, None)
-        return
-    wrong = several
-    if isinstance(cached, torch.Tensor):  # of a cache of fixed length, which may have been reset
-        wrong = wrong & (cached > 0).to(wrong.device)
-    if numbers is not None:  # of all tokens: masks are made by them
-        wrong = wrong & ~(numbers > 1).any().to(wrong.device)
-    refuse_where(wrong, _REFUSAL)
-    if numbers is None and not torch.compiler.is_compiling():
-        setattr(cache, _SEVERAL, None)
+    setattr(cache, _SEVERAL, False)

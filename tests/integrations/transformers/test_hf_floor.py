@@ -91,11 +91,42 @@ def test_attention_reaches_few_modules():
     assert len(reached - {"attention"}) <= 8, reached
 
 
-def test_one_module_finds_documents():
-    """Where positions restart, numbers change and cu_seqlens grow: documents.py alone looks at that."""
-    finders = re.compile(r"diff\(\) > 0|cu_seqlens_from_position_ids|\[:, 1:\] <= \w+\[:, :-1\]|_row_starts")
-    found = {path.name for path in FOLDER.glob("*.py") if finders.search(path.read_text())}
-    assert found == {"documents.py"}
+# What compares a slot with the one before it, or cu_seqlens with slots.
+NEIGHBOURS = re.compile(
+    r"(?<!shape)\[([^\[\]]*, )?1:\]|\.diff\(|\bcumm(ax|in)\(|\broll\(|\bunique_consecutive\(|\bsearchsorted\(|cu_seqlens_from_position_ids"
+)
+# Those that compare and find no documents: images in a mask, lengths of pages, and rows of documents that were found.
+OTHERS = {
+    "masks.ends_of_blocks",
+    "continuous_batching.pages_of_requests",
+    "stateful_rows.__init__",
+    "stateful_rows._paths_to_leaves",
+}
+
+
+def comparing():
+    """module.function of the integration, where neighbours of a tensor are compared."""
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                inside = [each for each in ast.walk(node) if isinstance(each, (ast.Compare, ast.Call))]
+                code = [ast.unparse(each) for each in inside if not isinstance(each, ast.Call)]
+                code += [ast.unparse(each.func) + "(" for each in inside if isinstance(each, ast.Call)]
+                if any(map(NEIGHBOURS.search, code)):
+                    yield f"{path.stem}.{node.name}"
+
+
+def test_one_function_finds_where_documents_start():
+    """By positions and numbers first_tokens alone, or the op for positions without padding; others take what these found."""
+    found = {*comparing()} - OTHERS
+    assert found == {
+        "documents.first_tokens",
+        "documents._from_values",  # by that or the op: the rows and lengths of what starts
+        "documents._marked_alike",  # by that: cu_seqlens as numbers
+        "documents.several_in",  # by that, or how many documents cu_seqlens count
+        "documents.each_document_alone",  # by that: the starts before a slot
+        "documents.since_start",  # positions of several axes as those of one
+    }
     users = {path.name for path in FOLDER.glob("*.py") if "find_documents(" in path.read_text()}
     assert users == {"documents.py", "call.py"}
 
