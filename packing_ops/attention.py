@@ -211,6 +211,7 @@ def varlen_attention(
     if (pages := pages_of(block_table, seqused_k, cu_seqlens_k=cu_seqlens_k, parents=parents)) is not None:
         out, lse = attend_pages(q, k, v, cu_seqlens_q, pages, options, plan=plan, layout=layout)
         return (out, lse) if return_lse else out
+    check_tensor(q, "q")
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan=plan, layout=layout, parents=parents)
@@ -252,13 +253,12 @@ def attend(
     layout: str | None = None,
     parents: torch.Tensor | PrefixPaths | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """varlen_attention of options that are checked: (out, lse)."""
+    """varlen_attention of a tensor q and of options that are checked: (out, lse)."""
     if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_q, PackedMetadata):
         if options.visible_end is None and cu_seqlens_q.visible_end is not None:
             options = options._replace(visible_end=cu_seqlens_q.visible_end)
         if cu_seqlens_q.paths is not None:
             options = options._replace(paths=cu_seqlens_q.paths)
-    check_tensor(q, "q")
     cache = None
     tokens_first = (layout or q.dim() == 4) and layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"
     if tokens_first:

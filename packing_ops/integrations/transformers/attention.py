@@ -393,7 +393,7 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
     if not 0 < length < seqlen or seqlen % length:
         return
     if not call.looked_at_parts:  # once for all layers
-        _refuse_parts(length, seqlen, cu_seqlens, call.padding if call.numbers is None else call.numbers)
+        _refuse_parts(length, seqlen, cu_seqlens, call.mask)
         call.looked_at_parts = True
     masks = {mask and (mask[0], _narrow(mask[1], seqlen)) for mask in call.masks}
     of_layer = causal, _narrow(window, seqlen)

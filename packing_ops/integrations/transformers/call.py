@@ -56,8 +56,8 @@ class PackedCall:
 
     Masks, attention and layers with a state ask it (see documents_of); it looks once for what they ask.
 
-    position_ids, cu_seqlens, cu_seqlens_k, padding: as the model was given them; padding with ones for numbers.
-    numbers: what padding numbered, None for a mask that cannot number.
+    position_ids, cu_seqlens, cu_seqlens_k, mask: as the model was given them.
+    numbers: the mask, or None for one that cannot number; padding: the mask with ones for numbers.
     mask_form: the form of the model's masks. first_axis: see documents.py.
     lost: which arguments may say that a row has several documents, and have reached no mask, attention or layer with a
         state yet: "position_ids", which stands for cu_seqlens too, "attention_mask", "segment_parents".
@@ -95,6 +95,7 @@ class PackedCall:
                 self._check_tree(positions, mask, kwargs.get("labels"), sequence)
         self.numbers = numbers_of(mask, outer)
         self.padding = mask.clamp(max=1) if mask is not None and self.numbers is mask else mask
+        self.mask = mask if self.numbers is None else self.numbers
         # Whether its documents reach what keeps them apart.
         self.mixes, self.guard = mixes_tokens(model.config), guard_of(model)
         self.lost = set()
@@ -145,15 +146,12 @@ class PackedCall:
 
     def documents_of_tokens(self, tokens, position_ids):
         """The documents of the model's own tokens ``[batch, seqlen, ...]``, by all that it was given."""
-        mask = self.padding if self.numbers is None else self.numbers
-        if is_tensor(mask, 2) and mask.shape == tokens.shape[:2]:
-            mask = kept_as(torch.bool if self.numbers is None else mask.dtype, mask, tokens.device)
-        else:
-            mask = None
+        of_tokens = is_tensor(self.mask, 2) and self.mask.shape == tokens.shape[:2]
+        mask = kept_as(self.mask.dtype, self.mask, tokens.device) if of_tokens else None
         cu_seqlens = self.cu_seqlens, self.cu_seqlens_k
         return self.documents(tokens[:, None], cu_seqlens, mask, position_ids).on(tokens.device)
 
-    def documents(self, query, cu_seqlens, padding, position_ids, layer=None):
+    def documents(self, query, cu_seqlens, padding, position_ids):
         """The answer of find_documents, which an outer call may have had before: models pass their arguments on."""
         shape, asked = (query.shape[0], query.shape[2]), (*cu_seqlens, padding, position_ids)
         documents = None
@@ -161,7 +159,7 @@ class PackedCall:
             if of_shape == shape and all(a is b for a, b in zip(before, asked, strict=True)):
                 documents = answer
         if documents is None:
-            documents = find_documents(query, cu_seqlens, padding, position_ids, layer)
+            documents = find_documents(query, cu_seqlens, padding, position_ids)
             self.answers.append((shape, asked, documents))
         if self.traced or self.seen is not None:
             return documents
@@ -299,7 +297,7 @@ def documents_of(query, cu_seqlens, padding, position_ids, layer=None):
     if call is None:
         return find_documents(query, cu_seqlens, padding, position_ids, layer)
     call.reached(padding, *cu_seqlens, position_ids)
-    return call.documents(query, cu_seqlens, padding, position_ids, layer)
+    return call.documents(query, cu_seqlens, padding, position_ids)
 
 
 def mixes_tokens(config) -> bool:
@@ -391,7 +389,7 @@ def without_first_labels(model, call, kwargs):
         return kwargs
     if getattr(model, "loss_type", None) not in SHIFTED or model.config.is_encoder_decoder:
         return kwargs
-    (batch, seqlen), padding = labels.shape, call.padding if call.numbers is None else call.numbers
+    (batch, seqlen), padding = labels.shape, call.mask
     if padding is not None and (not is_tensor(padding, 2) or padding.shape != labels.shape):
         return kwargs
     position_ids = call.row_positions(batch, seqlen)

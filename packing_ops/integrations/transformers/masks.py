@@ -154,18 +154,17 @@ def packing_ops_mask(
         if pattern is None:
             pattern, blocks = blocks_of(mask_function, batch_size, q_length)
     from_the_start = isinstance(q_offset, int) and q_offset == 0 and isinstance(kv_offset, int) and kv_offset == 0
-    if pattern is not None and from_the_start and q_length == kv_length:
+    follows = pattern is not None and from_the_start and q_length == kv_length
+    if call is not None:
+        call.masks.add(pattern if follows and blocks is None else None)
+    if follows:
         padding = prepared.padding if prepared.numbers is None else prepared.numbers
-        if call is not None:
-            call.masks.add(pattern if blocks is None else None)
         made = MaskPattern(*pattern, q_length, padding, prepared.position_ids, prepared.axes, blocks, batch_size)
         if call is not None and call.segment_parents is not None and made.causal:
             made.of_tree = True
             call.reached_by("segment_parents", call.cu_seqlens)
         return made
     # A tensor: documents are compared for each query and key.
-    if call is not None:
-        call.masks.add(None)
     by_document = q_length > 1 and not (prepared.position_ids is None and prepared.numbers is None)
     if by_document:
         if call is not None:

@@ -15,7 +15,7 @@ FULL, WINDOW, SEVEN = (True, (-1, -1)), (True, (3, 0)), (True, (7, 0))
 def refuse(masks, told, layer_type, monkeypatch):
     """Of rows of 4 slots on each of two ranks."""
     own = torch.arange(4, device="cpu")[None]
-    call = SimpleNamespace(position_ids=own, padding=None, numbers=None, looked_at_parts=False, masks=masks)
+    call = SimpleNamespace(position_ids=own, mask=None, looked_at_parts=False, masks=masks)
     monkeypatch.setattr(attention, "current", lambda: call)
     layer = SimpleNamespace(layer_idx=0, config=SimpleNamespace(layer_types=layer_type and [layer_type]))
     gathered = own.repeat(1, 2)
