@@ -103,6 +103,14 @@ def test_one_document_goes_on(kind, family, device):
 
 
 @torch.no_grad()
+def test_a_cache_has_one_attribute_of_ours(device):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    kept = filled(model, "padding", device=device)
+    more(model, kept, "padding")
+    assert len([name for name in vars(kept) if "packing_ops" in name]) == 1
+
+
+@torch.no_grad()
 def test_masks_of_several_kinds_in_one_forward(device):
     """The documents that start beside the cache are asked about in the next forward, not in the second mask of this one."""
     model = tiny_model("gemma3", attn_implementation="packing_ops", device=device)

@@ -245,6 +245,15 @@ def test_labels_wait_for_no_number_of_documents(kind, device, monkeypatch):
     assert counts[0] == counts[1] == 1
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_without_padding_start_documents_as_those_with_a_mask_of_ones(rows, device):
+    positions = torch.tensor([[3, 4, 4, 5, 0, 1], [0, 1, 2, 3, 4, 5]], device=device)[:rows]
+    starts = [[False, False, True, False, True, False], [False] * 6]
+    for padding in (None, torch.ones(2, 6, dtype=torch.bool, device=device)):
+        found = documents.first_tokens(padding, positions, 2, 6, device)
+        assert found.tolist() == (starts if rows == 2 else [starts[0]] * 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long])
 def test_rows_without_slots_have_no_documents(dtype, device):
     query, padding = torch.zeros(2, 1, 0, 8, device=device), torch.ones(2, 0, dtype=dtype, device=device)
