@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script
@@ -20,8 +21,10 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import packing_ops as po
+from packing_ops.integrations.transformers import apply_packing_ops
 
-RESULTS = Path(__file__).with_suffix(".json")  # {family: [sha256 of its modelling module, what was seen]}
+# {family: [sha256 of its modelling module, what was seen with attn_implementation, and after apply_packing_ops]}
+RESULTS = Path(__file__).with_suffix(".json")
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LENGTHS = [5, 7, 4]
 MOST = 5_000_000  # parameters of a model that is run
@@ -69,8 +72,9 @@ def model_of(family, attn_implementation):
 
 @torch.no_grad()
 def seen_in(family):
-    """'apart', 'refused: why', which of them by position_ids and which beside cu_seq_lens_q, or what is wrong.
+    """What is seen with attn_implementation="packing_ops", and after apply_packing_ops(model).
 
+    Each is 'apart', 'refused: why', which of them by position_ids and which beside cu_seq_lens_q, or what is wrong.
     Apart: tokens of one document change nothing in the others, and logits are those of the stock model, one document at a
     time.
     """
@@ -85,20 +89,32 @@ def seen_in(family):
         ).logits
         for document in ids.split(LENGTHS, 1)
     ]
-    told = po.PackedMetadata.from_lengths(LENGTHS)
-    positions = {"position_ids": told.position_ids[None]}
-    try:
+    packed = po.PackedMetadata.from_lengths(LENGTHS)
+    positions = {"position_ids": packed.position_ids[None]}
+    batches = positions, {**(positions if takes else {}), **packed.to_transformers()}
+
+    def seen(way):
+        try:
+            model = way()
+        except ValueError as error:
+            return f"{REFUSED}{error}"
+        found = [seen_by(model, ids, torch.cat(alone, 1), arguments) for arguments in batches]
+        # Two refusals differ in the argument that they name.
+        same = found[0] == found[1] or all(each.startswith(REFUSED) for each in found)
+        return found[0] if same else f"{found[0]}; beside cu_seq_lens_q {found[1]}"
+
+    def named():
         model = model_of(family, "packing_ops")
-    except ValueError as error:
-        return f"{REFUSED}{error}"
-    model.load_state_dict(stock.state_dict())  # a few are made from random numbers
-    found = [
-        seen_by(model, ids, torch.cat(alone, 1), arguments)
-        for arguments in (positions, {**(positions if takes else {}), **told.to_transformers()})
-    ]
-    # Two refusals differ in the argument that they name.
-    same = found[0] == found[1] or all(each.startswith(REFUSED) for each in found)
-    return found[0] if same else f"{found[0]}; beside cu_seq_lens_q {found[1]}"
+        model.load_state_dict(stock.state_dict())  # a few are made from random numbers
+        return model
+
+    def applied():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is not swapped
+            apply_packing_ops(stock)
+        return stock
+
+    return seen(named), seen(applied)
 
 
 def seen_by(model, ids, alone, arguments):
@@ -116,10 +132,10 @@ def seen_by(model, ids, alone, arguments):
 def tried(family):
     """seen_in, whatever transformers raises on the way to a model."""
     try:
-        return seen_in(family)
+        return list(seen_in(family))
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        return f"not run: {type(error).__name__}: {lines[-1].strip()[:200]}"
+        return [f"not run: {type(error).__name__}: {lines[-1].strip()[:200]}"] * 2
 
 
 def is_told(what):
@@ -141,8 +157,8 @@ def main():
     for family in sys.argv[1:] or NAMES:
         digest = digest_of(family)
         if sys.argv[1:] or found.get(family, [None])[0] != digest:
-            found[family] = [digest, tried(family)]
-        print(family, found[family][1], flush=True)
+            found[family] = [digest, *tried(family)]
+        print(family, *found[family][1:], sep="\n    ", flush=True)
     lines = [f"  {json.dumps(name)}: {json.dumps(found[name])}" for name in NAMES if name in found]
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
