@@ -1,5 +1,6 @@
 """`pip install .` as a user runs it: build isolation, an environment that has torch, then an import from elsewhere."""
 
+import ctypes
 import os
 import re
 import shlex
@@ -248,6 +249,57 @@ def test_without_torch_the_error_says_what_to_do(sources, environment, tmp_path)
     assert "pip install torch" in said
     assert "--no-build-isolation" in said
     assert "Collecting torch" not in said
+
+
+@pytest.fixture
+def over_read_only(tmp_path):
+    """The Python of an environment over a conda-like one, whose packages nobody may write; and what there is below."""
+    base, site = prefix(tmp_path / "base")
+    for path in Path(torch.__file__).parent.parent.iterdir():
+        if not re.match(r"packing_ops|pip|__pycache__|.*\.pth$", path.name):
+            (site / path.name).symlink_to(path)
+    python, _ = venv(tmp_path / "above", base, "--system-site-packages")
+    folders = [
+        tmp_path / "base",
+        *(path for path in (tmp_path / "base").rglob("*") if path.is_dir() and not path.is_symlink()),
+    ]
+    for folder in folders:
+        folder.chmod(0o555)
+    yield python, lambda: sorted((str(path), path.lstat().st_mtime) for folder in folders for path in folder.iterdir())
+    for folder in folders:
+        folder.chmod(0o755)
+
+
+def as_a_user():
+    """Permissions hold for root too: this process loses CAP_DAC_OVERRIDE when it runs another program."""
+    if os.geteuid() == 0:
+        pr_capbset_drop, cap_dac_override = 24, 1
+        ctypes.CDLL(None).prctl(pr_capbset_drop, cap_dac_override, 0, 0, 0)
+
+
+NO_OBJECTS = """\
+#!/bin/bash
+[[ " $* " == *" -c "* ]] || exec {compiler} "$@"
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--no-build-isolation"]], ids=["isolated", "not isolated"])
+def test_installs_over_a_read_only_environment(options, sources, environment, over_read_only, tmp_path):
+    """A real pip. Nothing is compiled: a copy of the library that is built here stands for the one that is linked."""
+    python, below = over_read_only
+    compiler = tmp_path / "g++"
+    compiler.write_text(NO_OBJECTS.format(compiler=shlex.quote(environment["CXX"])))
+    compiler.chmod(0o755)
+    active = os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), environment["PATH"]])
+    variables = environment | {"CXX": str(compiler), "PATH": active}
+    before = below()
+    if subprocess.run(["touch", tmp_path / "base" / "new"], preexec_fn=as_a_user).returncode == 0:
+        pytest.skip("this root may not give up its capabilities")
+    run(*pip(python, "install", "-q", *options, sources), env=variables, preexec_fn=as_a_user)
+    assert below() == before
+    output = run(python, "-W", "ignore", "-c", USE, cwd=tmp_path, env=variables, preexec_fn=as_a_user)
+    assert str(python.parent.parent) in output
+    assert "[0, 1, 0]" in output
 
 
 def refused(command, environment):
