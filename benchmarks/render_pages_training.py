@@ -3,6 +3,7 @@
 import json
 
 from result_rows import (
+    COPY,
     OURS,
     RESULTS,
     cases_of,
@@ -10,7 +11,6 @@ from result_rows import (
     is_measured,
     markdown,
     origin,
-    percent_of_copy,
     prose,
     rows_of,
     times,
@@ -148,24 +148,24 @@ def adapter() -> str:
 
 
 def megatron() -> str:
-    slower, hook = [], None
-    rows = rows_of("megatron_cuda")
+    rows, found = rows_of("megatron_cuda"), {}
     for (op, shape, _), providers in cases_of(rows).items():
-        if op == "RoPE hook":
-            hook = providers
-        elif op.endswith("backward") and "T=65536" in shape:
-            slower.append(1 / float(providers["varlen_attention"]["ratio_to_ours"]) - 1)
+        for name, row in providers.items():
+            key = "hook" if op == "RoPE hook" else op.endswith("backward") if "T=65536" in shape else None
+            found.setdefault((key, name), []).append(float(row["ratio_to_ours"]))
     parallel = rows_of("megatron-context-parallel_cuda")
-    shares = [
-        f"{float(row['efficiency']):.0%} with {row['shape'].split('docs=')[1].split()[0]}"
-        for row in parallel
-        if row["ranks"] != "1"
-    ]
+    shares = [f"{float(row['efficiency']):.0%} with {row['shape'].split('docs=')[1].split()[0]}"
+              for row in parallel if row["ranks"] != "1"]  # fmt: skip
+    spread = lambda *key: f"{times(min(found[key]))} to {times(max(found[key]))}"  # noqa: E731
     return prose(
-        f"Megatron-core's seam: the core attention module takes at most {max(slower):.1%} more than `varlen_attention` "
-        "called directly, forward and backward together, on batches large enough that the GPU and not the host sets the time. The "
-        f"RoPE hook runs at {percent_of_copy(hook):.0f}% of copy, "
-        f"{times(hook['megatron-core unfused']['ratio_to_ours'])}x megatron-core's unfused RoPE ({origin(rows)}). "
+        f"Megatron-core's seam, 65,536 tokens: forward and backward together take "
+        f"{spread(True, 'varlen_attention')} of the core attention module's time where `varlen_attention` is called directly, and by "
+        f"the kernels that TransformerEngine calls {spread(True, 'torch FlashAttention-2')} (torch's FlashAttention-2) and "
+        f"{spread(True, 'FlashAttention-4')} (FlashAttention-4); forward alone FlashAttention-3 takes {spread(False, 'FlashAttention-3')}. "
+        "megatron-core's own attention takes no packed rows: padded to the longest document its forward takes "
+        f"{spread(False, 'megatron-core, padded')}. The RoPE hook runs at "
+        f"{100 * found['hook', COPY][0]:.0f}% of copy, {times(found['hook', 'megatron-core unfused'][0])}x "
+        f"megatron-core's unfused RoPE ({origin(rows)}). "
         "Context parallel attention on two GPUs, rows of 65,536 tokens, forward and backward together, in percent of ideal by documents "
         f"in the row: {', '.join(shares)} ({origin(parallel)})."
     )
@@ -226,7 +226,7 @@ def logps() -> str:
     """A row for each direction and hidden size; what the others need in memory beside it."""
     rows, used = [], []
     cases = cases_of(rows_of("logps_cuda"))
-    for case in sorted(cases, key=lambda case: int(case[1].rpartition("=")[2])):
+    for case in sorted(cases, key=lambda case: (int(case[1].rpartition("=")[2]), len(case[0]))):
         providers, (op, shape, _) = cases[case], case
         if not op.startswith("token_logps, ") or not shape.startswith("T=16384 "):
             continue
