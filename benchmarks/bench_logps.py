@@ -86,9 +86,8 @@ def kept_whole(hidden, weight, targets):
 
     def call():
         with torch._functorch.config.patch(without_caches), torch._inductor.config.patch(fx_graph_cache=False):
-            found = compiled(hidden, weight, targets)
-            torch.autograd.grad(found.sum(), (hidden, weight), retain_graph=True)  # compiles its backward here
-            return found
+            torch.autograd.grad(compiled(hidden, weight, targets).sum(), (hidden, weight))  # compiles its backward here
+            return compiled(hidden, weight, targets)
 
     return call
 
