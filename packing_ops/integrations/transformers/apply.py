@@ -18,7 +18,7 @@ from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
 from packing_ops.integrations.transformers import stateful, versions
 from packing_ops.integrations.transformers import vision as vision_patch
-from packing_ops.integrations.transformers.attention import register, unknown_options
+from packing_ops.integrations.transformers.attention import in_tables, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, NAMES, LastForward, guard_of, last_forward, mixes_tokens
 from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, not_causal, reads_text
 from packing_ops.invariance import check_invariance
@@ -291,7 +291,7 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
             return f"{cls.__name__} has attention with {', '.join(options)}"
     if reasons := [why for module in models_in(found) if (why := not_causal(module))]:
         return reasons[0]
-    if not any(attentions(host) for host in found):
+    if not any(attentions(host) for host in found) or any(in_tables(type(module)) for module in models_in(found)):
         return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation names"
     return None
 

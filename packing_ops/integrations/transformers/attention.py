@@ -432,16 +432,21 @@ def _refuse_parts(length, seqlen, cu_seqlens, padding):
 # --- models with attention classes of their own, which no attn_implementation of ours reaches (Falcon, GPT-J) ---
 
 
+def in_tables(cls: type) -> set[str]:
+    """The attn_implementations that a text model's module has classes for, in tables of its own; none for other models."""
+    if not versions.reads_text(cls):
+        return set()
+    of_module = vars(sys.modules[cls.__module__]).items()
+    tables = [table for name, table in of_module if name.endswith("_ATTENTION_CLASSES") and "VISION" not in name]
+    return set().union(*tables)
+
+
 def _checked(stock):
     """Wraps the method that picks the attn_implementation of a new model."""
 
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):
-        names = set()  # in the tables of a text model's module
-        if attn_implementation in NAMES and versions.reads_text(type(self)):
-            for name, table in vars(sys.modules[type(self).__module__]).items():
-                if name.endswith("_ATTENTION_CLASSES") and "VISION" not in name:
-                    names.update(table)
+        names = in_tables(type(self)) if attn_implementation in NAMES else set()
         if names and attn_implementation not in names:
             raise ValueError(
                 f"attn_implementation: expected one of {', '.join(sorted(names))} for {type(self).__name__}, which has "

@@ -35,6 +35,7 @@ FAMILIES = [
         "deepseek_v32",
         "falcon",
         "falcon_mamba",
+        "git",
         "gpt_neo",
         "gptj",
         "mamba",
@@ -45,7 +46,7 @@ FAMILIES = [
     *("rwkv", "xlnet"),
 ]
 SERVED = {"mamba", "mamba2", "falcon_mamba", "rwkv"}  # by layers with a state, whichever way
-TABLES = {"falcon", "gpt_neo", "gptj"}  # choose among attention classes of their own: refused when they are made
+TABLES = {"falcon", "git", "gpt_neo", "gptj"}  # choose among attention classes of their own: refused when they are made
 DOCUMENTS = po.PackedMetadata.from_lengths(LENGTHS)
 POSITIONS = {"position_ids": DOCUMENTS.position_ids[None]}
 ROWS = {"position_ids": POSITIONS, "cu_seq_lens_q": DOCUMENTS.to_transformers()}
