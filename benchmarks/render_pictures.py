@@ -18,10 +18,10 @@ PARTS = {  # of the work: the indices are given that ours finds first; no softma
     "bare matmuls",
     "bare matmuls, logits kept",
 }
-OURS_TOO = (OURS, "chunked_cross_entropy")
+OURS_TOO = (OURS, "chunked_cross_entropy", "varlen_attention")
 OURS_ALONE = ("token_logps by ",)  # cases of ours with other options
 PREPARATIONS = ("FlexAttention, its block mask",)  # once for many calls, timed in rows of their own
-NOTES = {**dict.fromkeys(PARTS, "a part of the work"), "varlen_attention": "ours, called directly"}
+NOTES = dict.fromkeys(PARTS, "a part of the work")
 COLORS = {  # of a provider the same in every picture
     "torch FlashAttention-2": "tab:orange",
     "FlashAttention-3": "tab:red",
