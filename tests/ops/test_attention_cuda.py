@@ -96,10 +96,11 @@ def test_documents_keep_their_bits(dims):
 )
 @pytest.mark.parametrize("options", [{}, {"window_size": (150, 0), "sinks": True}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_units_differ_by_the_number_of_tokens_and_bits_do_not(dtype, options, heads, filling):
+@pytest.mark.parametrize("dim", [96, 128])
+def test_units_differ_by_the_number_of_tokens_and_bits_do_not(dim, dtype, options, heads, filling):
     """On Hopper a document of a small call has units of two tiles of rows, and beside many tokens of three."""
     lengths, total = [700, 33, 129, 256], 1118
-    many = Case([*lengths, filling], [*lengths, 0], heads=heads, dim=128, dtype=dtype, device="cuda", **options)
+    many = Case([*lengths, filling], [*lengths, 0], heads=heads, dim=dim, dtype=dtype, device="cuda", **options)
     few = document_alone(many, 0, total)
     few.cu_seqlens = tuple(each[:-1] for each in many.cu_seqlens)
     found = document_results(many.ours(), 0, total)

@@ -16,7 +16,7 @@ import hashlib, torch
 from attention_case import Case, drawn_ends
 torch.manual_seed(0)
 for dim, dim_v in ((64, 64), (128, 128), (96, 64), (192, 192), (192, 128), (256, 256)):
-    for heads in ((4, 1), (3, 1), (2, 2), (64, 1)):  # of 64 to a kv head: units of three tiles with 128 columns too
+    for heads in ((4, 1), (3, 1), (2, 2), (64, 1)):  # of 64 to a kv head: units of three tiles with 96 and 128 columns too
         for options in ({}, {"window_size": (100, 0)}, {"causal": False}, {"visible_end": 0.05}, {"softcap": 3.0}):
             lengths = [700, 129, 257, 1, 1100]
             if "visible_end" in options:

@@ -54,6 +54,7 @@ CASES = {
     "units of three tiles, group of 64": ([1540, 21, 3], [0, 300, 500], {"heads": (64, 1), "dim": 128, "dtype": BF16}),
     "units of three tiles, group of 24, window": ([3100, 70, 7], [0, 500, 5], {"heads": (24, 1), "dim": 128, "dtype": FP16, "window_size": (150, 0), "sinks": True}),
     "units of three tiles, softcap": ([24_600, 333], [0, 400], {"heads": (4, 1), "dim": 128, "dtype": BF16, "softcap": 3.0, "causal": False}),
+    "units of three tiles, 80 columns": ([1540, 21, 3], [0, 300, 500], {"heads": (64, 1), "dim": 80, "dtype": FP16}),
     "many, drained": ([129] * 5, None, {"heads": (2, 1), "dim": 128, "dtype": BF16}),
 }  # fmt: skip
 
@@ -99,10 +100,12 @@ GRADIENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("heads", "filling"), [((64, 1), 1540), ((12, 4), 8100)], ids=str)
-def test_units_of_two_tiles_have_the_bits_of_three(heads, filling):
+@pytest.mark.parametrize(
+    ("heads", "filling", "dim"), [((64, 1), 1540, 128), ((64, 1), 1540, 96), ((12, 4), 8100, 128)], ids=str
+)
+def test_units_of_two_tiles_have_the_bits_of_three(heads, filling, dim):
     """Alone, a document has units of two tiles; beside many tokens, which see no key here, of three."""
-    case = Case([filling, 21, 66], [0, 300, 66], heads=heads, dim=128, dtype=BF16, window_size=(200, 0))
+    case = Case([filling, 21, 66], [0, 300, 66], heads=heads, dim=dim, dtype=BF16, window_size=(200, 0))
     whole, alone = forward(case), forward(document_alone(case, filling, filling + 21, (0, 300)))
     assert_same(alone["out"], whole["out"][filling : filling + 21])
     assert_same(alone["lse"], whole["lse"][:, filling : filling + 21])

@@ -136,7 +136,7 @@ constexpr int wgmma_max_forward_tiles(int dim) {
   return dim <= 128 ? 3 : 2;
 }
 constexpr int wgmma_min_forward_tiles(int dim) {
-  return dim < 128 ? 3 : 2;
+  return dim == 64 ? 3 : 2;
 }
 constexpr int wgmma_forward_tiles(int dim, int64_t group, int64_t packed_tokens) {
   return packed_tokens < 512 * 3 * tile_tokens(group) ? wgmma_min_forward_tiles(dim) : wgmma_max_forward_tiles(dim);
