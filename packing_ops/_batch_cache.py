@@ -26,7 +26,7 @@ def is_real(tensor: torch.Tensor) -> bool:
         or type(tensor) is not torch.Tensor
         or (torch._C._len_torch_dispatch_stack() and _traced())
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())  # is_captured, without a call: each layer asks
     )
 
 

@@ -191,7 +191,7 @@ class PackingDotProductAttention(MegatronModule):
             indices, cu_seqlens = tokens
             packed = _ops.gather_rows_many([t.transpose(0, 1) for t in (query, key, value)], indices, len(indices))
             out = attend(*packed, cu_seqlens, cu_seqlens, options)[0]
-            return _ops.scatter_rows(out, indices, *query.shape[1::-1]).transpose(0, 1).contiguous()
+            return _ops.scatter_rows(out, indices, query.shape[1], query.shape[0]).transpose(0, 1).contiguous()
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
         if self.softmax_offset is not None:
             options = options._replace(sinks=wide_sinks(self.softmax_offset.repeat(query.shape[1])))

@@ -292,7 +292,7 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
     if reasons := [why for module in models_in(found) if (why := not_causal(module))]:
         return reasons[0]
     if not any(attentions(host) for host in found) or any(in_tables(type(module)) for module in models_in(found)):
-        return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation names"
+        return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation of ours reaches"
     return None
 
 

@@ -51,6 +51,15 @@ class Tables(NamedTuple):
     def __mul__(self, other):
         return self.table * other
 
+    def __sub__(self, other):
+        return self.table - other
+
+    def __rsub__(self, other):
+        return other - self.table
+
+    def __truediv__(self, other):
+        return self.table / other
+
     __radd__, __rmul__ = __add__, __mul__
 
     @classmethod
@@ -65,8 +74,7 @@ def _of_table(name):
 # A list, since torch.compile does not trace a NamedTuple with a __getattr__.
 for _name in ("shape", "dtype", "device", "ndim", "dim", "size", "real", "imag", "unsqueeze", "squeeze", "view",
               "reshape", "expand", "repeat", "repeat_interleave", "transpose", "permute", "chunk", "split", "flatten",
-              "float", "contiguous", "type_as", "index_select", "gather", "narrow", "select", "clone", "detach",
-              "__rsub__", "__sub__", "__truediv__"):  # fmt: skip
+              "float", "contiguous", "type_as", "index_select", "gather", "narrow", "select", "clone", "detach"):  # fmt: skip
     setattr(Tables, _name, _of_table(_name))
 
 

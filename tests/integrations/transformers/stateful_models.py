@@ -63,7 +63,7 @@ FAMILIES = {  # gated delta net, convolution, Mamba 1 beside and without attenti
 # In transformers 4.57, where they are none of ours to serve.
 OTHERWISE_IN_4 = {
     "bamba": "makes its masks itself, and refuses several documents",
-    "jamba": "has attention of its own, which no attn_implementation names",
+    "jamba": "has attention of its own, which no attn_implementation of ours reaches",
     "recurrent_gemma": "keeps its state in the model from call to call, and its graph",
     "xlstm": "calls a tensor where it has no kernels",
 }

@@ -106,7 +106,7 @@ def test_the_error_says_why_and_goes_with_revert(rows):
     model = causal_families.model_of("gpt_neo", None)
     given = ROWS.get(rows, {"attention_mask": NUMBERS})
     with pytest.warns(
-        UserWarning, match="own, which no attn_implementation names; rows of several documents are an error"
+        UserWarning, match="own, which no attn_implementation of ours reaches; rows of several documents are an error"
     ):
         apply_packing_ops(model, rope=False)
     assert "documents: one in each row" in info(model)

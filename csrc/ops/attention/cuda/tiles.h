@@ -33,8 +33,8 @@ struct AttentionTiles {
   }
 };
 
-// The tiles for this group and these head_dims, of q and k and of v, on this GPU. packed_tokens: of the call,
-// total_q * num_kv_heads.
+// The tiles for this group and these head_dims, of q and k and of v, on this GPU. packed_tokens: total_q *
+// num_kv_heads, tokens of groups of q heads.
 AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim_v, int64_t packed_tokens, int device);
 
 // Shared memory that a block may have, which the backward's stages are chosen for:
@@ -125,13 +125,14 @@ constexpr int tile_tokens(int64_t group) {
 constexpr int wgmma_backward_dim(int64_t head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
 }
-// By geometry and device alone, so that a document's bits do not depend on what it is packed with. The plan of every
-// call with this geometry has these tiles, also where the dtype is float32, which fp32/ serves.
+// By group, head_dims and device alone, so that a document's bits do not depend on what it is packed with. Plans have
+// these tiles also where the dtype is float32, which fp32/ serves.
 bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
 // Forward. A consumer warpgroup for each tile of a unit's rows: three as far as registers hold them, for two of them
-// fill the tensor cores while one is in its softmax. With 128 columns two where three would make fewer than 512 units,
-// of which a multiprocessor's last keeps the others waiting. A row's bits are the same in both.
+// fill the tensor cores while one is in its softmax. With 65 to 128 columns two where three would make few units, of
+// which a multiprocessor's last keeps the others waiting. A row's bits are the same in both.
+constexpr int64_t kFewUnits = 512;
 constexpr int wgmma_max_forward_tiles(int dim) {
   return dim <= 128 ? 3 : 2;
 }
@@ -139,7 +140,8 @@ constexpr int wgmma_min_forward_tiles(int dim) {
   return dim == 64 ? 3 : 2;
 }
 constexpr int wgmma_forward_tiles(int dim, int64_t group, int64_t packed_tokens) {
-  return packed_tokens < 512 * 3 * tile_tokens(group) ? wgmma_min_forward_tiles(dim) : wgmma_max_forward_tiles(dim);
+  return packed_tokens < kFewUnits * 3 * tile_tokens(group) ? wgmma_min_forward_tiles(dim)
+                                                            : wgmma_max_forward_tiles(dim);
 }
 // A step's keys: registers hold out and a step's scores.
 constexpr int wgmma_forward_keys(int dim_v) {

@@ -33,11 +33,14 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
       const DocumentTokens tokens(row_of_key(args.common, unit.d, first_key) - first_key, unit.d.keys);
       const ptx::TmaCoords keys = {0, tokens.before_end + first_key, unit.kv_head, tokens.to_end, kMapTokens};
       load(args.k, Shape::kPanelsK, keys);
-      if (!Shape::kScoresBesideValues) load(args.v, Shape::kPanelsV, keys);
-      if (Shape::kScoresBesideValues && tile > unit.first_tile) load(args.v, Shape::kPanelsV, values);
-      values = keys;
+      if constexpr (Shape::kScoresBesideValues) {
+        if (tile > unit.first_tile) load(args.v, Shape::kPanelsV, values);
+        values = keys;
+      } else {
+        load(args.v, Shape::kPanelsV, keys);
+      }
     }
-    if (Shape::kScoresBesideValues) load(args.v, Shape::kPanelsV, values);
+    if constexpr (Shape::kScoresBesideValues) load(args.v, Shape::kPanelsV, values);
   }
 }
 

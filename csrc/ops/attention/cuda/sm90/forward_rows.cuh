@@ -237,7 +237,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
   const ScoreTransform<kTransform> transform{args.common};
   const float scale = transform.unit() * kLog2e;
   const ThreadRows kept = ThreadRows::make<false>(args);
-  const auto thread_rows = [&] {  // three warpgroups and softcap: registers are short
+  const auto thread_rows = [&] {  // with three warpgroups and softcap, or 128 columns, registers are short
     if constexpr (Shape::kTiles == 3 && (kTransform || Shape::kDim == 128)) {
       return ThreadRows::make<true>(args);
     } else {
@@ -349,7 +349,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
       ptx::wgmma_wait_group<0>();
       end_values(stage_v);
     } else {
-      // Steps whose keys a row sees, at least one: scores, then values. Each tile is waited for beside a product
+      // Steps up to the last whose keys a row sees: scores, then values. Each tile is waited for beside a product
       int stage_k = next_tile();
       for (bool more = true; more;) {
         start_scores(stage_k);
@@ -365,7 +365,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
         ptx::wgmma_wait_group<0>();
         end_values(stage_v);
       }
-      // Steps that only other warpgroups' rows see
+      // The unit's last steps, which only other warpgroups' rows see
       for (; tile < end_tile; ++tile) {
         release(&shared.kv_empty[next_tile()]);
         release(&shared.kv_empty[next_tile()]);
