@@ -159,11 +159,11 @@ def megatron() -> str:
     spread = lambda *key: f"{times(min(found[key]))} to {times(max(found[key]))}"  # noqa: E731
     return prose(
         f"Megatron-core's seam, 65,536 tokens: forward and backward together take "
-        f"{spread(True, 'varlen_attention')} of the core attention module's time where `varlen_attention` is called directly, and by "
-        f"the kernels that TransformerEngine calls {spread(True, 'torch FlashAttention-2')} (torch's FlashAttention-2) and "
-        f"{spread(True, 'FlashAttention-4')} (FlashAttention-4); forward alone FlashAttention-3 takes {spread(False, 'FlashAttention-3')}. "
+        f"{spread(True, 'varlen_attention')} of the core attention module's time where `varlen_attention` is called directly, by "
+        f"torch's FlashAttention-2 {spread(True, 'torch FlashAttention-2')}, by FlashAttention-4 {spread(True, 'FlashAttention-4')}; "
+        f"forward alone FlashAttention-3 takes {spread(False, 'FlashAttention-3')} (TransformerEngine and cuDNN are not measured). "
         "megatron-core's own attention takes no packed rows: padded to the longest document its forward takes "
-        f"{spread(False, 'megatron-core, padded')}. The RoPE hook runs at "
+        f"{spread(False, 'megatron-core, padded')} where it was measured. The RoPE hook runs at "
         f"{100 * found['hook', COPY][0]:.0f}% of copy, {times(found['hook', 'megatron-core unfused'][0])}x "
         f"megatron-core's unfused RoPE ({origin(rows)}). "
         "Context parallel attention on two GPUs, rows of 65,536 tokens, forward and backward together, in percent of ideal by documents "

@@ -55,6 +55,7 @@ CASES = {
     "units of three tiles, group of 24, window": ([3100, 70, 7], [0, 500, 5], {"heads": (24, 1), "dim": 128, "dtype": FP16, "window_size": (150, 0), "sinks": True}),
     "units of three tiles, softcap": ([24_600, 333], [0, 400], {"heads": (4, 1), "dim": 128, "dtype": BF16, "softcap": 3.0, "causal": False}),
     "units of three tiles, 80 columns": ([1540, 21, 3], [0, 300, 500], {"heads": (64, 1), "dim": 80, "dtype": FP16}),
+    "a unit's description is read by all lanes": ([64, 30_000], [129, 0], {"heads": (3, 1), "dim": 128, "dtype": BF16}),
     "many, drained": ([129] * 5, None, {"heads": (2, 1), "dim": 128, "dtype": BF16}),
 }  # fmt: skip
 

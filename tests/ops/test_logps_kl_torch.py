@@ -243,6 +243,9 @@ def test_scale_kept(device, dtype):
         assert_same(out, expected)
         ops.kl_scale_kept_(x, scales, x)
         assert_same(x, expected[:, out_start : out_start + columns])
+        ops.kl_scale_kept_(
+            x[:1], scales[:1], x[:1].as_strided((1, columns), (1, 1))
+        )  # of one row the stride says nothing
 
 
 def test_scale_kept_names_what_does_not_fit(device):

@@ -84,7 +84,7 @@ KlParams kl_params(const Tensor& logits, const Tensor& teacher_logits, const Ten
 
 // Whether elements of two tensors of one shape lie at the same addresses: each is read before it is overwritten.
 bool same_memory(const Tensor& a, const Tensor& b) {
-  return a.data_ptr() == b.data_ptr() && a.stride(0) == b.stride(0);
+  return a.data_ptr() == b.data_ptr() && (a.stride(0) == b.stride(0) || a.size(0) == 1);
 }
 
 // The rows of a contiguous [4, rows].

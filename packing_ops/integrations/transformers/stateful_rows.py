@@ -194,6 +194,8 @@ def by_name(layer, run, args, kwargs):
     parameters = list(inspect.signature(type(layer).forward).parameters.values())[1:]  # without self
     names = [each.name for each in parameters if each.kind < inspect.Parameter.VAR_POSITIONAL]
     names = [*names, *(f"*{place}" for place in range(len(args)))][: len(args)]
+    if twice := sorted({*names} & {*kwargs}):
+        raise TypeError(f"{twice[0]}: expected one value for {type(layer).__name__}, got one by place and one by name")
 
     def run_by_place(**named):
         by_place = [named.pop(name) for name in itertools.takewhile(named.__contains__, names)]

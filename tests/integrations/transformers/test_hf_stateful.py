@@ -442,3 +442,19 @@ def test_kernels_that_take_boundaries_get_them(tmp_path):
     command = [sys.executable, "-c", WITH_KERNELS]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_arguments_of_a_layer_keep_their_places():
+    from packing_ops.integrations.transformers.stateful_rows import by_name
+
+    class Layer:
+        def forward(self, hidden_states, mask=None, *more, scale=1):
+            return hidden_states, mask, more, scale
+
+    layer = Layer()
+    run, named = by_name(layer, layer.forward, (1, 2, 3), {"scale": 4})
+    assert run(**named) == (1, 2, (3,), 4)
+    with pytest.raises(
+        TypeError, match="hidden_states: expected one value for Layer, got one by place and one by name"
+    ):
+        by_name(layer, layer.forward, (1,), {"hidden_states": 2})

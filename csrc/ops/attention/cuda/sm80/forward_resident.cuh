@@ -154,6 +154,7 @@ __device__ __forceinline__ void attend(const Args& args, ResidentRing<Shape>& ri
     // Find the unit of the next rows. Their q is loaded while the rows before are stored.
     const int32_t block = __shfl_sync(0xffffffffu, taken, 0);
     while (block >= ring.units[unit % Shape::kUnits].end_block) {
+      __syncwarp();  // all lanes have read it
       if (lane == 0) ptx::mbarrier_arrive(&ring.empty[unit % Shape::kUnits]);
       ++unit;
       ring.wait_until_full(unit);
