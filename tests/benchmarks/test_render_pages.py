@@ -113,7 +113,16 @@ def test_percent_of_copy_is_one_thing_everywhere(results):
 
     rope = case("forward", "S=65536 H=32+8 D=128", packing_ops=100, copy=87)
     hook = case("RoPE hook", "T=65536", packing_ops=100, copy=87, core=1000)
-    seam = case("forward + backward", "T=65536", packing_ops=100, varlen_attention=100)
+    kernels = {
+        "torch FlashAttention-2": 200,
+        "FlashAttention-3": 90,
+        "FlashAttention-4": 110,
+        "megatron-core, padded": 900,
+    }
+    seam = [
+        *case("forward", "T=65536", packing_ops=100, varlen_attention=100, **kernels),
+        *case("forward + backward", "T=65536", packing_ops=100, varlen_attention=100, **kernels),
+    ]
     results("rope_cuda", rope)
     results("megatron_cuda", [*seam, *hook])
     results("megatron-context-parallel_cuda", [{"ranks": 2, "efficiency": 1, "shape": "docs=1"}])
