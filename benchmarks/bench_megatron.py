@@ -82,7 +82,7 @@ def attention_case(name, lengths, heads, device, *, backward=True, runs=11):
     op = "core attention forward" + " + backward" * backward
     providers = {provider: timed(call) for provider, call in calls.items()}
     if device == "cuda":  # where alone they run
-        providers |= kernels_of_engine((q, k, v, dout), params, heads[0], backward=backward)
+        providers |= flash_attention_calls((q, k, v, dout), params, heads[0], backward=backward)
         padded = padded_call(q, k, v, dout, lengths, heads, backward=backward)
         providers |= {"megatron-core, padded": padded} if fits(padded) else {}
     return Case(op, shape_of(lengths, heads, name), str(dtype)[6:], providers, runs=runs)
@@ -100,17 +100,16 @@ def packed_peers(q, k, v, params, heads):
     return {"TransformerEngine": lambda: engine(q, k, v, None, mask, packed_seq_params=params)}
 
 
-def kernels_of_engine(heads, params, num_heads, *, backward):
-    """{provider: call} of FlashAttention's kernels, which TransformerEngine's module calls: those that are installed."""
+def flash_attention_calls(heads, params, num_heads, *, backward):
+    """{provider: call} of FlashAttention's kernels over the same packed rows: torch's, and those that are installed."""
     q, k, v, dout = (t.detach() for t in heads)
     batch = peers.Batch(q, k, v, dout.view(len(q), num_heads, -1), params.cu_seqlens_q, params.max_seqlen_q)
     found = {}
     for make in (peers.flash_2, peers.flash_3, peers.flash_4):
-        for name, (forward, of_grads, _) in make(batch):
-            if not backward and forward is not None:
-                found[name] = forward
-            elif backward and forward is not None and of_grads is not None:
-                found[name] = lambda forward=forward, of_grads=of_grads: (forward(), of_grads())
+        for name, calls in make(batch):
+            parts = calls[:2] if backward else calls[:1]
+            if all(parts):
+                found[name] = lambda parts=parts: [part() for part in parts]
     return found
 
 

@@ -56,8 +56,9 @@ class PackedCall:
 
     Masks, attention and layers with a state ask it (see documents_of); it looks once for what they ask.
 
-    position_ids, cu_seqlens, cu_seqlens_k, mask: as the model was given them.
-    numbers: the mask, or None for one that cannot number; padding: the mask with ones for numbers.
+    position_ids, cu_seqlens, cu_seqlens_k: as the model was given them.
+    numbers: each token's document, by its mask or that of an outer call; None where neither can number.
+    padding: the mask with ones for numbers. mask: the numbers, or the mask where there are none.
     mask_form: the form of the model's masks. first_axis: see documents.py.
     lost: which arguments may say that a row has several documents, and have reached no mask, attention or layer with a
         state yet: "position_ids", which stands for cu_seqlens too, "attention_mask", "segment_parents".
