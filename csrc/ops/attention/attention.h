@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "core/documents.h"
 #include "core/dtype.h"
@@ -47,6 +48,15 @@ struct KeyPages {
     const int64_t value = seqused_k[document];
     return value < 0 ? 0 : (value > max_keys ? max_keys : value);
   }
+};
+
+// The numbers of a call as the ops take them. set_call checks them for VarlenAttentionParams.
+struct AttentionCallOptions {
+  bool causal;
+  std::optional<double> softmax_scale;  // 1 / sqrt(head_dim) without it
+  int64_t window_left;
+  int64_t window_right;
+  double softcap;
 };
 
 struct VarlenAttentionParams {

@@ -9,14 +9,6 @@
 
 namespace packing_ops {
 
-struct AttentionCallOptions {
-  bool causal;
-  std::optional<double> softmax_scale;  // 1 / sqrt(head_dim) without it
-  int64_t window_left;
-  int64_t window_right;
-  double softcap;
-};
-
 // Of lse, delta and sinks.
 DType lse_dtype(DType dtype);
 

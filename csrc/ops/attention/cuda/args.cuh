@@ -9,6 +9,7 @@
 #include "core/documents.h"
 #include "core/fault.h"
 #include "ops/attention/cuda/plan.h"
+#include "ops/attention/cuda/softmax.cuh"
 
 namespace packing_ops::attention {
 
@@ -54,11 +55,7 @@ struct Args {
   int32_t head_dim_v = 0;      // of v, out, dout and dv
   // group, if 16 packed rows are whole tokens and both head_dims are an instance's; else 0
   int32_t token_aligned_group = 0;
-  float softmax_scale = 0;
-  float softcap = 0;
-  float score_unit = 0;                  // of ScoreTransform: softcap or 1
-  float score_inner = 0;                 // softmax_scale over it; for exponential_tanh times 2 log2(e)
-  bool large_softcap = false;            // too large for exponential_tanh
+  ScoreArgs scores;
   const int32_t* visible_end = nullptr;  // the call's; kernels read plan.ends, which was checked
   FaultFlag fault;
 };

@@ -53,7 +53,7 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   const PaddedDims dims = padded_dims(a.head_dim, a.head_dim_v);
   const bool unpadded = dims.qk == a.head_dim && dims.v == a.head_dim_v;
   a.token_aligned_group = unpadded && 16 % a.group == 0 ? a.group : 0;
-  set_scores(a, p);
+  a.scores = ScoreArgs(p);
   a.visible_end = p.visible_end;
   if (runs_on_wgmma(p)) a.counters = static_cast<int32_t*>(p.scratch);  // others have no scratch in the forward
   return a;

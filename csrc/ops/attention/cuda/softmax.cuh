@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "core/ptx/mma.cuh"
-#include "ops/attention/cuda/args.cuh"
+#include "ops/attention/attention.h"
 
 namespace packing_ops::attention {
 
@@ -15,15 +15,23 @@ constexpr float k2Log2e = 2.885390082f;
 constexpr float kMaxExponentialSoftcap = 1024.f;
 
 // What ScoreTransform and score_of read.
-inline void set_scores(Args& a, const VarlenAttentionParams& p) {
-  a.softmax_scale = static_cast<float>(p.softmax_scale);
-  a.softcap = static_cast<float>(p.softcap);
-  // Within bounds that no score reaches: unit * log2(e) stays finite, and 0 * inner 0.
-  a.score_unit = a.softcap > 0 ? std::min(a.softcap, 0x1p100f) : 1.f;
-  a.score_inner = std::clamp(a.softmax_scale / a.score_unit, -0x1p100f, 0x1p100f);
-  a.large_softcap = a.softcap > kMaxExponentialSoftcap;
-  if (a.softcap > 0 && !a.large_softcap) a.score_inner *= k2Log2e;
-}
+struct ScoreArgs {
+  float softmax_scale = 0;
+  float softcap = 0;
+  float unit = 0;              // of ScoreTransform: softcap or 1
+  float inner = 0;             // softmax_scale over it; for exponential_tanh times 2 log2(e)
+  bool large_softcap = false;  // too large for exponential_tanh
+
+  ScoreArgs() = default;
+  explicit ScoreArgs(const VarlenAttentionParams& p)
+      : softmax_scale(static_cast<float>(p.softmax_scale)), softcap(static_cast<float>(p.softcap)) {
+    // Within bounds that no score reaches: unit * log2(e) stays finite, and 0 * inner 0.
+    unit = softcap > 0 ? std::min(softcap, 0x1p100f) : 1.f;
+    inner = std::clamp(softmax_scale / unit, -0x1p100f, 0x1p100f);
+    large_softcap = softcap > kMaxExponentialSoftcap;
+    if (softcap > 0 && !large_softcap) inner *= k2Log2e;
+  }
+};
 
 // Whether a call needs ScoreTransform<true>: with softcap, or with a scale that is not positive, which would turn the
 // order of the online softmax around.
@@ -57,16 +65,16 @@ __device__ __forceinline__ float exponential_tanh(float y) {
 // transforms_scores.
 template <bool kTransform>
 struct ScoreTransform {
-  const Args& args;
+  const ScoreArgs& args;
 
-  __device__ __forceinline__ float unit() const { return kTransform ? args.score_unit : args.softmax_scale; }
+  __device__ __forceinline__ float unit() const { return kTransform ? args.unit : args.softmax_scale; }
   __device__ __forceinline__ bool capped() const { return kTransform && args.softcap > 0.f; }
 
   template <int kCount>
   __device__ __forceinline__ void apply(float (&dots)[kCount]) const {
     if constexpr (kTransform) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) dots[i] *= args.score_inner;
+      for (int i = 0; i < kCount; ++i) dots[i] *= args.inner;
       if (args.large_softcap) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) dots[i] = rational_tanh(dots[i]);
@@ -82,7 +90,7 @@ struct ScoreTransform {
 };
 
 // In float32: the score and its derivative by the dot product.
-__device__ __forceinline__ float score_of(float product, const Args& args, float* slope) {
+__device__ __forceinline__ float score_of(float product, const ScoreArgs& args, float* slope) {
   *slope = args.softmax_scale;
   if (!(args.softcap > 0.f)) return product * args.softmax_scale;
   const float t = tanhf(product * args.softmax_scale / args.softcap);

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) forward_fp32_kernel(__grid_constant_
       for (int32_t key = keys.begin; key < keys.end; ++key) {
         const int64_t at = row_of_key(args, position.document, key);
         float slope;
-        const float score = score_of(dot(q, load<kWords>(args.k, at, kv_head, args.head_dim)), args, &slope);
+        const float score = score_of(dot(q, load<kWords>(args.k, at, kv_head, args.head_dim)), args.scores, &slope);
         const float top = fmaxf(row_max, score);
         const float base = top == -INFINITY ? 0.f : top;
         const float p = expf(score - base);
@@ -155,7 +155,7 @@ template <int kWords>
 __device__ float2 gradients(const Args& args, int64_t token, int64_t head, const Row<kWords>& q,
                             const Row<kWords>& dout, const Row<kWords>& k, const Row<kWords>& v) {
   float slope;
-  const float score = score_of(dot(q, k), args, &slope);
+  const float score = score_of(dot(q, k), args.scores, &slope);
   const float p = expf(score - args.lse[head * args.documents_q.total + token]);
   return {p, p * (dot(dout, v) - args.row_stats[token * args.num_heads + head].y) * slope};
 }

@@ -144,7 +144,7 @@ struct BackwardUnit {
   static __device__ __forceinline__ void weights(Scores& s, Scores& slope, const float2* stats, const Args& args,
                                                  const DocumentWithEnds& d, const PackedRows& rows,
                                                  const ScoreBlock& block) {
-    const ScoreTransform<kTransform> transform{args};
+    const ScoreTransform<kTransform> transform{args.scores};
     const float scale = transform.unit() * kLog2e;
     if constexpr (kTransform) {
 #pragma unroll
@@ -306,7 +306,8 @@ struct BackwardUnit {
           return key < keys.end ? static_cast<uint16_t*>(to.data) + row * to.token_stride + kv_head * to.head_stride
                                 : nullptr;
         };
-        store_row<T>(address(args.dk), column_part * Shape::kColumns, args.head_dim, dk[c], half, args.softmax_scale);
+        store_row<T>(address(args.dk), column_part * Shape::kColumns, args.head_dim, dk[c], half,
+                     args.scores.softmax_scale);
         store_row<T>(address(args.dv), column_part * Shape::kColumnsV, args.head_dim_v, dv[c], half, 1.f);
       }
     }
@@ -365,7 +366,7 @@ struct BackwardUnit {
         uint16_t* to = rows.exists(row) ? static_cast<uint16_t*>(args.dq.data) +
                                               rows.offset(row, args.dq.token_stride, args.dq.head_stride)
                                         : nullptr;
-        store_row<T>(to, query_column(), args.head_dim, dq[m], half, args.softmax_scale);
+        store_row<T>(to, query_column(), args.head_dim, dq[m], half, args.scores.softmax_scale);
       }
     }
   }

@@ -58,10 +58,10 @@ struct ForwardUnit {
 
   // Of a dot product before 2^x, and before e^x.
   static __device__ __forceinline__ float scale(const Args& args) {
-    return ScoreTransform<kTransform>{args}.unit() * kLog2e;
+    return ScoreTransform<kTransform>{args.scores}.unit() * kLog2e;
   }
   static __device__ __forceinline__ double natural_scale(const Args& args) {
-    return ScoreTransform<kTransform>{args}.unit();
+    return ScoreTransform<kTransform>{args.scores}.unit();
   }
 
   // The state before a row's first key.
@@ -234,7 +234,7 @@ struct ForwardUnit {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) ScoreTransform<kTransform>{args}.apply(s[b][n]);
+      for (int n = 0; n < kCount; ++n) ScoreTransform<kTransform>{args.scores}.apply(s[b][n]);
     if (tile.masked) mask<kCount>(s, d, rows, tile.warp_row + ((threadIdx.x & 31) >> 2), tile.first_key);
     softmax<kCount>(s, state, o, scale);
   }

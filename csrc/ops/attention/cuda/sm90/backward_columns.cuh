@@ -104,7 +104,7 @@ struct BackwardColumns : SharedScores<T, Shape, kTransform> {
     arrive(&shared.keys_read);
     ptx::mbarrier_wait(&shared.keys_read, parity_of(unit_idx, 1));
     Math::stage_keys(dv, tile_v() + first_panel() * Shape::kPanelK, 0, 1.f);
-    Math::stage_keys(dk, tile_k() + first_panel() * Shape::kPanelK, 0, args.common.softmax_scale);
+    Math::stage_keys(dk, tile_k() + first_panel() * Shape::kPanelK, 0, args.common.scores.softmax_scale);
     ptx::fence_proxy_async();
     arrive(&shared.staged[w]);
     if (threadIdx.x % kWarpgroupThreads == 0) {

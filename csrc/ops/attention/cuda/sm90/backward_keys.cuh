@@ -17,7 +17,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
   using Math = BackwardMath<T, Shape>;
   const int lane = threadIdx.x & 31;
   const bool first_thread = threadIdx.x % kWarpgroupThreads == 0;
-  const ScoreTransform<kTransform> transform{args.common};
+  const ScoreTransform<kTransform> transform{args.common.scores};
   const float scale = transform.unit() * kLog2e;
   const int row_part = Shape::kTiles == 2 ? w : 0;  // of dq: this warpgroup's
   const int column_part = Shape::kTiles == 2 ? 0 : w;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     arrive(&shared.keys_read);
     ptx::mbarrier_wait(&shared.keys_read, parity_of(unit_idx, 1));
     Math::stage_keys(dv, tile_v(), 64 * w, 1.f);
-    Math::stage_keys(dk, tile_k(), 64 * w, args.common.softmax_scale);
+    Math::stage_keys(dk, tile_k(), 64 * w, args.common.scores.softmax_scale);
     ptx::fence_proxy_async();
     __syncwarp();
     arrive(&shared.staged[w]);

@@ -243,7 +243,8 @@ struct BackwardMath {
              (step.first_head + row - token * common.group) * common.dq.head_stride;
       }
       attention::store_row<T>(to, 64 * panel, common.head_dim,
-                              reinterpret_cast<const float (&)[kQueryColumns / 8][4]>(dq), half, common.softmax_scale);
+                              reinterpret_cast<const float (&)[kQueryColumns / 8][4]>(dq), half,
+                              common.scores.softmax_scale);
     }
   }
 

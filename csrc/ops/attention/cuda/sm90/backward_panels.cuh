@@ -212,7 +212,7 @@ struct BackwardPanel : SharedScores<T, Shape, kTransform> {
     arrive(&shared.keys_read);
     ptx::mbarrier_wait(&shared.keys_read, parity_of(unit_idx, 1));
     if constexpr (kValues) Math::stage_transposed(dv, tile_v() + w * Shape::kPanelK, 1.f);
-    Math::stage_transposed(dk, tile_k() + w * Shape::kPanelK, args.common.softmax_scale);
+    Math::stage_transposed(dk, tile_k() + w * Shape::kPanelK, args.common.scores.softmax_scale);
     ptx::fence_proxy_async();
     arrive(&shared.staged[w]);
     if (threadIdx.x % kWarpgroupThreads == 0) {

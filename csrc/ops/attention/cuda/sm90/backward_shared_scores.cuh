@@ -25,7 +25,7 @@ struct SharedScores {
 
   __device__ __forceinline__ SharedScores(const BackwardArgs& args, BackwardBarriers<Shape>& shared, uint32_t base,
                                           int w)
-      : args(args), shared(shared), base(base), w(w), transform{args.common}, scale(transform.unit() * kLog2e) {}
+      : args(args), shared(shared), base(base), w(w), transform{args.common.scores}, scale(transform.unit() * kLog2e) {}
 
   __device__ __forceinline__ uint32_t tile_k() const { return Shape::tile_k(base, 0); }
   __device__ __forceinline__ uint32_t tile_v() const { return Shape::tile_v(base, 0); }

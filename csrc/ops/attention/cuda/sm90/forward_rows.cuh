@@ -234,7 +234,7 @@ template <class T, class Shape, bool kTransform>
 __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<Shape>& shared, uint32_t base, int w) {
   using Math = ForwardMath<T, Shape, kTransform>;
   const int lane = threadIdx.x & 31;
-  const ScoreTransform<kTransform> transform{args.common};
+  const ScoreTransform<kTransform> transform{args.common.scores};
   const float scale = transform.unit() * kLog2e;
   const ThreadRows kept = ThreadRows::make<false>(args);
   const auto thread_rows = [&] {  // with three warpgroups and softcap, or 128 columns, registers are short
