@@ -86,7 +86,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# --- layouts of q, k and v ---
+# --- arguments of attention ---
 
 Layout = Literal["thd", "bhsd", "bshd"]
 LAYOUTS = get_args(Layout)  # t total, b batch of 1, s seqlen, h num_heads, d head_dim
@@ -115,6 +115,27 @@ def without_batch(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.dim() != 4 or tensor.shape[0] != 1:
         raise ValueError(f"{name}: expected [1, total, num_heads, head_dim] in layout 'bshd', got {described(tensor)}")
     return tensor[0]
+
+
+def refuse_heads_first(q: torch.Tensor) -> None:
+    check_tensor(q, "q")
+    if q.dim() != 3:
+        raise ValueError(f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)}")
+
+
+def refuse_misplaced(misplaced: tuple[object, ...]) -> None:
+    """TypeError for arguments by position after cu_seqlens_k, where flash-attn has max_seqlen_q and max_seqlen_k."""
+    if misplaced:
+        raise TypeError(
+            f"max_seqlen_q: expected at most 5 arguments by position, options by name (causal=True), got {5 + len(misplaced)}: "
+            "max_seqlen is not needed, leave it out (flash_attn_varlen_func takes flash-attn's arguments)"
+        )
+
+
+def wide_sinks(sinks: torch.Tensor) -> torch.Tensor:
+    """As float32, unless float64; a complex one is left for the op to refuse."""
+    check_tensor(sinks, "sinks")
+    return sinks if sinks.dtype == torch.float64 or sinks.is_complex() else sinks.float()
 
 
 # --- what came, in words ---

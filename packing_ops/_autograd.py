@@ -1,9 +1,8 @@
 """Gradients of the ops, at half the host's time of torch.library.register_autograd; more derivatives than it has.
 
 torch (2.13) reads an op's schema again for each of its arguments in each forward that wants a gradient: 26 us for the
-twelve of varlen_attention, more than the rest of the call. Our schemas have no default values but None at their end.
-It also drops forward-mode tangents without a word and refuses torch.func; here every derivative is right or refused
-under the op's name.
+twelve of varlen_attention, more than the rest of the call. It also drops forward-mode tangents without a word and refuses
+torch.func; here every derivative is right or refused under the op's name.
 """
 
 from collections.abc import Callable
@@ -77,8 +76,8 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
     """torch.library.register_autograd, and forward-mode derivatives and torch.func.
 
     Args:
-        name: of the op, without its namespace: it has no keyword-only arguments and no default values but None, and its
-            first argument alone may be a list of tensors.
+        name: of the op, without its namespace: it has no keyword-only arguments, and its first argument alone may be a list
+            of tensors.
         backward, setup_context: as torch has them; gradients that there are none of come as None.
         linear: leading arguments in which the op is linear: its tangent is the op of theirs. 0: it has none.
     """
@@ -88,6 +87,7 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
         return torch.library.register_autograd(f"packing_ops::{name}", backward, setup_context=setup_context)
     op = getattr(torch.ops.packing_ops, name).default
     names = [argument.name for argument in op._schema.arguments]
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
     of_list = "List[Tensor]" in str(op._schema.arguments[0].type)
     several = len(op._schema.returns) > 1
 
@@ -157,8 +157,7 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
         return (list(flat[:count]), *flat[count:]) if several else list(flat)
 
     def autograd(keyset, *args):
-        if len(args) < len(names):  # torch strips what equals its default
-            args += (None,) * (len(names) - len(args))
+        args += defaults[len(args) :]  # torch strips what equals its default
         if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or in_forward_mode():
             if not torch._C._are_functorch_transforms_active():
                 return recorded(below, keyset, args)

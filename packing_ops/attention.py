@@ -27,7 +27,9 @@ from packing_ops._arguments import (
     check_tensor,
     layout_of,
     refuse_beside,
+    refuse_misplaced,
     sum_dtype,
+    wide_sinks,
     window_sides,
     without_batch,
 )
@@ -43,8 +45,8 @@ DTYPES = {"cpu": FLOATS, "cuda": tuple(dtype for dtype in FLOATS if dtype != tor
 class AttentionOptions(NamedTuple):
     """The options of an attention call, under varlen_attention's names. Inside the package they travel in this one value.
 
-    Public functions and hosts make it by checked_options. What is computed from an option is in this module: attend,
-    attention_forward, attention_backward and of_heads.
+    Public functions and hosts make it by checked_options. What is computed from an option is in this module: attend, of_heads
+    and what the ops take of it, which the methods say.
     """
 
     causal: bool = True
@@ -55,13 +57,17 @@ class AttentionOptions(NamedTuple):
     visible_end: torch.Tensor | None = None
     paths: PrefixPaths | None = None  # of a prefix tree: cu_seqlens_q are its segments, cu_seqlens_k those of the paths
 
-    def scalars(self) -> tuple[bool, float | None, int, int, float]:
-        """Those that are no tensors, as the ops take them."""
-        return self.causal, self.softmax_scale, *self.window_size, self.softcap
+    def arguments(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
+        """From sinks on, what varlen_attention's op and its backward take."""
+        return self.sinks, self.causal, self.softmax_scale, *self.window_size, self.softcap, plan, self.visible_end
 
-    def scalars_of_tree(self) -> tuple[float | None, int, float]:
-        """As the ops of a prefix tree take them, which is causal."""
-        return self.softmax_scale, self.window_size[0], self.softcap
+    def arguments_of_pages(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
+        """From sinks on, what paged_attention's op takes."""
+        return self.sinks, self.causal, self.softmax_scale, *self.window_size, self.softcap, plan
+
+    def arguments_of_tree(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
+        """After the tensors of the tree, what prefix_attention's op and its backward take: a tree is causal."""
+        return self.softmax_scale, self.window_size[0], self.softcap, plan
 
 
 @overload
@@ -218,15 +224,6 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
-def refuse_misplaced(misplaced: tuple[object, ...]) -> None:
-    """TypeError for arguments by position after cu_seqlens_k, where flash-attn has max_seqlen_q and max_seqlen_k."""
-    if misplaced:
-        raise TypeError(
-            f"max_seqlen_q: expected at most 5 arguments by position, options by name (causal=True), got {5 + len(misplaced)}: "
-            "max_seqlen is not needed, leave it out (flash_attn_varlen_func takes flash-attn's arguments)"
-        )
-
-
 def checked_options(
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -289,13 +286,10 @@ def attention_forward(
     plan: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op: (out, lse)."""
-    sinks, paths = options.sinks, options.paths
-    if paths is not None:
-        tree = paths.cu_seqlens, sinks, *paths.tensors[1:]
-        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.scalars_of_tree(), plan)
-    return _ops.varlen_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *options.scalars(), plan, options.visible_end
-    )
+    if (paths := options.paths) is not None:
+        tree = paths.cu_seqlens, options.sinks, *paths.tensors[1:]
+        return _ops.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
+    return _ops.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *options.arguments(plan))
 
 
 def attention_backward(
@@ -308,24 +302,15 @@ def attention_backward(
     plan: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The op's backward: (dq, dk, dv, dsinks). ``saved``: q, k, v, out and lse."""
-    sinks, paths = options.sinks, options.paths
-    if paths is not None:
-        tree = paths.cu_seqlens, sinks, *paths.tensors[1:]
-        return _ops.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *options.scalars_of_tree(), plan)
-    return _ops.varlen_attention_backward(
-        dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, sinks, *options.scalars(), plan, options.visible_end
-    )
+    if (paths := options.paths) is not None:
+        tree = paths.cu_seqlens, options.sinks, *paths.tensors[1:]
+        return _ops.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
+    return _ops.varlen_attention_backward(dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, *options.arguments(plan))
 
 
 def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:
     """The options for some of the query heads."""
     return options if options.sinks is None else options._replace(sinks=options.sinks[heads])
-
-
-def wide_sinks(sinks: torch.Tensor) -> torch.Tensor:
-    """As float32, unless float64; a complex one is left for the op to refuse."""
-    check_tensor(sinks, "sinks")
-    return sinks if sinks.dtype == torch.float64 or sinks.is_complex() else sinks.float()
 
 
 def without_metadata(
@@ -400,12 +385,6 @@ def attention_plan(
         return _ops.paged_attention_plan(cu_seqlens_q, seqused_k, *geometry)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     return _ops.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry, visible_end)
-
-
-def refuse_heads_first(q: torch.Tensor) -> None:
-    check_tensor(q, "q")
-    if q.dim() != 3:
-        raise ValueError(f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)}")
 
 
 # --- registration: shapes for torch.compile, gradients ---

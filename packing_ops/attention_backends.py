@@ -10,16 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops import _library, _ops
-from packing_ops._arguments import check_cu_seqlens, dtype_name, int32_cu_seqlens, is_new
-from packing_ops.attention import (
-    DTYPES,
-    AttentionOptions,
-    attend,
-    checked_options,
+from packing_ops._arguments import (
+    check_cu_seqlens,
+    dtype_name,
+    int32_cu_seqlens,
+    is_new,
     refuse_heads_first,
     refuse_misplaced,
-    without_metadata,
 )
+from packing_ops.attention import DTYPES, AttentionOptions, attend, checked_options, without_metadata
 from packing_ops.masks import visible_keys
 from packing_ops.metadata import PackedMetadata
 

@@ -5,8 +5,8 @@ from typing import Literal, overload
 import torch
 
 from packing_ops import _batch_cache
-from packing_ops._arguments import check_cu_seqlens, check_tensor, described, integer
-from packing_ops.attention import attend, checked_options, refuse_heads_first
+from packing_ops._arguments import check_cu_seqlens, check_tensor, described, integer, refuse_heads_first
+from packing_ops.attention import attend, checked_options
 from packing_ops.paged_attention import KeyPages, attend_pages, lengths_of, lengths_with, write_keys
 
 

@@ -118,7 +118,7 @@ def attend_pages(
     if plan is None:
         plan = _plan_for(q, k, v, cu_seqlens_q, pages, options, None if metadata is None else metadata._cache)
     try:
-        out, lse = _ops.paged_attention(q, k, v, cu_seqlens_q, *pages, options.sinks, *options.scalars(), plan)
+        out, lse = _ops.paged_attention(q, k, v, cu_seqlens_q, *pages, *options.arguments_of_pages(plan))
     except ValueError:
         forget()  # it may be of a plan that was kept while its lengths changed
         raise

@@ -6,8 +6,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
 from packing_ops import _ops
+from packing_ops._arguments import wide_sinks
 from packing_ops._batch_cache import dense_cu_seqlens
-from packing_ops.attention import attend, checked_options, wide_sinks
+from packing_ops.attention import attend, checked_options
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
 from packing_ops.integrations.megatron.prefix_tree import TreeParams, refuse_ranks, refuse_segments
 from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
