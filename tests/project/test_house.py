@@ -100,6 +100,28 @@ for other in ("G", "H"):
     assert python_variables(text) == set("ABCDEFGH")
 
 
+def names_softcap(path):
+    """In its code: comments and docstrings do not count."""
+    if path.suffix == ".py":
+        nodes = ast.walk(ast.parse(path.read_text()))
+        return any("softcap" in (getattr(node, "arg", ""), getattr(node, "id", "")) for node in nodes)
+    is_code = path.suffix in {".cpp", ".cu", ".h", ".cuh"}
+    return is_code and re.search(r"\bsoftcap\b", re.sub("//.*", "", path.read_text())) is not None
+
+
+def test_an_option_of_attention_is_in_the_files_that_contributing_names():
+    sections = (ROOT / "CONTRIBUTING.md").read_text().split("\n## ")
+    (section,) = (text for text in sections if text.startswith("Add an option of attention\n"))
+    files = [*(ROOT / "csrc").rglob("*"), *(ROOT / "packing_ops").rglob("*.py")]
+    found = {path.relative_to(ROOT).as_posix() for path in files if names_softcap(path)}
+    found = {name for name in found if not re.search("logps|prefix_tree", name)}  # that is of log-probabilities
+    table, of_hosts = (
+        set(re.findall(r"`((?:csrc|packing_ops)/[^`]+)`", text)) for text in section.split("\n\nGroup attention")
+    )
+    assert found == table | of_hosts
+    assert len(table) == 14
+
+
 def test_figures_are_those_of_the_result_files():
     stale = {
         page.name: changed
