@@ -69,27 +69,20 @@ def gradients_of(function, leaves, grad=None):
 
 
 def backward_of(function, leaves, grad=None):
-    """Its backward alone: the forward has run, and its graph stays."""
-    kept = []
+    """Its backward alone: the forward has run, and its graph stays.
+
+    What torch.compile makes here overwrites nothing that is kept, which torch asks of a backward that runs again, when it
+    compiles and when it runs. Its caches may hold one that does.
+    """
+    kept, without_caches = [], {"donated_buffer": False, "enable_autograd_cache": False}
 
     def backward():
-        if not kept:
-            kept.append(function())
-        return torch.autograd.grad(kept[0], leaves, grad, retain_graph=True)
+        with torch._functorch.config.patch(without_caches), torch._inductor.config.patch(fx_graph_cache=False):
+            if not kept:
+                kept.append(function())
+            return torch.autograd.grad(kept[0], leaves, grad, retain_graph=True)
 
     return backward
-
-
-def kept_whole(hidden, weight, targets):
-    """eager_logps compiled so that its backward can run again: it overwrites nothing kept. Past torch's caches of graphs."""
-    compiled, without_caches = compiled_alone(eager_logps), {"donated_buffer": False, "enable_autograd_cache": False}
-
-    def call():
-        with torch._functorch.config.patch(without_caches), torch._inductor.config.patch(fx_graph_cache=False):
-            torch.autograd.grad(compiled(hidden, weight, targets).sum(), (hidden, weight))  # compiles its backward here
-            return compiled(hidden, weight, targets)
-
-    return call
 
 
 def matmuls(hidden, weight, logits, forward, backward):
@@ -153,7 +146,8 @@ def cases_of_size(device, total, vocab, size):
 
     backward = {name: backward_of(function, leaves, grad) for name, function in functions.items()}
     if device == "cuda":
-        backward["torch.compile"] = backward_of(kept_whole(hidden, weight, targets), leaves, grad)
+        compiled = compiled_alone(eager_logps)  # not the one that has run with caches
+        backward["torch.compile"] = backward_of(lambda: compiled(hidden, weight, targets), leaves, grad)
     backward["bare matmuls"] = matmuls(*plain, 1, True)
     backward["bare matmuls, logits kept"] = matmuls(*plain, 0, True)
     backward[with_entropy] = backward_of(entropy, leaves, grad)
