@@ -26,7 +26,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help $(DEMOS) test test-newest test-fresh test-adoption test-matrix lint emulator bytecode build bench jitter
+.PHONY: help $(DEMOS) test test-newest test-fresh test-adoption test-matrix lint style ptxas emulator bytecode build bench jitter
 .PHONY: test-gpu bench-gpu profile-gpu readme families docs wheel clean
 
 help:  ## these lines
@@ -48,12 +48,13 @@ demo-data: build  ## mini-batches for RL, and batches collated one step ahead
 # The emulator needs no package: it is compiled while they are installed. Test processes take tests from each other; each
 # imports what takes half a minute, so there are few.
 test:  ## builds, lints, runs every test; prints what each part takes
-	@$(MAKE) --no-print-directory -j4 $(addprefix timed-,lint build emulator bytecode)
+	@$(MAKE) --no-print-directory -j4 $(addprefix timed-,style build emulator bytecode ptxas)
 	@start=$$(date +%s); $(BIN)/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal --durations 20; failed=$$?; \
 	echo "tests: $$(($$(date +%s) - start)) s"; exit $$failed
 
 # A part of it, and its seconds.
-timed-lint timed-build timed-bytecode: .venv/.ready
+timed-style timed-build timed-bytecode: .venv/.ready
+timed-ptxas: timed-build
 timed-%:
 	@start=$$(date +%s); $(MAKE) --no-print-directory $*; failed=$$?; \
 	echo "make $*: $$(($$(date +%s) - start)) s"; exit $$failed
@@ -72,11 +73,16 @@ test-adoption: build  ## the projects of docs/adopt, patched, under their own te
 test-fresh:  ## the first scripts, installed from nothing with the oldest and with the newest torch
 	$(PYTHON) tests/fresh_environments.py $(FRESH)
 
-lint: .venv/.ready  ## ruff, clang-format, mypy and, where nvcc is, what ptxas says of Hopper's kernels
+lint: style ptxas  ## the next two
+
+style: .venv/.ready  ## ruff, clang-format and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 	$(BIN)/mypy
+
+# After a build it compiles nothing.
+ptxas:  ## fails for spills and serialised wgmma in Hopper's kernels, where nvcc is
 	@$(PYTHON) tools/check_ptxas.py
 
 # Attention's CUDA kernels for the CPU, where CUDA's headers are: tests/emulated.py.

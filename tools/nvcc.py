@@ -3,19 +3,27 @@
 A kernel instance of attention is compiled only for the architectures whose GPUs call it (tiles.h chooses by the size of
 shared memory). If no asked architecture calls it, it is compiled to PTX: with PACKING_OPS_SHARED_MEMORY a larger GPU may call
 it, and the driver compiles the PTX. Architectures that nvcc does not know (10.0 and 12.0 before CUDA 12.8) are assembled from
-PTX by the newer ptxas of tools/cuda12.py.
+PTX by the newer ptxas of tools/cuda12.py. What ptxas reports of Hopper's instances stays beside their objects (.ptxas), for
+tools/check_ptxas.py.
 """
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 # Shared memory that a block may have, in KB, by compute capability. An architecture that is not here calls every instance.
 SHARED_MEMORY = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227, "110": 227}
 SHARED_MEMORY |= {"86": 99, "88": 99, "89": 99, "120": 99, "121": 99}
 ANY = (99, 163, 227)
 GENCODE = re.compile(r"-gencode=arch=compute_\w+,code=(sm|compute)_(\w+)")
+RESOURCES = re.compile(r"ptxas info +: (?!\(C)| +\d+ bytes stack frame")  # -v says these; (C7510) comes without it
+
+
+def is_hopper_instance(source: str) -> bool:
+    return Path(source).parts[-3:-1] == ("sm90", "instances")
 
 
 def callers(source: str) -> tuple[int, ...]:
@@ -40,7 +48,7 @@ def callers(source: str) -> tuple[int, ...]:
 
 def wanted(arch: str, source: str) -> bool:
     """Whether GPUs of this architecture ("90a", "120") call what the file holds; PACKING_OPS_EVERY_INSTANCE=1: any may."""
-    if Path(source).parts[-3:-1] == ("sm90", "instances"):
+    if is_hopper_instance(source):
         return arch == "90a"
     number = arch.rstrip("af")
     if os.environ.get("PACKING_OPS_EVERY_INSTANCE") == "1":
@@ -58,7 +66,7 @@ def gencodes(asked: list[tuple[str, str]], source: str, known: set[str]) -> tupl
 
     asked: ("sm" or "compute", architecture) of each -gencode. known: the architectures of nvcc; empty: those that are asked.
     """
-    if Path(source).parts[-3:-1] == ("sm90", "instances") and ("sm", "90a") in asked:
+    if is_hopper_instance(source) and ("sm", "90a") in asked:
         return ["-gencode=arch=compute_90a,code=sm_90a"], []
     machine = [arch.rstrip("af") for kind, arch in asked if kind == "sm" and wanted(arch, source)]
     ptx = {ptx_of(arch) for kind, arch in asked if kind == "compute"}
@@ -68,6 +76,14 @@ def gencodes(asked: list[tuple[str, str]], source: str, known: set[str]) -> tupl
     images = [(ptx_of(arch), f"sm_{arch}") for arch in machine if arch not in assembled]
     images += [(arch, f"compute_{arch}") for arch in sorted(ptx)]
     return [f"-gencode=arch=compute_{ptx},code={image}" for ptx, image in dict.fromkeys(images)], assembled
+
+
+def compile_hopper_instance(command: list[str], built: str) -> NoReturn:
+    """Shows what nvcc says, as for every file, and keeps ptxas's report."""
+    done = subprocess.run([*command, "-Xptxas=-v"], stderr=subprocess.PIPE, text=True)
+    Path(f"{built}.ptxas").write_text(done.stderr)
+    sys.stderr.writelines(line for line in done.stderr.splitlines(keepends=True) if not RESOURCES.match(line))
+    sys.exit(done.returncode)
 
 
 def main(arguments: list[str]) -> None:
@@ -85,6 +101,8 @@ def main(arguments: list[str]) -> None:
             options += ["-MMD", "-MF", f"{options[options.index('-o') + 1]}.d"]  # torch without CUDA asks for no list
     if Path(compiler[0]).name == "ccache":  # what it would preprocess itself has nothing of what __CUDA_ARCH__ guards
         os.environ.setdefault("CCACHE_DEPEND", "1")
+    if is_hopper_instance(source) and "-o" in options:
+        compile_hopper_instance([*compiler, *options], options[options.index("-o") + 1])
     os.execvp(compiler[0], [*compiler, *options])
 
 
