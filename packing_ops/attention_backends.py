@@ -4,7 +4,8 @@ import functools
 import importlib
 import inspect
 import warnings
-from typing import Literal, NoReturn, overload
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from packing_ops.metadata import PackedMetadata
 
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
 _SM80 = (8, 0)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @overload
@@ -253,13 +255,19 @@ def _longest(documents: PackedMetadata | torch.Tensor, rows: torch.Tensor) -> in
     return documents.max_seqlen if isinstance(documents, PackedMetadata) else rows.shape[0]
 
 
-@torch.compiler.assume_constant_result
+def _assume_constant_result(function: _Function) -> _Function:
+    """torch.compiler's own imports torch._dynamo, which takes as long as torch itself."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_assume_constant_result
 def _warn_once(message: str) -> None:
     if is_new(message):
         warnings.warn(message, stacklevel=3)
 
 
-@torch.compiler.assume_constant_result
+@_assume_constant_result
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
@@ -278,7 +286,7 @@ def _kernels_of(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None)
     return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], device, dims[1])
 
 
-@torch.compiler.assume_constant_result
+@_assume_constant_result
 def kernels_of(
     half: bool,
     num_heads: int,
