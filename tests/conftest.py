@@ -26,10 +26,17 @@ settings.register_profile(
 settings.load_profile("packing_ops")
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
     """A million objects that stay, of libraries and of tests: transformers and TRL collect often, and would visit them all."""
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(700, 10, 50)  # what tests keep stays for long as well
+        gc.enable()
 
 
 @pytest.fixture(params=DEVICES)
