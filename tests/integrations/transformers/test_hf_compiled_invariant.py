@@ -26,7 +26,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def the_mode_ends(one_thread):
     yield
-    gc.collect()
+    if po.is_invariant():  # a model that is in a cycle may hold it
+        gc.collect()
     assert not po.is_invariant()
 
 

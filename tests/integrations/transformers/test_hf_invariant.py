@@ -40,7 +40,8 @@ pytestmark = pytest.mark.skipif(OLD, reason="the mode is tried with transformers
 @pytest.fixture(autouse=True)
 def the_mode_ends(one_thread):
     yield
-    gc.collect()
+    if po.is_invariant():  # a model that is in a cycle may hold it
+        gc.collect()
     assert not po.is_invariant()
 
 
