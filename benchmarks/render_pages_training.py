@@ -156,7 +156,7 @@ def megatron() -> str:
     parallel = rows_of("megatron-context-parallel_cuda")
     shares = [f"{float(row['efficiency']):.0%} with {row['shape'].split('docs=')[1].split()[0]}"
               for row in parallel if row["ranks"] != "1"]  # fmt: skip
-    spread = lambda *key: f"{times(min(found[key]))} to {times(max(found[key]))}"  # noqa: E731
+    spread = lambda *key: " to ".join(dict.fromkeys(map(times, (min(found[key]), max(found[key])))))  # noqa: E731
     return prose(
         f"Megatron-core's seam, 65,536 tokens: forward and backward together take "
         f"{spread(True, 'varlen_attention')} of the core attention module's time where `varlen_attention` is called directly, by "
