@@ -73,7 +73,7 @@ test-adoption: build  ## the projects of docs/adopt, patched, under their own te
 test-fresh:  ## the first scripts, installed from nothing with the oldest and with the newest torch
 	$(PYTHON) tests/fresh_environments.py $(FRESH)
 
-lint: style ptxas  ## the next two
+lint: style ptxas  ## make style and make ptxas
 
 style: .venv/.ready  ## ruff, clang-format and mypy
 	$(BIN)/ruff check .
