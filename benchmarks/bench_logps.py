@@ -71,8 +71,8 @@ def gradients_of(function, leaves, grad=None):
 def backward_of(function, leaves, grad=None):
     """Its backward alone: the forward has run, and its graph stays.
 
-    What torch.compile makes here overwrites nothing that is kept, which torch asks of a backward that runs again, when it
-    compiles and when it runs. Its caches may hold one that does.
+    A backward of torch.compile may overwrite what the graph keeps (donated_buffer), and torch refuses to run such a one
+    again. So it is compiled without, and past torch's caches, which may hold such a one; torch asks when it runs, too.
     """
     kept, without_caches = [], {"donated_buffer": False, "enable_autograd_cache": False}
 

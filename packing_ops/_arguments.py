@@ -118,6 +118,7 @@ def without_batch(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def refuse_heads_first(q: torch.Tensor) -> None:
+    """ValueError for a q with a batch, as scaled_dot_product_attention takes it, heads before tokens."""
     check_tensor(q, "q")
     if q.dim() != 3:
         raise ValueError(f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)}")

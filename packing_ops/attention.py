@@ -46,7 +46,7 @@ class AttentionOptions(NamedTuple):
     """The options of an attention call, under varlen_attention's names. Inside the package they travel in this one value.
 
     Public functions and hosts make it by checked_options. What is computed from an option is in this module: attend, of_heads
-    and what the ops take of it, which the methods say.
+    and the methods, which give the arguments of the ops.
     """
 
     causal: bool = True

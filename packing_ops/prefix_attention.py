@@ -237,7 +237,7 @@ def _prefix_attention_backward(
 def _as_varlen(sinks: torch.Tensor | None, softmax_scale: float | None, left: int, *others: Any) -> tuple[Any, ...]:
     """The options as varlen_attention's op takes them: causal, no window to the right, no visible_end.
 
-    others: the same in both ops; visible_end stands after the second, the plan.
+    others: softcap, the plan and what may follow it, the same in both ops; visible_end stands right after the plan.
     """
     return sinks, True, softmax_scale, left, -1, *others[:2], None, *others[2:]
 
@@ -258,7 +258,8 @@ def _(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> tuple[torc
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    (q, k, v, *tree), (*ctx.options, plan), ctx.later = inputs[:9], inputs[9:13], inputs[13:]
+    # after_plan: arguments that the op may get later; none so far
+    (q, k, v, *tree), (*ctx.options, plan), ctx.after_plan = inputs[:9], inputs[9:13], inputs[13:]
     ctx.save_for_backward(q, k, v, *output, *tree, plan)
 
 
@@ -266,7 +267,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     *inputs, plan = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(inputs[3])
-    options = *ctx.options, plan, *ctx.later
+    options = *ctx.options, plan, *ctx.after_plan
     dq, dk, dv, dsinks = past_autograd(_ops.prefix_attention_backward, dout, dlse, *inputs, *options)
     sinks, others = inputs[7], 3 + len(options)  # three tensors of the tree
     return dq, dk, dv, None, None, None if sinks is None else dsinks, *(others * [None])

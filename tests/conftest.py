@@ -28,14 +28,14 @@ settings.load_profile("packing_ops")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """A million objects that stay, of libraries and of tests: transformers and TRL collect often, and would visit them all."""
+    """No garbage collection during imports, nor later of the million objects that they leave: transformers and TRL collect often."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
-        gc.set_threshold(700, 10, 50)  # what tests keep stays for long as well
+        gc.set_threshold(700, 10, 50)  # full collections are rare: much of what tests make stays too
         gc.enable()
 
 

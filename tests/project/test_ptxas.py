@@ -46,7 +46,7 @@ def checkout(tmp_path):
 
 
 def run(checkout, script, *arguments):
-    """Returns the exit code and what it printed; ``calls`` tells how often nvcc was called."""
+    """The exit code of tools/<script>.py, and what it printed."""
     variables = os.environ | {"CUDA_HOME": str(checkout / "cuda"), "ROOT": str(checkout), "SOURCE": SOURCE}
     command = [sys.executable, f"tools/{script}.py", *arguments]
     done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True)
@@ -60,6 +60,7 @@ def build(checkout, said):
 
 
 def calls(checkout):
+    """How often nvcc was called."""
     return len((checkout / "calls").read_text().splitlines())
 
 

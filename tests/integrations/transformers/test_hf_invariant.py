@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(OLD, reason="the mode is tried with transformers
 @pytest.fixture(autouse=True)
 def the_mode_ends(one_thread):
     yield
-    if po.is_invariant():  # a model that is in a cycle may hold it
+    if po.is_invariant():  # a model in a reference cycle may hold the mode
         gc.collect()
     assert not po.is_invariant()
 
