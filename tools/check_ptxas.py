@@ -28,9 +28,8 @@ def findings(said: str) -> list[str]:
 def report(source: Path, home: Path) -> str:
     """What ptxas says of an instance. tools/nvcc.py keeps it beside the object."""
     for folder in ROOT.glob("build/temp.*"):
-        built = folder / source.relative_to(ROOT).with_suffix(".o")
-        kept = built.with_name(f"{built.name}.ptxas")
-        if kept.exists() and built.exists() and not is_older_than_its_headers(built, folder):
+        kept = folder / source.relative_to(ROOT).with_suffix(".o.ptxas")
+        if kept.exists() and not is_older_than_its_headers(kept, folder):
             said = kept.read_text()
             if "for 'sm_90a'" in said:  # the library may be built for other GPUs
                 return said

@@ -9,6 +9,7 @@ tools/check_ptxas.py.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,9 +80,13 @@ def gencodes(asked: list[tuple[str, str]], source: str, known: set[str]) -> tupl
 
 
 def compile_hopper_instance(command: list[str], built: str) -> NoReturn:
-    """Shows what nvcc says, as for every file, and keeps ptxas's report."""
+    """Shows what nvcc says, as for every file. Keeps ptxas's report, and beside it the list of headers, which ninja removes."""
+    kept, listed = Path(f"{built}.ptxas"), Path(f"{built}.d")
+    kept.unlink(missing_ok=True)
     done = subprocess.run([*command, "-Xptxas=-v"], stderr=subprocess.PIPE, text=True)
-    Path(f"{built}.ptxas").write_text(done.stderr)
+    if done.returncode == 0 and listed.exists():
+        shutil.copy(listed, f"{kept}.d")
+        kept.write_text(done.stderr)
     sys.stderr.writelines(line for line in done.stderr.splitlines(keepends=True) if not RESOURCES.match(line))
     sys.exit(done.returncode)
 

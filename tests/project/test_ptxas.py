@@ -81,6 +81,14 @@ def test_the_report_of_the_build_is_read(checkout, said, wrong):
     assert calls(checkout) == 1
 
 
+def test_the_report_stays_where_ninja_takes_the_list_of_headers(checkout):
+    """It removes the list after it has read it (deps = gcc), which torch's rule says where torch is a CUDA build."""
+    build(checkout, SAID.format(arch="sm_90a", spilled=0))
+    (checkout / f"{OBJECT}.d").unlink()
+    assert run(checkout, "check_ptxas") == (0, "")
+    assert calls(checkout) == 1
+
+
 @pytest.mark.parametrize("what", [SOURCE, "csrc/header.h", "not built", "for another GPU"])
 def test_what_was_not_built_from_these_sources_is_compiled(checkout, what):
     clean = SAID.format(arch="sm_80" if what == "for another GPU" else "sm_90a", spilled=0)
@@ -88,7 +96,7 @@ def test_what_was_not_built_from_these_sources_is_compiled(checkout, what):
         build(checkout, clean)
     if (checkout / what).exists():
         (checkout / what).touch()
-        os.utime(checkout / OBJECT, (1, 1))
+        os.utime(checkout / f"{OBJECT}.ptxas", (1, 1))
     (checkout / "said").write_text(SAID.format(arch="sm_90a", spilled=8))
     failed, printed = run(checkout, "check_ptxas")
     assert failed == 1
@@ -100,3 +108,17 @@ def test_a_failed_compile_fails(checkout):
     (checkout / "cuda/bin/nvcc").write_text("#!/bin/sh\necho an error >&2; exit 3\n")
     assert build(checkout, "") == (3, "an error\n")
     assert run(checkout, "check_ptxas") == (1, "an error\n\n")
+
+
+@pytest.mark.parametrize("ends", ["exit 3", "kill -KILL $PPID"], ids=["fails", "kills its wrapper"])
+def test_a_compile_that_does_not_end_leaves_no_report(checkout, ends):
+    """Nor that of the compile before, of the same sources for other architectures, say."""
+    build(checkout, SAID.format(arch="sm_90a", spilled=0))
+    (checkout / "cuda/bin/nvcc").write_text(f"{NVCC}{ends}\n")
+    said = SAID.format(arch="sm_90a", spilled=8)
+    build(checkout, said.replace("    8", "    0"))
+    (checkout / "cuda/bin/nvcc").write_text(NVCC)
+    (checkout / "said").write_text(said)
+    failed, printed = run(checkout, "check_ptxas")
+    assert (failed, printed.count("8 bytes spill stores")) == (1, 1)
+    assert calls(checkout) == 3
