@@ -1,6 +1,7 @@
 """The state of the mode packing_ops.invariant(): who holds it, what it sets in torch, products by blocks of rows, and sums that
 have the same bits in any order."""
 
+import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from packing_ops._arguments import as_autocast
+from packing_ops._arguments import as_autocast, sum_dtype
 
 GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the mode, whatever the chunk
 # On the CPU every product has this many rows. Products of other numbers of rows may sum in other orders; which ones depends on the
@@ -134,6 +135,35 @@ def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
     integers = (x * (1 / unit) * 2.0**bits).round().long()
     total = integers.sum(-1, keepdim=True).to(x.dtype) * 2.0**-bits * unit
     return torch.where(largest < 2.0**120, total, largest * torch.inf)
+
+
+def rms_norm_in_any_order(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """torch.nn.functional.rms_norm over the last dimension: the same bits, forward and backward, whatever order a kernel sums in."""
+    # index: a number, also where a trace has other sizes. torch before 2.13 cannot trace a Function with such a size.
+    return _RmsNorm.apply(x.reshape(-1, operator.index(x.shape[-1])), weight, eps).view(x.shape)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Of ``[rows, size]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        values = x.to(sum_dtype(x.dtype))
+        rstd = (sum_in_any_order(values * values) / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        out = values * rstd if weight is None else values * rstd * weight
+        # Under torch.compile a result that .to leaves as it is has no gradient with torch 2.11.
+        return out if out.dtype == x.dtype else out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        grad, normalised = grad.to(rstd.dtype), x.to(rstd.dtype) * rstd
+        of_normalised = grad if weight is None else grad * weight
+        along = sum_in_any_order(of_normalised * normalised) / x.shape[-1]
+        of_x = ((of_normalised - normalised * along) * rstd).to(x.dtype)
+        of_weight = None if weight is None else (grad * normalised).sum(0).to(weight.dtype)
+        return of_x, of_weight, None
 
 
 # --- products: rows of zeros beside few, and on the CPU blocks of rows ---

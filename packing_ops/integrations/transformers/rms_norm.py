@@ -6,14 +6,11 @@ rms_norm's sums by the number of rows, these take sums that no order changes.
 
 import functools
 import inspect
-import operator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from packing_ops._arguments import sum_dtype
-from packing_ops._invariant import ANY_ORDER, sum_in_any_order
+from packing_ops._invariant import ANY_ORDER, rms_norm_in_any_order
 from packing_ops.integrations._patching import function_of, put, put_class, stock_of
 from packing_ops.integrations._trial import agree, alike, attempt, bare, numbers, quiet, with_gradients
 from packing_ops.integrations.transformers.rope import HOSTS
@@ -44,38 +41,10 @@ def _no_weight(self, x):
 
 def _rms_norm(self, x, weight):
     if torch.compiler.is_compiling() and getattr(self, ANY_ORDER, False):
-        return _norm_in_any_order(x, weight, _eps(self))
+        return rms_norm_in_any_order(x, weight, _eps(self))
     # Rows, since torch's fake kernel gives the gradient the strides of x while the CUDA kernel gives it those of rows:
     # in a compiled model a view of it would fail.
     return F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], weight, _eps(self)).view(x.shape)
-
-
-def _norm_in_any_order(x, weight, eps):
-    # index: a number, also where a trace has other sizes. torch before 2.13 cannot trace a Function with such a size.
-    return _InAnyOrder.apply(x.reshape(-1, operator.index(x.shape[-1])), weight, eps).view(x.shape)
-
-
-class _InAnyOrder(torch.autograd.Function):
-    """F.rms_norm ``[rows, size]`` whose rows have the same bits, forward and backward, whatever order a kernel sums in."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        values = x.to(sum_dtype(x.dtype))
-        rstd = (sum_in_any_order(values * values) / x.shape[-1] + eps).rsqrt()
-        ctx.save_for_backward(x, weight, rstd)
-        out = values * rstd if weight is None else values * rstd * weight
-        # Under torch.compile a result that .to leaves as it is has no gradient with torch 2.11.
-        return out if out.dtype == x.dtype else out.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        grad, normalised = grad.to(rstd.dtype), x.to(rstd.dtype) * rstd
-        of_normalised = grad if weight is None else grad * weight
-        along = sum_in_any_order(of_normalised * normalised) / x.shape[-1]
-        of_x = ((of_normalised - normalised * along) * rstd).to(x.dtype)
-        of_weight = None if weight is None else (grad * normalised).sum(0).to(weight.dtype)
-        return of_x, of_weight, None
 
 
 FORWARDS = {

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 
 import packing_ops as po
-from packing_ops._invariant import ANY_ORDER
+from packing_ops._invariant import ANY_ORDER, rms_norm_in_any_order
 
 transformers = pytest.importorskip("transformers")
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(OLD, reason="the mode is tried with transformers 5")
-norm_of = rms_norm_patch._norm_in_any_order
+norm_of = rms_norm_in_any_order
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
