@@ -41,27 +41,6 @@ class Tables(NamedTuple):
     def to(self, *args, **kwargs):
         return Tables(self.table.to(*args, **kwargs))
 
-    # Methods: torch.compile does not trace an operator that is a property.
-    def __neg__(self):
-        return -self.table
-
-    def __add__(self, other):
-        return self.table + other
-
-    def __mul__(self, other):
-        return self.table * other
-
-    def __sub__(self, other):
-        return self.table - other
-
-    def __rsub__(self, other):
-        return other - self.table
-
-    def __truediv__(self, other):
-        return self.table / other
-
-    __radd__, __rmul__ = __add__, __mul__
-
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return function(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
@@ -71,11 +50,17 @@ def _of_table(name):
     return property(lambda self: getattr(self.table, name))
 
 
-# A list, since torch.compile does not trace a NamedTuple with a __getattr__.
+def _operator(name):  # a function: torch.compile does not trace an operator that is a property
+    return lambda self, *others: getattr(self.table, name)(*others)
+
+
+# Lists, since torch.compile does not trace a NamedTuple with a __getattr__.
 for _name in ("shape", "dtype", "device", "ndim", "dim", "size", "real", "imag", "unsqueeze", "squeeze", "view",
               "reshape", "expand", "repeat", "repeat_interleave", "transpose", "permute", "chunk", "split", "flatten",
               "float", "contiguous", "type_as", "index_select", "gather", "narrow", "select", "clone", "detach"):  # fmt: skip
     setattr(Tables, _name, _of_table(_name))
+for _name in ("__neg__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__"):
+    setattr(Tables, _name, _operator(_name))
 
 
 def _plain(value):
