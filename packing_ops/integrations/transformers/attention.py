@@ -278,7 +278,7 @@ def why_no_tree(query, key, mask, pattern):
     return ""
 
 
-_CALL = re.compile(r"\battention_interface\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)")
+_CALL = re.compile(rf"\battention_interface\({versions.ARGUMENTS}\)")
 
 
 @functools.cache

@@ -17,19 +17,17 @@ from packing_ops._batch_cache import cu_seqlens_of_rows
 from packing_ops.integrations._patching import Patch, function_of, put
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here
-from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, source_of
+from packing_ops.integrations.transformers.versions import ARGUMENTS, PreTrainedModel, models_in, source_of
 from packing_ops.logps import chunked_cross_entropy
 from packing_ops.router import load_balancing_loss
 from packing_ops.segments import segment_sum
 
 _STATE = "_packing_ops_fused_loss"  # in a fused model and in its lm_head: whether its logits were capped
-_HEAD = "self.lm_head("
-_LOSS = "self.loss_function("
-_AFTER_HEAD = ("", ".float()", ".contiguous()")  # the loss does both itself
-_BETWEEN = re.compile(r"\s*(loss = None|if labels is not None:|)\s*")
-_CAP = "self.config.final_logit_softcapping"  # Gemma's
-_CAP_LINE = re.compile(
-    rf"\s*(if {_CAP} is not None:|logits = logits / {_CAP}|logits = torch.tanh\(logits\)|logits = logits \* {_CAP})\s*"
+# In the code of a forward: the lines between head and loss, and those of a cap like Gemma's, which run if its config has one.
+_BETWEEN = r"loss = None|if labels is not None:"
+_CAP = r"self\.config\.final_logit_softcapping"
+_CAP_LINES = (
+    rf"if {_CAP} is not None:|logits = logits / {_CAP}|logits = torch\.tanh\(logits\)|logits = logits \* {_CAP}"
 )
 _GIVEN = re.compile(r"\s*(logits=)?logits,\s*(labels=)?labels,(?!.*shift_labels)", re.DOTALL)
 _RETURNED = re.compile(r"\blogits=logits\b|\(logits,\)|#.*")
@@ -111,33 +109,17 @@ def _goes_straight(cls, is_capped) -> bool:
     would see only those that it takes. Logits that change in another branch would give another loss without an error.
     """
     source = source_of(cls.forward)
-    if source.count(_HEAD) != 1 or source.count(_LOSS) != 1:
+    if source.count("self.lm_head(") != 1 or source.count("self.loss_function(") != 1:
         return False
-    before, after_head = source.split(_HEAD)
-    _, after_head = _call(after_head)
-    between, _, after_loss = after_head.partition(_LOSS)
-    given, after = _call(after_loss)
-    changed, *between = between.splitlines()
-    if between and between[-1].strip() == "loss =":
-        between.pop()
-    if not is_capped:
-        between = [line for line in between if not _CAP_LINE.fullmatch(line)]
-    return (
-        before.endswith(" logits = ")
-        and changed.strip() in _AFTER_HEAD
-        and all(map(_BETWEEN.fullmatch, between))
-        and _GIVEN.match(given) is not None
-        and "logits" not in re.findall(r"\w+", _RETURNED.sub("", after))
+    between = _BETWEEN if is_capped else f"{_BETWEEN}|{_CAP_LINES}"
+    found = re.search(
+        rf" logits = self\.lm_head\({ARGUMENTS}\)(?:\.float\(\)|\.contiguous\(\))? *\n"  # the loss does both itself
+        rf"(?: *(?:{between})? *\n)* *(?:loss = )?self\.loss_function\({ARGUMENTS}\)",
+        source,
     )
-
-
-def _call(text) -> tuple[str, str]:
-    """Of text after an open bracket: up to the closing one, and what is behind that."""
-    depth, end = 1, 0
-    while depth and end < len(text):
-        depth += {"(": 1, ")": -1}.get(text[end], 0)
-        end += 1
-    return text[: end - 1], text[end:]
+    if found is None or not _GIVEN.match(found[2]):
+        return False
+    return "logits" not in re.findall(r"\w+", _RETURNED.sub("", source[found.end() :]))
 
 
 def _is_wrapped(module, ours) -> bool:

@@ -111,6 +111,9 @@ def reads_text(cls: type) -> bool:
     return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters)
 
 
+ARGUMENTS = r"((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)"  # of a call in such code, also with calls of calls in them
+
+
 def source_of(function) -> str:
     """Its code, empty where there is none."""
     try:
