@@ -16,10 +16,6 @@ from packing_ops.integrations._trial import agree, alike, attempt, bare, numbers
 from packing_ops.integrations.transformers.rope import HOSTS
 
 
-def _eps(module):
-    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-
-
 def _weight(self, hidden_states):
     # Stock: the normalised value is rounded to the dtype of the input, then the product with the weight.
     dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
@@ -40,11 +36,12 @@ def _no_weight(self, x):
 
 
 def _rms_norm(self, x, weight):
+    eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
     if torch.compiler.is_compiling() and getattr(self, ANY_ORDER, False):
-        return rms_norm_in_any_order(x, weight, _eps(self))
+        return rms_norm_in_any_order(x, weight, eps)
     # Rows, since torch's fake kernel gives the gradient the strides of x while the CUDA kernel gives it those of rows:
     # in a compiled model a view of it would fail.
-    return F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], weight, _eps(self)).view(x.shape)
+    return F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], weight, eps).view(x.shape)
 
 
 FORWARDS = {
@@ -94,9 +91,7 @@ def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def counts(model: torch.nn.Module) -> tuple[int, int]:
     """(RMSNorm modules that run ours, those that can)."""
-    found = _formulas(model)
-    ours = sum(_is_ours(_forward_of(module)) for module in found)
-    return ours, sum(formula is not None for formula, _ in found.values())
+    return len(fused(model)), sum(formula is not None for formula, _ in _formulas(model).values())
 
 
 def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:
