@@ -172,12 +172,12 @@ def apply_packing_ops(
     losses = [host for host in found if fused_loss and fused_loss_patch.refusal(host) is None]
     if sequence_group is not None:
         without = skipped.get("attention") or (None if attention else "attention=False")
-        sequence_patch.check(found, without or stateful.why_not_on_ranks(found))
+        sequence_patch.check(model, without or stateful.why_not_on_ranks(found))
     _refuse(model, skipped, strict)
     # Attention: set_attn_implementation may still refuse
     if attention and "attention" not in skipped and (left := _set_attention(model)):
         if sequence_group is not None:
-            sequence_patch.check(found, left)
+            sequence_patch.check(model, left)
         skipped.pop("vision", None)
         skipped["attention"] = left
         _refuse(model, skipped, strict)
@@ -192,7 +192,7 @@ def apply_packing_ops(
         skipped.setdefault("balance_loss", "it needs this attention, which finds the documents")
     vision = vision_patch.apply_to_model(model) if attends else 0
     if sequence_group is not None:
-        sequence_patch.apply_to_model(found, attentions(model), sequence_group, sequence_scheme)
+        sequence_patch.apply_to_model(model, attentions(model), sequence_group, sequence_scheme)
     # RoPE, RMSNorm, loss
     rotated = rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0
     claimed = invariant and "invariant" not in skipped
@@ -289,9 +289,9 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
     for cls in {type(module) for host in found for module in host.modules()}:
         if options := sorted(unknown_options(cls)):  # type: ignore[arg-type]
             return f"{cls.__name__} has attention with {', '.join(options)}"
-    if reasons := [why for module in models_in(found) if (why := not_causal(module))]:
+    if reasons := [why for module in models_in(model) if (why := not_causal(module))]:
         return reasons[0]
-    if not any(attentions(host) for host in found) or any(in_tables(type(module)) for module in models_in(found)):
+    if not any(attentions(host) for host in found) or any(in_tables(type(module)) for module in models_in(model)):
         return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation of ours reaches"
     return None
 
@@ -317,7 +317,7 @@ def _set_attention(model: torch.nn.Module) -> str | None:
 
 def _guard(model: torch.nn.Module, why: str) -> bool:
     """From now on packed rows are an error where no layer keeps documents apart. False if there is no text model."""
-    found = [module for module in models_in(hosts(model)) if reads_text(type(module))]  # type: ignore[arg-type]
+    found = [module for module in models_in(model) if reads_text(type(module))]  # type: ignore[arg-type]
     for module in found:
         has_state = stateful.StateKind.RECURRENT in stateful.layers_of(module).values()
         module.__dict__[GUARD] = Kept(why=why, has_state=has_state)

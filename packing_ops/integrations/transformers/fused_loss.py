@@ -208,7 +208,7 @@ def _balance_patch(module_name) -> Patch:
 def _balanced(model) -> dict[PreTrainedModel, str]:
     """{model: the module that its forward takes transformers' balance loss from}, of the models in it that do."""
     found = {}
-    for each in models_in([model]):
+    for each in models_in(model):
         forward = inspect.unwrap(type(each).forward)
         function = forward.__globals__.get(_BALANCE) if _BALANCE in source_of(forward) else None
         takes = None if function is None else [*inspect.signature(function).parameters]

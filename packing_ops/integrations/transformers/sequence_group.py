@@ -104,10 +104,10 @@ def of(module) -> SequenceGroup | None:
     return module.__dict__.get(STATE)
 
 
-def check(hosts, without: str | None) -> None:
+def check(model, without: str | None) -> None:
     """ValueError if rows cannot lie on several ranks, or for this reason: attention on this rank alone would be wrong."""
     reasons = [without] if without else []
-    for module in models_in(hosts):
+    for module in models_in(model):
         rope = getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_scaling", None) or {}
         kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
         if any(kind.get("rope_type", kind.get("type")) in _LONG_ROPE for kind in kinds):
@@ -120,8 +120,8 @@ def check(hosts, without: str | None) -> None:
         raise ValueError(f"sequence_group: expected a model whose attention runs over several ranks, got {reasons[0]}")
 
 
-def apply_to_model(hosts, attentions, group, scheme: str) -> None:
+def apply_to_model(model, attentions, group, scheme: str) -> None:
     """Put the group into the models, their sub-models and their attention modules."""
     sequence = SequenceGroup(group, scheme)
-    for module in (*models_in(hosts), *attentions):
+    for module in (*models_in(model), *attentions):
         module.__dict__[STATE] = sequence

@@ -101,9 +101,9 @@ def class_name(module) -> str:
     return unwrapped(type(module)).__name__
 
 
-def models_in(hosts) -> list[PreTrainedModel]:
-    """These models and the models inside of them."""
-    return [module for host in hosts for module in host.modules() if isinstance(module, PreTrainedModel)]
+def models_in(model) -> list[PreTrainedModel]:
+    """The transformers models in it, also those inside of others."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 @functools.cache
