@@ -420,10 +420,8 @@ def info(model: torch.nn.Module) -> str:
 
 
 def _attention(model: Any, hosts: list[Any]) -> str:
-    found: Counter[str] = Counter()
-    for host in hosts:
-        for module in attentions(host):
-            found[getattr(module, "config", host.config)._attn_implementation] += 1
+    configs = (getattr(module, "config", host.config) for host in hosts for module in attentions(host))
+    found = Counter(config._attn_implementation for config in configs)
     text = ", ".join(f"{implementation} in {_counted(count, 'module')}" for implementation, count in found.items())
     if found and found.keys() <= NAMES:
         return text
