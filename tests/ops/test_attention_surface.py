@@ -204,6 +204,16 @@ def test_attention_compiles_fullgraph(device, head_dim, fresh_compile, monkeypat
     assert_same(found, attend(*given))
 
 
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+def test_a_wrong_softcap_is_named(backend):
+    q, cu_seqlens = torch.randn(5, 2, 8), cu_seqlens_of([2, 3], "cpu")
+    with pytest.raises(TypeError, match=r"softcap: expected a number, got '3' \(str\)"):
+        po.attention(q, q, q, cu_seqlens, backend=backend, softcap="3")
+    wanted = ValueError if backend is None else NotImplementedError  # SDPA would leave it out
+    with pytest.raises(wanted, match="softcap"):
+        po.attention(q, q, q, cu_seqlens, backend=backend, softcap=-1.0)
+
+
 def test_backend_errors():
     case = Case([3])
     arguments = (case.q, case.k, case.v, case.cu_seqlens[0])
