@@ -237,7 +237,11 @@ def _select(
     return_lse: bool,
 ) -> tuple[str, dict[str, str]]:
     """(name, {backend: why it cannot run})."""
-    features = {"softcap": number(options.softcap, "softcap") != 0, "sinks": options.sinks is not None, "lse": return_lse}
+    features = {
+        "softcap": number(options.softcap, "softcap") != 0,
+        "sinks": options.sinks is not None,
+        "lse": return_lse,
+    }
     features |= {"visible_end": options.visible_end is not None, "prefix trees": options.paths is not None}
     extra = " and ".join(name for name, wanted in features.items() if wanted)
     reasons = {
