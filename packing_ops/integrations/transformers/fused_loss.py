@@ -114,7 +114,7 @@ def _goes_straight(cls, is_capped) -> bool:
     between = _BETWEEN if is_capped else f"{_BETWEEN}|{_CAP_LINES}"
     found = re.search(
         rf" logits = self\.lm_head\({ARGUMENTS}\)(?:\.float\(\)|\.contiguous\(\))? *\n"  # the loss does both itself
-        rf"(?: *(?:{between})? *\n)* *(?:loss = )?self\.loss_function\({ARGUMENTS}\)",
+        rf"(?: *\n| *(?:{between}) *\n)* *(?:loss = )?self\.loss_function\({ARGUMENTS}\)",
         source,
     )
     if found is None or not _GIVEN.match(found[2]):

@@ -91,7 +91,9 @@ def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def counts(model: torch.nn.Module) -> tuple[int, int]:
     """(RMSNorm modules that run ours, those that can)."""
-    return len(fused(model)), sum(formula is not None for formula, _ in _formulas(model).values())
+    found = _formulas(model)
+    ours = sum(_is_ours(_forward_of(module)) for module in found)
+    return ours, sum(formula is not None for formula, _ in found.values())
 
 
 def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:

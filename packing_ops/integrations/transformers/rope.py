@@ -237,10 +237,13 @@ def why_not(model: torch.nn.Module) -> str | None:
 def counts(model: torch.nn.Module) -> tuple[int, int]:
     """(attention modules that rotate with ours, those that can)."""
     (found, _), in_towers = find(model), towers(model)
-    every = {module for each in found for module in each.attentions}
-    ours = {module for each in found if _tag in each.rotary._forward_hooks.values() for module in each.attentions}
+    ours = [each for each in found if _tag in each.rotary._forward_hooks.values()]
     tagged = [module for module in in_towers if _tag_tower in module._forward_pre_hooks.values()]
-    return len(ours) + len(tagged), len(every) + len(in_towers)
+    return _count(ours, tagged), _count(found, in_towers)
+
+
+def _count(found: list[Rotating], in_towers: list[torch.nn.Module]) -> int:
+    return len({module for each in found for module in each.attentions}) + len(in_towers)
 
 
 def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
@@ -256,10 +259,11 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
         if "position_ids" in inspect.signature(owner.forward).parameters:
             hook = give_axes if first_axis(type(owner)) == TIME else give_position_ids
             put_hook(owner, hook, before=True, with_kwargs=True)
-    for module in towers(model):
+    in_towers = towers(model)
+    for module in in_towers:
         dispatch_for(module)
         put_hook(module, _tag_tower, before=True, with_kwargs=True)
-    return counts(model)[0]
+    return _count(found, in_towers)
 
 
 def release(model: torch.nn.Module) -> None:
