@@ -2,7 +2,7 @@
 
 One log per group, its end printed as soon as it is done, then the counts of all. One after the other they would take
 much longer. The processes share the cores out among them, so that tests that compare the CPU time of two calls are not
-disturbed.
+disturbed. Every process sees all GPUs, each group another one as its first.
 """
 
 import argparse
@@ -14,6 +14,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import torch
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -52,7 +54,20 @@ def targets() -> dict[str, list[str]]:
     return found
 
 
-def run(name: str, arguments: list[str], log: Path, threads: int) -> tuple[bool, collections.Counter]:
+def visible_gpus() -> list[str]:
+    """Returns the GPUs as CUDA_VISIBLE_DEVICES names them."""
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return asked.split(",") if asked else [str(gpu) for gpu in range(torch.cuda.device_count())]
+
+
+def environment(group: int, gpus: list[str], threads: int) -> dict[str, str]:
+    """Returns the variables of a group's process: with GPUs 0 to 3, group 1 sees them as 1,2,3,0."""
+    first = group % max(1, len(gpus))
+    order = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first:] + gpus[:first])} if gpus else {}
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, **order}
+
+
+def run(name: str, arguments: list[str], log: Path, variables: dict[str, str]) -> tuple[bool, collections.Counter]:
     """Whether the group passed, and how many tests came out how."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     start = time.perf_counter()
@@ -60,7 +75,7 @@ def run(name: str, arguments: list[str], log: Path, threads: int) -> tuple[bool,
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env={"OMP_NUM_THREADS": str(threads), **os.environ},
+            env=variables,
             stdout=file,
             stderr=subprocess.STDOUT,
         )
@@ -85,13 +100,12 @@ def main():
     jobs = max(1, min(arguments.jobs, cores, len(arguments.only)))
     arguments.logs.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(jobs) as pool:
-        runs = {
-            name: pool.submit(
-                run, name, [*tests, *for_pytest], arguments.logs / f"{name.replace(' ', '_')}.log", cores // jobs
-            )
-            for name, tests in targets().items()
-            if name in arguments.only
-        }
+        gpus, runs = visible_gpus(), {}
+        for name, tests in targets().items():
+            if name in arguments.only:
+                log = arguments.logs / f"{name.replace(' ', '_')}.log"
+                variables = environment(len(runs), gpus, cores // jobs)
+                runs[name] = pool.submit(run, name, [*tests, *for_pytest], log, variables)
     counts = sum((done.result()[1] for done in runs.values()), collections.Counter())
     failed = [name for name, done in runs.items() if not done.result()[0]]
     print("\nall groups:", ", ".join(f"{count} {kind}" for kind, count in counts.items()))

@@ -21,6 +21,16 @@ def test_every_group_has_tests():
         assert all((run_gpu.ROOT / test).is_file() for test in tests if test not in ("-n", "8"))
 
 
+def test_each_group_starts_on_another_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    gpus = run_gpu.visible_gpus()
+    seen = [run_gpu.environment(group, gpus, 2)["CUDA_VISIBLE_DEVICES"] for group in range(4)]
+    assert seen == ["4,6,7", "6,7,4", "7,4,6", "4,6,7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(run_gpu.torch.cuda, "device_count", lambda: 0)
+    assert "CUDA_VISIBLE_DEVICES" not in run_gpu.environment(1, run_gpu.visible_gpus(), 2)
+
+
 @pytest.mark.parametrize(
     ("second", "selected", "status", "total"),
     [
