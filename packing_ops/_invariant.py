@@ -17,6 +17,7 @@ GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the
 # CPU and the number of threads. Not 32: MKL's kernels for AVX2 take 6 rows at a time, and the 2 that remain by another one.
 ROWS = 16
 COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
+PAIR = 2  # terms that a CPU with AMX multiplies at a time in a half type: widths are a multiple of it (whole_pairs)
 FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
 ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are sum_in_any_order under torch.compile
 
@@ -184,6 +185,17 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
+def whole_pairs(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and weight, with one column of zeros more where they are of a half type and have an odd number of columns.
+
+    On a CPU with AMX torch's product pairs the last term of an odd row with the first of the next row, times 0. A NaN or an
+    inf there makes the result of the row before it NaN.
+    """
+    if x.element_size() > 2 or x.shape[-1] % PAIR == 0:
+        return x, weight
+    return torch.nn.functional.pad(x, (0, 1)), torch.nn.functional.pad(weight, (0, 1))
+
+
 def at_once(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *others: torch.Tensor) -> list[_Result]:
     """[product] of the tensors and others, with all rows."""
     return [product(*tensors, *others)]
@@ -244,9 +256,11 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     bias = None if bias is None else bias.expand(weight.shape[0])
     rows, weight, bias = as_autocast(x.reshape(-1, x.shape[-1]), weight, bias)  # all leading dims are rows
     (count, size), columns = rows.shape, weight.shape[0]
-    if rows.element_size() > 2 and (size % ROWS or columns % ROWS):
-        # MKL has other kernels for some rows of a block where there are few columns, or an odd number of terms.
-        pad, more, beside = torch.nn.functional.pad, -size % ROWS, -columns % ROWS
+    # MKL has other kernels for some rows of a block where there are few columns, or an odd number of terms. Columns too: they
+    # are the terms of the gradient of x.
+    multiple = ROWS if rows.element_size() > 2 else PAIR
+    if size % multiple or columns % multiple:
+        pad, more, beside = torch.nn.functional.pad, -size % multiple, -columns % multiple
         rows, weight = pad(rows, (0, more)), pad(weight, (0, more, 0, beside))
         bias = None if bias is None else pad(bias, (0, beside))
     out = _Product.apply(pad_rows(rows), weight.t(), bias)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from packing_ops import _ops
 from packing_ops._arguments import sum_dtype
-from packing_ops._invariant import COLUMNS, GRAIN, active, at_once, by_blocks, pad_rows, rows_of_product
+from packing_ops._invariant import COLUMNS, GRAIN, active, at_once, by_blocks, pad_rows, rows_of_product, whole_pairs
 
 _LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
 _FEWEST = 512  # entries of a chunk: smaller products do not fill a GPU
@@ -196,6 +196,7 @@ class Chunks:
         """logits of a chunk's weight, of all rows or those in hidden."""
         hidden, columns = self.hidden if hidden is None else hidden, logits.shape[1]
         if logits.is_cpu:
+            hidden, weight = whole_pairs(hidden, weight)
             for grain in self.grains(columns):
                 self.by_rows(lambda out, x, w: torch.mm(x, w, out=out), (logits[:, grain], hidden), weight[grain].t())
         elif missing := self.missing_columns(columns):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_same, rows_of_products
+from helpers import assert_same, products_by_pairs, rows_of_products
 
 import packing_ops as po
 from packing_ops import _invariant
@@ -32,6 +32,22 @@ def test_rows_of_products(function, dtype):
             assert_same(out.detach(), expected[100 : 100 + rows].detach())
             out.backward(torch.arange(200, 200 - rows, -1.0).to(dtype)[:, None].expand_as(out))
             assert_same(part.grad, leaf.grad[100 : 100 + rows])
+
+
+@pytest.mark.parametrize("function", functions.values(), ids=functions)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(("size", "columns"), [(31, 24), (24, 31), (33, 1)])
+def test_a_nan_stays_in_its_row(monkeypatch, function, dtype, size, columns):
+    """Of products and of the gradient of their rows, also where a CPU multiplies by pairs."""
+    x, w, grad = torch.randn(20, size), torch.randn(size, columns), torch.ones(20, columns)
+    x[8], grad[9] = torch.nan, torch.inf
+    x, w, grad = x.to(dtype).requires_grad_(), w.to(dtype), grad.to(dtype)
+    products_by_pairs(monkeypatch)
+    with po.invariant():
+        out = function(x, w)
+        out.backward(grad)
+    assert out.isnan().any(1).nonzero().flatten().tolist() == [8]
+    assert (~x.grad.isfinite()).any(1).nonzero().flatten().tolist() == [9]
 
 
 def test_rows_of_batches_and_leading_dims():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_error_within, assert_same
+from helpers import assert_error_within, assert_same, products_by_pairs
 from logps_case import LENGTHS, LOW, leaves
 from test_logps_kept import ALL, products
 from test_logps_kl import BETAS, as_dtype, ours, result_and_gradients, theirs, two_heads
@@ -143,10 +143,13 @@ def test_a_reverse_divergence_may_have_slopes_above_the_range_of_float16(device,
 # --- rows that do not count ---
 
 
+@pytest.mark.parametrize("by_pairs", [False, True])
 @pytest.mark.parametrize("keep", [0, ALL])
 @pytest.mark.parametrize("beta", BETAS)
-def test_a_row_that_is_not_finite_needs_a_gradient_to_show(device, beta, keep):
+def test_a_row_that_is_not_finite_needs_a_gradient_to_show(monkeypatch, device, beta, keep, by_pairs):
     """A NaN of the teacher: no trace where the row's gradient is 0, else in its hidden's and all of weight's and bias's."""
+    if by_pairs:
+        products_by_pairs(monkeypatch)
     student, teacher, _, cu_seqlens = two_heads(device, dtype=torch.bfloat16)
     teacher[0][8] = torch.nan
     grad = torch.ones(student[0].shape[0], device=device)

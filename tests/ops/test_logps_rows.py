@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import assert_same, captured, cu_seqlens_of, lengths_strategy
+from helpers import assert_same, captured, cu_seqlens_of, lengths_strategy, products_by_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 from logps_case import batch, leaves, results_and_gradients
@@ -221,3 +221,19 @@ def test_count_of_the_metadata_is_that_of_the_labels(device):
     everything = batch["input_ids"].to(device)
     found = po.token_logps(hidden, weight, everything, metadata, max_targets=130)
     torch.testing.assert_close(found, po.token_logps(hidden, weight, everything, cu_seqlens_of([40, 90], device)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_row(monkeypatch, device, dtype, mode, value):
+    """Also where a CPU multiplies by pairs, and the width is odd."""
+    products_by_pairs(monkeypatch)
+    hidden, weight, labels, cu_seqlens, bias = batch(device, 61, 31, [5, 12], 0, dtype=dtype)
+    labels[:], hidden[8, 0] = 1, value
+    hidden = hidden.requires_grad_()
+    with po.invariant() if mode else torch.enable_grad():
+        logps = po.token_logps(hidden, weight, labels, cu_seqlens, bias=bias)
+        logps.sum().backward()
+    for found in (logps[:, None], hidden.grad):
+        assert (~found.isfinite()).any(1).nonzero().flatten().tolist() == [8]
