@@ -264,6 +264,18 @@ def window_sides(window_size: tuple[int, int]) -> tuple[int, int]:
     return left, right
 
 
+def sides_of_flash_attn(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
+    """(left, right) by flash-attn's rule: under a causal mask right is 0, whatever was asked for."""
+    left, right = window_sides(window_size)
+    return left, 0 if causal else right
+
+
+def sides_of_keys(sliding_window: int | None) -> tuple[int, int]:
+    """(left, right) of a causal window of so many keys, its own included; None, 0 and less are none."""
+    keys = 0 if sliding_window is None else integer(sliding_window, "sliding_window")
+    return (keys - 1, 0) if keys > 0 else (-1, -1)
+
+
 def integer(value, name: str) -> int:
     """``value`` as a Python int that fits int64. Fractions are an error."""
     try:

@@ -1,11 +1,22 @@
-"""flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache: varlen_attention under flash-attn's names."""
+"""flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache: varlen_attention by flash-attn's names and rules.
+
+Where flash-attn and varlen_attention differ, flash-attn's rule holds here: with ``causal`` a window's right side is 0,
+whatever was asked for (transformers asks for ``(w - 1, w - 1)``).
+"""
 
 from typing import Literal, overload
 
 import torch
 
 from packing_ops import _batch_cache
-from packing_ops._arguments import check_cu_seqlens, check_tensor, described, integer, refuse_heads_first
+from packing_ops._arguments import (
+    check_cu_seqlens,
+    check_tensor,
+    described,
+    integer,
+    refuse_heads_first,
+    sides_of_flash_attn,
+)
 from packing_ops.attention import attend, checked_options
 from packing_ops.paged_attention import KeyPages, attend_pages, lengths_of, lengths_with, write_keys
 
@@ -79,6 +90,7 @@ def flash_attn_varlen_func(
         block_table: int32 ``[num_documents, pages]``: k and v are pages, as in varlen_attention, and cu_seqlens_k tell how
             many keys each document has. Forward only.
         s_aux: varlen_attention's ``sinks``, under the name that transformers gives to Hub kernels.
+        window_size: (left, right); with ``causal`` the right side is 0, whatever is given.
         Others: as varlen_attention. ``causal`` is False unless given, as in flash-attn.
 
     Returns:
@@ -99,6 +111,7 @@ def flash_attn_varlen_func(
     if alibi_slopes is not None:
         raise NotImplementedError("alibi_slopes: expected None, ALiBi is not supported")
     refuse_heads_first(q)
+    window_size = sides_of_flash_attn(window_size, causal)
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks=s_aux)
     if block_table is None:
         out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
@@ -313,6 +326,7 @@ def flash_attn_with_kvcache(
         raise ValueError(
             f"v_cache: expected {list(k_cache.shape)} like k_cache (but for head_dim), got {described(v_cache)}"
         )
+    window_size = sides_of_flash_attn(window_size, causal)
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks=s_aux)
     block_table = _cache_table(q, k_cache, cache_batch_idx, block_table)
     lengths = _cache_lengths(q, cache_seqlens, block_table.shape[1] * k_cache.shape[1], k)

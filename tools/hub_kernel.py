@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ("integrations", "report", "reference", "__main__.py")
-# In place of packing_ops.flash_attn's: with flash-attn's rule for the window of a causal call, which transformers relies on.
+# Beside packing_ops.flash_attn's those of packed projections, from the one module of the integrations that a kernel has.
 FLASH_ATTN = "integrations/flash_attn/flash_attn_interface.py"
 NAMES = "flash_attn_func, flash_attn_varlen_func, flash_attn_qkvpacked_func, flash_attn_varlen_qkvpacked_func"
 EXPORTS = f"\nfrom .flash_attn_interface import {NAMES}  # noqa: E402\n"

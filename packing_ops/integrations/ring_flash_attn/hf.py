@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from packing_ops._arguments import sides_of_keys
 from packing_ops.integrations.ring_flash_attn.llama3 import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
@@ -108,7 +109,6 @@ def flash_attention_forward(
     cu_q, cu_k, max_q, max_k, keys = _kept["prepared"]
     out = llama3_flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, max_q, max_k, 1, keys, dropout, scaling, True,
-        (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
-        group=_kept["group"], softcap=softcap or 0.0, sinks=s_aux,
+        sides_of_keys(sliding_window), group=_kept["group"], softcap=softcap or 0.0, sinks=s_aux,
     )  # fmt: skip
     return out[None], None

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from packing_ops._arguments import check_cu_seqlens, check_cumulated, int32_cu_seqlens, window_sides
+from packing_ops._arguments import check_cu_seqlens, check_cumulated, int32_cu_seqlens, sides_of_flash_attn
 from packing_ops._batch_cache import kept_with
 from packing_ops.attention import checked_options
 from packing_ops.parallel.agreement import check_agreement
@@ -113,9 +113,8 @@ def llama3_flash_attn_varlen_func(
         raise NotImplementedError(f"dropout_p: expected 0.0, dropout in attention is not supported, got {dropout_p}")
     if alibi_slopes is not None:
         raise NotImplementedError("alibi_slopes: expected None, ALiBi is not supported")
-    left, right = window_sides(window_size)
-    window = (left, 0 if causal and left >= 0 else -1 if causal else right)
-    options = checked_options(causal, softmax_scale, window, softcap, sinks=sinks)
+    window_size = sides_of_flash_attn(window_size, causal)
+    options = checked_options(causal, softmax_scale, window_size, softcap, sinks=sinks)
     refuse_window(options)
     group = process_group(group)
     if group.size() > 1:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from packing_ops._arguments import sides_of_keys
 from packing_ops._batch_cache import kept_with
 from packing_ops.attention import attend, checked_options
 from packing_ops.integrations._patching import Patch
@@ -85,8 +86,7 @@ def tree_attention(
         ("paths", total),
         lambda: paths_of_rows(tree_cu_seqlens_q, tree_cu_seqlens_k, tree_kv_index, total),
     )
-    window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
-    options = checked_options(True, scaling, window, softcap or 0.0, sinks=s_aux)
+    options = checked_options(True, scaling, sides_of_keys(sliding_window), softcap or 0.0, sinks=s_aux)
     query, key = query.to(value.dtype), key.to(value.dtype)  # some models rotate in float32
     return attend(query, key, value, tree_cu_seqlens_q, tree_cu_seqlens_q, options, layout="bhsd", parents=paths)[
         0

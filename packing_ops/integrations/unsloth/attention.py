@@ -3,7 +3,7 @@
 import torch
 
 from packing_ops import PackedMetadata, varlen_attention
-from packing_ops._arguments import at_least
+from packing_ops._arguments import sides_of_flash_attn, sides_of_keys
 from packing_ops._batch_cache import kept_with
 
 
@@ -28,8 +28,9 @@ def packed_attention(
             float32) all are taken in the widest.
         seq_info: (lengths, cu_seqlens int32 ``[num_documents + 1]``, max_seqlen) of the ``batch * seqlen`` slots, as
             Unsloth's get_packed_info_from_kwargs returns it. The layers of a batch share one layout.
-        sliding_window: visible keys including the query itself; None or 0 for all. Not read with ``window_size``.
-        dropout_p, softmax_scale, causal, window_size, softcap: as in Unsloth's ``flash_varlen_kwargs``.
+        sliding_window: visible keys including the query itself; None, 0 and less for all. Not read with ``window_size``.
+        dropout_p, softmax_scale, causal, window_size, softcap: as in Unsloth's ``flash_varlen_kwargs``; with ``causal`` the
+            right side of ``window_size`` is 0, whatever is given.
 
     Returns:
         ``[batch, seqlen, num_heads, head_dim]``. Slots after the last document have 0.
@@ -49,9 +50,7 @@ def packed_attention(
         raise NotImplementedError(f"dropout_p: expected 0.0, dropout in attention is not supported, got {dropout_p}")
     if Q.dim() != 4:
         raise ValueError(f"Q: expected [batch, num_heads, seqlen, head_dim], got {list(Q.shape)}")
-    if window_size is None:
-        at_least(sliding_window or 0, "sliding_window", 0)
-        window_size = (sliding_window - 1, 0) if sliding_window else (-1, -1)
+    window_size = sides_of_keys(sliding_window) if window_size is None else sides_of_flash_attn(window_size, causal)
     _, cu_seqlens, max_seqlen = seq_info
     batch, _, seqlen, _ = Q.shape
     total = batch * seqlen

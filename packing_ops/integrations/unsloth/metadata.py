@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from packing_ops import PackedMetadata, block_causal_mask, xformers_bias
+from packing_ops._arguments import sides_of_keys
 from packing_ops._batch_cache import kept_with
 from packing_ops.metadata import check_causal
 
@@ -58,7 +59,7 @@ def sdpa_mask(
     Args:
         metadata: of the packed row.
         dtype: bool (True = visible) or a floating dtype (0 = visible, -inf = hidden), which is Unsloth's.
-        sliding_window: visible keys including the query itself; None or 0 for all.
+        sliding_window: visible keys including the query itself; None, 0 and less for all.
 
     Returns:
         ``[1, 1, total, total]`` on the device of cu_seqlens: total**2 elements.
@@ -70,7 +71,7 @@ def sdpa_mask(
     Raises:
         ValueError: there is a visible_end.
     """
-    return block_causal_mask(metadata, dtype=dtype, window=sliding_window or None)[None, None]
+    return block_causal_mask(metadata, dtype=dtype, window=_window(sliding_window))[None, None]
 
 
 def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None) -> Any:
@@ -90,6 +91,11 @@ def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None
     lengths = metadata.lengths.tolist()
     lengths.append(metadata.total - sum(lengths))  # padding is a segment of its own
     try:
-        return xformers_bias([length for length in lengths if length], window=sliding_window or None)
+        return xformers_bias([length for length in lengths if length], window=_window(sliding_window))
     except ImportError:
         return None
+
+
+def _window(sliding_window: int | None) -> int | None:
+    left, _ = sides_of_keys(sliding_window)
+    return None if left < 0 else left + 1

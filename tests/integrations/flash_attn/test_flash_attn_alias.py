@@ -256,7 +256,7 @@ def test_transformers_runs_a_model_through_the_alias():
         positions = torch.arange(9).repeat(2)[None]
         assert_equal(results("flash_attention_2", None, position_ids=positions), each)
         assert_equal(results("flash_attention_2", None, position_ids=positions, **explicit), each)
-        assert host._flash_varlen_fn.__module__ == "packing_ops.integrations.flash_attn.flash_attn_interface"
+        assert host._flash_varlen_fn.__module__ == "packing_ops.flash_attn"
         assert host._unpad_fn.__module__ == "packing_ops.padding"
 
         model.eval()

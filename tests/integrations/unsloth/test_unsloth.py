@@ -66,7 +66,7 @@ def test_layers_share_one_layout_until_the_lengths_change(device):
         packed_metadata({"packed_seq_lengths": lengths, "input_ids": torch.zeros(1, 6)})
 
 
-@pytest.mark.parametrize("window", [None, 0, 2])
+@pytest.mark.parametrize("window", [None, -1, 0, 2])
 def test_sdpa_mask_makes_sdpa_equal_to_packed_attention(device, window):
     metadata = PackedMetadata.from_lengths([3, 1, 4], total=10, device=device)
     q, k, v = torch.randn(3, 10, 2, 8, device=device)
@@ -74,7 +74,7 @@ def test_sdpa_mask_makes_sdpa_equal_to_packed_attention(device, window):
     assert mask.shape == (1, 1, 10, 10)
     out = F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), attn_mask=mask)
     lengths = cu_seqlens_of([3, 1, 4, 2], device)  # the padding sees itself, so that softmax has something
-    expected = varlen_attention(q, k, v, lengths, window_size=(window - 1, 0) if window else (-1, -1))
+    expected = varlen_attention(q, k, v, lengths, window_size=(window - 1, 0) if (window or 0) > 0 else (-1, -1))
     torch.testing.assert_close(out[0].transpose(0, 1), expected, **CLOSE)
     assert_same(sdpa_mask(metadata, sliding_window=window), mask == 0)
 
@@ -91,7 +91,7 @@ def test_xformers_mask(monkeypatch):
     for name in ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["xformers.ops.fmha.attn_bias"].BlockDiagonalCausalMask = Bias
-    assert xformers_mask(metadata) == (2, 3, 1)
+    assert xformers_mask(metadata) == xformers_mask(metadata, sliding_window=-1) == (2, 3, 1)
     assert xformers_mask(metadata, sliding_window=4) == ("local", 4, 2, 3, 1)
 
 
@@ -148,8 +148,22 @@ def test_packed_attention_names_what_it_does_not_take(device):
         packed_attention(Q, K, V, info, dropout_p=0.1)
     with pytest.raises(ValueError, match=r"Q: expected \[batch, num_heads, seqlen, head_dim\], got \[4, 8, 8\]"):
         packed_attention(Q[0], K, V, info)
-    with pytest.raises(ValueError, match=r"sliding_window: expected .*got -1"):
-        packed_attention(Q, K, V, info, sliding_window=-1)
+    with pytest.raises(TypeError, match=r"sliding_window: expected an integer, got 1.5"):
+        packed_attention(Q, K, V, info, sliding_window=1.5)
+
+
+def test_windows_as_flash_attn_takes_them(device):
+    """Gemma 2's layers give (w, w) for rows longer than the window; no window is None, 0, or less."""
+    (Q, K, V), info = case_of_attention(device, [9, 7])
+    assert_same(
+        packed_attention(Q, K, V, info, window_size=(3, 3)), packed_attention(Q, K, V, info, window_size=(3, 0))
+    )
+    assert_same(packed_attention(Q, K, V, info, window_size=(3, 0)), packed_attention(Q, K, V, info, sliding_window=4))
+    whole = packed_attention(Q, K, V, info)
+    for window in (0, -1):
+        assert_same(packed_attention(Q, K, V, info, sliding_window=window), whole)
+    both = packed_attention(Q, K, V, info, window_size=(3, 3), causal=False)
+    assert (both - packed_attention(Q, K, V, info, window_size=(3, 0), causal=False)).abs().max() > 1e-3
 
 
 # --- rope ---
