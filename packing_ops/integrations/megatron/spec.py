@@ -29,7 +29,9 @@ def use_packing_ops(spec: Any) -> Any:
 
     Raises:
         ValueError: no core attention in ``spec``.
-        NotImplementedError: core attention with submodules of its own (DeepSeek sparse attention, say).
+        NotImplementedError: core attention that is neither megatron-core's DotProductAttention nor TransformerEngine's
+            TEDotProductAttention: a subclass or another class may compute anything (Megatron-Bridge's of Gemma 2 caps
+            scores). Core attention with submodules (DeepSeek sparse attention, say).
     """
     if callable(spec) and not isinstance(spec, (ModuleSpec, type)):
         return functools.wraps(spec)(lambda *args, **kwargs: use_packing_ops(spec(*args, **kwargs)))
@@ -59,11 +61,34 @@ def _copied(part: Any, replaced: list[Any]) -> Any:
     return new
 
 
+# Whose softmax attention ours computes, by the module that defines it: TransformerEngine's is not always there.
+_SERVED = (
+    ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
+    ("megatron.core.extensions.transformer_engine", "TEDotProductAttention"),
+    (PackingDotProductAttention.__module__, PackingDotProductAttention.__name__),
+)
+
+
 def _core_attention(old: Any) -> Any:
     if isinstance(old, functools.partial):
+        _refuse_others(old.func)
         return functools.partial(PackingDotProductAttention, *old.args, **old.keywords)
     if not isinstance(old, ModuleSpec):
+        _refuse_others(old)
         return PackingDotProductAttention
     if old.submodules is not None:
         raise NotImplementedError(f"core_attention: expected one without submodules, got {old.module}")
+    _refuse_others(old.module)
     return ModuleSpec(PackingDotProductAttention, dict(old.params))
+
+
+def _refuse_others(made_by: Any) -> None:
+    """NotImplementedError for a class or a builder that may compute more; a pair is where ModuleSpec imports it from."""
+    found = made_by if isinstance(made_by, tuple) else tuple(getattr(made_by, at, "") for at in _NAMED_BY)
+    if found not in _SERVED:
+        served = " or ".join(name for _, name in _SERVED)
+        got = ".".join(found) if all(found) else repr(made_by)
+        raise NotImplementedError(f"core_attention: expected {served}, which ours computes, got {got}")
+
+
+_NAMED_BY = ("__module__", "__qualname__")

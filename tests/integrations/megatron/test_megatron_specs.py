@@ -45,6 +45,8 @@ def core_attentions(spec):
 class TEDotProductAttention(torch.nn.Module):
     """Stands for TransformerEngine's."""
 
+    __module__ = "megatron.core.extensions.transformer_engine"
+
 
 class TELinear(torch.nn.Module):
     """Stands for its norm and projection in one, which local specs have not."""
@@ -129,6 +131,50 @@ def test_specs_without_core_attention_are_refused():
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(MLASelfAttention, submodules=object())
     with pytest.raises(NotImplementedError, match="core_attention: expected one without submodules"):
         use_packing_ops(spec)
+
+
+class Gemma2DotProductAttention(DotProductAttention):
+    """Caps its scores, as Megatron-Bridge's does, which no field of the config says."""
+
+    def forward(self, query, key, value, *args, **kwargs):
+        return 2.0 * torch.tanh(super().forward(query / 2.0, key, value, *args, **kwargs))
+
+
+def built_by_a_function(*args, **kwargs):
+    return DotProductAttention(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("core", "name"),
+    {
+        "class": (Gemma2DotProductAttention, "Gemma2DotProductAttention"),
+        "spec": (ModuleSpec(Gemma2DotProductAttention, {"softmax_scale": 0.5}), "Gemma2DotProductAttention"),
+        "partial": (functools.partial(Gemma2DotProductAttention, softmax_scale=0.5), "Gemma2DotProductAttention"),
+        "import": (
+            ModuleSpec(("somewhere.attention", "DotProductAttention")),
+            "somewhere.attention.DotProductAttention",
+        ),
+        "function": (built_by_a_function, "built_by_a_function"),
+        "object": (object(), "<object object"),
+    }.values(),
+)
+def test_core_attention_that_may_compute_more_is_refused(core, name):
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = core
+    with pytest.raises(NotImplementedError, match=rf"core_attention: expected DotProductAttention or .*, got .*{name}"):
+        use_packing_ops(spec)
+    with pytest.raises(NotImplementedError, match="core_attention"):  # in a block of layers, behind one that is served
+        use_packing_ops([get_gpt_layer_local_spec(), spec])
+    assert spec.submodules.self_attention.submodules.core_attention is core
+
+
+def test_specs_of_ours_and_of_imports():
+    spec = get_gpt_layer_local_spec()
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec((DotProductAttention.__module__, "DotProductAttention"))
+    changed = use_packing_ops(spec)
+    assert changed.submodules.self_attention.submodules.core_attention == ModuleSpec(PackingDotProductAttention)
+    assert use_packing_ops(changed) == changed
 
 
 # --- models of other specs than GPT's plain layer ---

@@ -156,7 +156,9 @@ def test_windows_as_flash_attn_takes_them(device):
     """Gemma 2's layers give (w, w) for rows longer than the window; no window is None, 0, or less."""
     given, info = case_of_attention(device, [9, 7])
     for window in ((3, 3), (3, 0)):
-        assert_same(packed_attention(*given, info, window_size=window), packed_attention(*given, info, sliding_window=4))
+        assert_same(
+            packed_attention(*given, info, window_size=window), packed_attention(*given, info, sliding_window=4)
+        )
     for keys in (0, -1):
         assert_same(packed_attention(*given, info, sliding_window=keys), packed_attention(*given, info))
 
