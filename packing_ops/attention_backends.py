@@ -13,12 +13,18 @@ import torch.nn.functional as F
 from packing_ops import _library, _ops
 from packing_ops._arguments import (
     check_cu_seqlens,
+    check_tensor,
+    described,
     dtype_name,
     int32_cu_seqlens,
+    integer,
     is_new,
     number,
+    plain,
     refuse_heads_first,
     refuse_misplaced,
+    sum_dtype,
+    wrong_type,
 )
 from packing_ops.attention import DTYPES, AttentionOptions, attend, checked_options, without_metadata
 from packing_ops.masks import visible_keys
@@ -176,7 +182,8 @@ def attention(
 
     Returns:
         As varlen_attention. With every backend, rows past the last document and rows without a visible key are 0. sdpa
-        allocates a mask of total_q * total_k elements.
+        allocates a mask of total_q * total_k elements. It checks values of cu_seqlens on the CPU and, as varlen_attention
+        does, on CUDA from sm_80 on; on other devices they are not checked.
 
     Example:
         >>> q, k, v = torch.randn(3, 5, 2, 8)  # 5 tokens, 2 heads of 8, of documents of 2 and 3 tokens
@@ -189,6 +196,8 @@ def attention(
     """
     refuse_misplaced(misplaced)
     refuse_heads_first(q)
+    check_tensor(k, "k")
+    check_tensor(v, "v")
     same_documents = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
     if visible_end is None and same_documents and isinstance(cu_seqlens_q, PackedMetadata):
         visible_end = cu_seqlens_q.visible_end
@@ -210,20 +219,67 @@ def attention(
     if backend == "packing_ops":
         out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
         return (out, lse) if return_lse else out
-    # What the op checks for packing_ops.
-    sides = options.window_size
-    if causal and sides[1] > 0:
-        raise ValueError(f"window_size: expected nothing to the right with causal=True, got {sides}")
+    options = _checked_call(q, k, v, options)
     lengths = max_seqlen_q or _longest(cu_seqlens_q, q), max_seqlen_k or _longest(cu_seqlens_k, k)
     of_q, of_k, _ = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
-    for name, cu_seqlens in (("cu_seqlens_q", of_q), ("cu_seqlens_k", of_k)):
-        check_cu_seqlens(cu_seqlens, name)
+    documents = _documents(of_q, "cu_seqlens_q", q), _documents(of_k, "cu_seqlens_k", k)
+    if of_q.shape != of_k.shape:
+        wanted, got = of_q.numel() - 1, of_k.numel() - 1
+        raise ValueError(f"cu_seqlens_k: expected as many documents as cu_seqlens_q ({wanted}), got {got}")
     of_q, of_k = int32_cu_seqlens(of_q), int32_cu_seqlens(of_k)
-    left, right = (min(side, len(q) + len(k)) for side in sides)  # int32 arithmetic must not overflow
-    options = options._replace(window_size=(left, right))
     if backend == "sdpa":
-        return _sdpa(q, k, v, of_q, of_k, options)
-    return _torch_varlen(q, k, v, of_q, of_k, *lengths, options)
+        return _sdpa(q, k, v, of_q, of_k, documents, options)
+    return _torch_varlen(q, k, v, of_q, of_k, documents, *lengths, options)
+
+
+# --- what the op checks, for the other backends ---
+
+
+def _checked_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> AttentionOptions:
+    """The options, with a window that int32 can hold. The op's errors for what does not fit."""
+    if not q.is_floating_point():
+        raise ValueError(f"q: expected a floating dtype, got {described(q)}")
+    for name, each in (("k", k), ("v", v)):
+        if (each.dtype, each.device) != (q.dtype, q.device):
+            wanted = f"{dtype_name(q.dtype)} on {q.device}"
+            raise ValueError(f"{name}: expected {wanted} like q, got {described(each)} on {each.device}")
+        if each.dim() != 3:
+            raise ValueError(f"{name}: expected [total_k, num_kv_heads, head_dim] like q, got {described(each)}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k: expected head_dim {q.shape[2]} like q, got {described(k)}")
+    if k.shape[1] < 1 or q.shape[1] < 1 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"k: expected a number of heads that divides the {q.shape[1]} heads of q, got {described(k)}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v: expected the rows and heads of k ({described(k)}), got {described(v)}")
+    if not isinstance(plain(options.causal), int):
+        raise wrong_type("causal", "True or False", options.causal)
+    scale = options.softmax_scale
+    if scale is not None and not abs(number(scale, "softmax_scale")) <= torch.finfo(sum_dtype(q.dtype)).max:
+        raise ValueError(f"softmax_scale: expected a finite number, got {scale}")
+    left, right = (int(integer(side, "window_size")) for side in options.window_size)
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size: expected -1 (open) or the number of keys to each side, got ({left}, {right})")
+    if options.causal and right > 0:
+        raise ValueError(f"window_size: expected nothing to the right with causal=True, got ({left}, {right})")
+    most = len(q) + len(k)
+    return options._replace(window_size=(min(left, most), min(right, most)))
+
+
+def _documents(cu_seqlens: torch.Tensor, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """The document of each row, their number for rows past the last one. ValueError for wrong cu_seqlens where an op can see it."""
+    check_cu_seqlens(cu_seqlens, name)
+    if not (cu_seqlens.device.type in ("cpu", "meta") or (cu_seqlens.is_cuda and _has_cuda_ops(cu_seqlens))):
+        slots = torch.arange(rows.shape[0], device=cu_seqlens.device, dtype=torch.int32)
+        return torch.searchsorted(int32_cu_seqlens(cu_seqlens)[1:], slots, right=True)
+    try:
+        return _ops.seq_idx_from_cu_seqlens(cu_seqlens, rows.shape[0])
+    except ValueError as error:
+        raise ValueError(f"{name}{str(error).removeprefix('cu_seqlens')}") from None
+
+
+def _has_cuda_ops(tensor: torch.Tensor) -> bool:
+    has = not _library.MISSING and "seq_idx_from_cu_seqlens" not in _library.without_cuda_kernel
+    return has and not _why_not_this_gpu(tensor)
 
 
 # --- the other backends ---
@@ -361,14 +417,14 @@ def _torch_varlen(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
+    documents: tuple[torch.Tensor, torch.Tensor],
     max_q: int,
     max_k: int,
     options: AttentionOptions,
 ) -> torch.Tensor:
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     # varlen_attn does not write rows past the last document, in out and in the gradients: where() makes both 0.
-    in_document_q = _rows_in_documents(q, cu_seqlens_q)
-    in_document_k = _rows_in_documents(k, cu_seqlens_k)
+    in_document_q, in_document_k = _in_documents(documents, cu_seqlens_q)
     q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
     window = (options.window_size[0], 0) if options.causal else options.window_size
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
@@ -378,8 +434,9 @@ def _torch_varlen(
     return out.where(in_document_q, 0)
 
 
-def _rows_in_documents(tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    return (torch.arange(tensor.shape[0], device=cu_seqlens.device) < cu_seqlens[-1])[:, None, None]
+def _in_documents(documents: tuple[torch.Tensor, torch.Tensor], cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """bool ``[rows, 1, 1]`` of q and of k: False past the last document."""
+    return tuple((each < cu_seqlens.numel() - 1)[:, None, None] for each in documents)
 
 
 def _sdpa(
@@ -388,13 +445,14 @@ def _sdpa(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
+    documents: tuple[torch.Tensor, torch.Tensor],
     options: AttentionOptions,
 ) -> torch.Tensor:
-    seen = visible_keys(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k, options.causal, options.window_size)
+    seen = visible_keys(*documents, cu_seqlens_q, cu_seqlens_k, options.causal, options.window_size)
     # softmax of a fully masked row is NaN: such a row sees all keys instead, and its result is set to 0.
     empty = ~seen.any(1, keepdim=True)
     # 0 times the NaN that padding may hold would be NaN.
-    in_document_q, in_document_k = _rows_in_documents(q, cu_seqlens_q), _rows_in_documents(k, cu_seqlens_k)
+    in_document_q, in_document_k = _in_documents(documents, cu_seqlens_q)
     q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     out = F.scaled_dot_product_attention(

@@ -73,24 +73,24 @@ def xformers_bias(lengths: Sequence[int], *, window: int | None = None) -> Any:
 
 
 def visible_keys(
-    total_q: int,
-    total_k: int,
+    document_q: torch.Tensor,
+    document_k: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     causal: bool,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """bool ``[total_q, total_k]``, True where query i attends to key j in varlen_attention.
+    """bool ``[total_q, total_k]``, True where query i attends to key j in varlen_attention. document_q and document_k: each
+    row's document, as seq_idx_from_cu_seqlens has it.
 
     Example:
-        >>> cu_seqlens = torch.tensor([0, 1, 3], dtype=torch.int32)
-        >>> visible_keys(3, 3, cu_seqlens, cu_seqlens, True, (-1, -1)).int().tolist()
+        >>> cu_seqlens, documents = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([0, 1, 1])
+        >>> visible_keys(documents, documents, cu_seqlens, cu_seqlens, True, (-1, -1)).int().tolist()
         [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
     """
-    slot_q = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
-    slot_k = torch.arange(total_k, device=cu_seqlens_k.device, dtype=torch.int32)
-    document_q = torch.searchsorted(cu_seqlens_q[1:], slot_q, right=True)
-    document_k = torch.searchsorted(cu_seqlens_k[1:], slot_k, right=True)
+    slot_q, slot_k = (
+        torch.arange(len(each), device=each.device, dtype=torch.int32) for each in (document_q, document_k)
+    )
     # Bottom-right aligned: the last query of a document is at the position of its last key.
     ends_q, ends_k = (F.pad(cu[1:], (0, 1)) for cu in (cu_seqlens_q, cu_seqlens_k))
     key_pos = slot_q + (ends_k - ends_q)[document_q]

@@ -77,6 +77,60 @@ def test_sdpa_backend_equals_ours(lengths, causal, window, tail):
         torch.testing.assert_close(sdpa, ours)
 
 
+WRONG_CALLS = {
+    "past the rows": {"cu_seqlens_q": [0, 9]},
+    "past the keys": {"cu_seqlens_k": [0, 9]},
+    "decreasing": {"cu_seqlens_q": [0, 3, 1]},
+    "decreasing keys": {"cu_seqlens_q": [0, 1, 4], "cu_seqlens_k": [0, 3, 1]},
+    "not from 0": {"cu_seqlens_q": [1, 4]},
+    "keys not from 0": {"cu_seqlens_k": [1, 4]},
+    "below 0": {"cu_seqlens_q": [-1, 4]},
+    "not of int32": {"cu_seqlens_q": [0, 2**32 + 4]},
+    "other documents": {"cu_seqlens_q": [0, 2, 4], "cu_seqlens_k": [0, 4]},
+    "half a key": {"window_size": (1.5, 0)},
+    "half a key to the right": {"window_size": (1, 1.5), "causal": False},
+    "left window": {"window_size": (-2, 0)},
+    "right window": {"window_size": (0, -2)},
+    "right window of causal": {"window_size": (0, 1)},
+    "scale nan": {"softmax_scale": float("nan")},
+    "scale inf": {"softmax_scale": float("-inf")},
+    "scale past float32": {"softmax_scale": 1e60},
+    "causal": {"causal": "no"},
+    "k without heads": {"k": torch.zeros(4, 8)},
+    "v with a batch": {"v": torch.zeros(1, 4, 4, 8)},
+    "k of other width": {"k": torch.zeros(4, 4, 16)},
+    "k of other dtype": {"k": torch.zeros(4, 4, 8).double()},
+    "heads of k": {"k": torch.zeros(4, 3, 8), "v": torch.zeros(4, 3, 8)},
+    "rows of v": {"v": torch.zeros(3, 4, 8)},
+    "no tensor": {"v": [1.0]},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_sdpa_refuses_what_ours_refuses(wrong):
+    """By the same class, about the same argument."""
+    errors = []
+    for backend in ("packing_ops", "sdpa"):
+        given = dict.fromkeys("qkv", torch.randn(4, 4, 8)) | {"cu_seqlens_q": [0, 4], "backend": backend} | wrong
+        given |= {name: torch.tensor(value) for name, value in given.items() if name.startswith("cu_seqlens")}
+        with pytest.raises((ValueError, TypeError), match=": expected ") as error:
+            po.attention(**given)
+        name = str(error.value).partition(":")[0]
+        errors.append((error.type, {"window_left": "window_size", "window_right": "window_size"}.get(name, name)))
+    assert errors[0] == errors[1]
+
+
+def test_sdpa_sees_wrong_cu_seqlens_in_a_graph_too():
+    q = torch.randn(4, 2, 8)
+    call = torch.compile(
+        lambda cu_seqlens: po.attention(q, q, q, cu_seqlens, backend="sdpa"), fullgraph=True, backend="aot_eager"
+    )
+    expected = po.attention(q, q, q, cu_seqlens_of([1, 3]), backend="sdpa")
+    torch.testing.assert_close(call(cu_seqlens_of([1, 3])), expected)
+    with pytest.raises(ValueError, match="expected to end at most at total=4, got 9"):
+        call(cu_seqlens_of([1, 8]))
+
+
 def test_backend_selection():
     q = torch.zeros(8, 4, 64)
     assert po.select_attention_backend(q) == "packing_ops"
