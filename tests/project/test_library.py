@@ -82,7 +82,7 @@ import packing_ops as po, data_toolkit, torch
 from packing_ops.report.info import describe_environment
 with open("told.json", "w") as file:
     json.dump({"found": data_toolkit.found(), "info": describe_environment()}, file)
-q = torch.ones(4, 1, 8)
+q = torch.ones(5, 1, 8)
 assert po.attention(q, q, q, data_toolkit.CU_SEQLENS).shape == q.shape, "by SDPA"
 try:
     po.varlen_attention(q, q, q, data_toolkit.CU_SEQLENS)
