@@ -1,10 +1,10 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts for varlen_attention and token_logps, forward and backward.
+"""What torch.utils.flop_counter.FlopCounterMode counts for attention, token_logps and token_kl, forward and backward.
 
 The products alone, as torch counts its own attention: q k^T and p v of 2 * head_dim operations each (v's own in the
 second) for each query head and each pair of a query and a key that it sees; in backward q k^T once more, dq and dk, and
-dout v^T and dv with v's head_dim. Documents, causality, the window
-and visible_end are counted as they are, from their values, which synchronises on CUDA. Fake tensors have no values: one
-document of all rows, which has as many pairs as there can be.
+dout v^T and dv with v's head_dim. Documents, paths of a prefix tree, keys in pages, causality, the window and visible_end
+are counted as they are, from their values, which synchronises on CUDA. Fake tensors have no values: one document of all
+rows, which has as many pairs as there can be.
 """
 
 import importlib
@@ -62,14 +62,25 @@ def _pairs_before_ends(lengths_q, lengths_k, left, visible_end):
     return pairs
 
 
+def _lengths_of(given, total_q):
+    """The queries and the keys of each document."""
+    k = given["k"]
+    if "path_cu_seqlens" in given:
+        paths = _lengths(given["path_cu_seqlens"], given["row_of_key"].shape[0])
+        return _lengths(given["cu_seqlens"], total_q), paths
+    queries = _lengths(given["cu_seqlens_q"], total_q)
+    if "seqused_k" not in given:
+        return queries, _lengths(given["cu_seqlens_k"], k.shape[-2 if k.dim() == 4 else 0])
+    seqused_k, most = given["seqused_k"], given["block_table"].shape[1] * k.shape[1]
+    return queries, seqused_k.tolist() if _has_values(seqused_k) else [most]
+
+
 def _multiplied(given, lse):
     """Operations of a product for each of its columns. given: the op's arguments by name."""
-    (num_heads, total_q), k, visible_end = lse.shape, given["k"], given.get("visible_end")
-    lengths = (
-        _lengths(given["cu_seqlens_q"], total_q),
-        _lengths(given["cu_seqlens_k"], k.shape[-2 if k.dim() == 4 else 0]),
-    )
-    left, right = given["window_left"], 0 if given["causal"] else given["window_right"]
+    (num_heads, total_q), visible_end = lse.shape, given.get("visible_end")
+    lengths = _lengths_of(given, total_q)
+    causal = given.get("causal", True)  # a prefix tree is
+    left, right = given["window_left"], 0 if causal else given["window_right"]
     if visible_end is None:
         pairs = sum(visible_pairs(*sizes, left, right) for sizes in zip(*lengths, strict=True))
     elif _has_values(visible_end):
@@ -84,14 +95,20 @@ def _by_name(op, args):
     return dict(zip(names, args, strict=False))  # without those that have their default
 
 
-def _forward(*args, out_val):
-    given = _by_name(torch.ops.packing_ops.varlen_attention, args)
-    return (given["q"].shape[-1] + given["v"].shape[-1]) * _multiplied(given, out_val[1])
+def _forward(op):
+    def count(*args, out_val):
+        given = _by_name(op, args)
+        return (given["q"].shape[-1] + given["v"].shape[-1]) * _multiplied(given, out_val[1])
+
+    return count
 
 
-def _backward(*args, out_val):
-    given = _by_name(torch.ops.packing_ops.varlen_attention_backward, args)
-    return (3 * given["q"].shape[-1] + 2 * given["v"].shape[-1]) * _multiplied(given, given["lse"])
+def _backward(op):
+    def count(*args, out_val):
+        given = _by_name(op, args)
+        return (3 * given["q"].shape[-1] + 2 * given["v"].shape[-1]) * _multiplied(given, given["lse"])
+
+    return count
 
 
 def _logps_product(hidden, weight, targets, max_targets):
@@ -141,7 +158,10 @@ def _kl_backward(*args, out_val):
 
 
 def register_flop_formulas() -> None:
-    """Let torch's FlopCounterMode count varlen_attention, token_logps and token_kl, forward and backward.
+    """Let torch's FlopCounterMode count attention, token_logps and token_kl, forward and backward.
+
+    Attention is that of documents, of prefix trees and of keys in pages. A tree counts the pairs of its rows: what the samples share
+    counts once as queries, and as keys for each segment that sees it.
 
     Call it before the counter is used. A program that imports torch.utils.flop_counter before packing_ops need not call it.
     A second call does nothing.
@@ -161,8 +181,10 @@ def register_flop_formulas() -> None:
     ops = torch.ops.packing_ops
     if _library.MISSING or ops.varlen_attention in counter.flop_registry:
         return
-    counter.register_flop_formula(ops.varlen_attention, get_raw=True)(_forward)
-    counter.register_flop_formula(ops.varlen_attention_backward, get_raw=True)(_backward)
+    for op in (ops.varlen_attention, ops.prefix_attention, ops.paged_attention):
+        counter.register_flop_formula(op, get_raw=True)(_forward(op))
+    for op in (ops.varlen_attention_backward, ops.prefix_attention_backward):
+        counter.register_flop_formula(op, get_raw=True)(_backward(op))
     counter.register_flop_formula(ops.token_logps, get_raw=True)(_logps_forward)
     counter.register_flop_formula(ops.token_logps_backward, get_raw=True)(_logps_backward)
     counter.register_flop_formula(ops.token_logps_backward_, get_raw=True)(_logps_backward)

@@ -229,7 +229,7 @@ def attention(
     of_q, of_k = int32_cu_seqlens(of_q), int32_cu_seqlens(of_k)
     if backend == "sdpa":
         return _sdpa(q, k, v, of_q, of_k, documents, options)
-    return _torch_varlen(q, k, v, of_q, of_k, documents, *lengths, options)
+    return _torch_varlen(q, k, v, of_q, of_k, documents, lengths, options)
 
 
 # --- what the op checks, for the other backends ---
@@ -418,8 +418,7 @@ def _torch_varlen(
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     documents: tuple[torch.Tensor, torch.Tensor],
-    max_q: int,
-    max_k: int,
+    max_seqlens: tuple[int, int],
     options: AttentionOptions,
 ) -> torch.Tensor:
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -429,7 +428,7 @@ def _torch_varlen(
     window = (options.window_size[0], 0) if options.causal else options.window_size
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     out = varlen_attn(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, scale=options.softmax_scale, window_size=window, **grouped
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, scale=options.softmax_scale, window_size=window, **grouped
     )
     return out.where(in_document_q, 0)
 

@@ -6,13 +6,16 @@ import sys
 import pytest
 import torch
 from attention_case import OPEN, Case
+from pages_case import paged_case
+from test_attention_prefix_trees import Tree, drawn_tree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import packing_ops as po
 from packing_ops._flops import visible_pairs
-from packing_ops.reference.attention import visible
+from packing_ops.prefix_attention import PrefixPaths
+from packing_ops.reference.attention import visible, visible_in_tree
 
 LENGTHS = [3, 0, 100, 1, 64]
 CROSS = [0, 5, 40, 7, 300]
@@ -69,6 +72,48 @@ def test_heads_first_and_dense(device):
     assert found == {"packing_ops.varlen_attention": 4 * 8 * 4 * 3 * 100}
 
 
+@pytest.mark.parametrize("left", [-1, 5, 200])
+def test_prefix_trees(device, left):
+    tree = Tree(*drawn_tree(3, 9), heads=(6, 2), dim=16, dim_v=8, device=device, tail=5, window_size=(left, 0))
+    pairs = int(visible_in_tree(tree.cu_seqlens, tree.parents, tree.q.shape[0], left).sum())
+
+    def call(q, k, v, sinks, **options):
+        return po.varlen_attention(q, k, v, tree.cu_seqlens, parents=tree.parents, return_lse=True, **options)
+
+    assert counted(lambda: tree.results_of(call)) == {
+        "packing_ops.prefix_attention": 2 * (16 + 8) * 6 * pairs,
+        "packing_ops.prefix_attention_backward": 2 * (3 * 16 + 2 * 8) * 6 * pairs,
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window_size": (70, 0)}], ids=str)
+def test_pages(device, options):
+    lengths = [(1, 300), (5, 5), (0, 9), (130, 256)]
+    case, pages = paged_case(lengths, heads=(4, 2), dim=16, device=device, tail=2)
+    pairs = pairs_of(*zip(*lengths, strict=True), options.get("causal", True), options.get("window_size", OPEN))
+    found = counted(
+        lambda: po.varlen_attention(case.q, pages.k, pages.v, case.cu_seqlens[0], **pages.keywords(), **options)
+    )
+    assert found == {"packing_ops.paged_attention": 4 * 16 * 4 * pairs}
+
+
+def test_fake_trees_and_pages_count_as_many_pairs_as_there_can_be():
+    with FakeTensorMode():
+        q, cu_seqlens = torch.randn(20, 4, 8, requires_grad=True), torch.zeros(4, dtype=torch.int32)
+        table, used = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+        pages = torch.randn(9, 128, 2, 8)
+        found = counted(lambda: po.varlen_attention(q, pages, pages, cu_seqlens, block_table=table, seqused_k=used))
+        assert found == {"packing_ops.paged_attention": 4 * 8 * 4 * visible_pairs(20, 256, -1, 0)}
+        offsets, rows = torch.zeros(21, dtype=torch.int32), torch.zeros(50, dtype=torch.int32)
+        paths = PrefixPaths(cu_seqlens, cu_seqlens, rows, offsets, rows)
+        found = counted(lambda: po.varlen_attention(q, q, q, cu_seqlens, parents=paths).sum().backward())
+        forward = 4 * 8 * 4 * visible_pairs(20, 50, -1, 0)
+        assert found == {
+            "packing_ops.prefix_attention": forward,
+            "packing_ops.prefix_attention_backward": 5 * forward // 2,
+        }
+
+
 def test_fake_tensors_count_as_one_document():
     with FakeTensorMode():
         q = torch.randn(164, 4, 8, requires_grad=True)
@@ -102,7 +147,7 @@ def test_import_order(counter_first):
         "assert not [each for each in sys.meta_path if 'packing_ops' in type(each).__module__]",
         "from torch.utils.flop_counter import flop_registry",
         "ops = torch.ops.packing_ops",
-        "ours = ops.varlen_attention, ops.varlen_attention_backward, ops.token_logps, ops.token_logps_backward",
+        "ours = ops.varlen_attention, ops.prefix_attention_backward, ops.token_logps, ops.token_logps_backward",
         f"assert [op in flop_registry for op in ours] == 4 * [{counter_first}]",
         "packing_ops.register_flop_formulas()",
         "packing_ops.register_flop_formulas()",
