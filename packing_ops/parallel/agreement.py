@@ -4,13 +4,14 @@ Ranks that differ hang, or exchange rows of different heads and keys. The check 
 make it or none does: the environment decides, not what one rank has called before.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from packing_ops._arguments import FLOATS, checks_each_call
+from packing_ops._arguments import FLOATS, checks_each_call, number
 from packing_ops._batch_cache import is_captured
 from packing_ops.attention import AttentionOptions
 from packing_ops.metadata import PackedMetadata
@@ -27,6 +28,7 @@ _WORDS = {
     "scheme": ("contiguous", "zigzag"),
 }
 _GRADIENTS = ("q, k or v requires_grad", "sinks requires_grad")
+_NO_NUMBER = -sys.float_info.max  # no option is this number
 _FLAGS = ("causal", "keep_keys", "sinks", "visible_end", "paths", *_GRADIENTS)
 
 
@@ -97,11 +99,10 @@ def _numbers(
     numbers: dict[str, float] = {}
     # options
     for name, value in given.items():
-        values = value if isinstance(value, tuple) else (value,)
-        for index, each in enumerate(values):
-            key = name if len(values) == 1 else f"{name}[{index}]"
-            number = _WORDS[name].index(each) if name in _WORDS else each
-            numbers[key] = float("nan") if number is None else float(number)
+        pair = name == "window_size"
+        for index, each in enumerate(value if pair else (value,)):
+            key = f"{name}[{index}]" if pair else name
+            numbers[key] = float(_WORDS[name].index(each)) if name in _WORDS else _sent(each)
     # tensors
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         numbers[f"{name}.dtype"] = float(FLOATS.index(tensor.dtype) if tensor.dtype in FLOATS else -1)
@@ -119,19 +120,31 @@ def _numbers(
     return numbers
 
 
+def _sent(value: Any) -> float:
+    """A number as float64 holds it. What is no number is refused by its name after this check: no rank may raise here."""
+    if value is None:
+        return float("nan")
+    try:
+        return float(number(value, "value"))
+    except (TypeError, ValueError, OverflowError):
+        return _NO_NUMBER
+
+
 def _checksum(numbers: torch.Tensor) -> float:
     """Weighted by index, so that the order counts; below 2**53, which float64 holds exactly."""
     weights = torch.arange(1, len(numbers) + 1, device=numbers.device) * 2_654_435_761 % 1_000_003
     return float((numbers.long() * weights).sum().remainder(2**52))
 
 
-def _in_words(name: str, number: float) -> str:
+def _in_words(name: str, sent: float) -> str:
     if name in _WORDS:
-        return _WORDS[name][int(number)]
-    if number != number:
+        return _WORDS[name][int(sent)]
+    if sent != sent:
         return "None"
+    if sent == _NO_NUMBER:
+        return "no number"
     if name in _FLAGS:
-        return str(bool(number))
+        return str(bool(sent))
     if name.endswith(".dtype"):
-        return str(FLOATS[int(number)]).removeprefix("torch.") if number >= 0 else "another dtype"
-    return str(int(number) if number == int(number) else number) if abs(number) < 2**53 else str(number)
+        return str(FLOATS[int(sent)]).removeprefix("torch.") if sent >= 0 else "another dtype"
+    return str(int(sent) if sent == int(sent) else sent) if abs(sent) < 2**53 else str(sent)

@@ -47,3 +47,27 @@ def test_ranks_that_differ_after_they_agreed(tmp_path):
             assert same == "no error"
             wanted = "ValueError: causal: expected True on all 2 ranks as on rank 0, got False on rank 1 of the group"
             assert other == (wanted if checked else "no error"), value
+
+
+NO_NUMBERS = ("x", [1.0], (1.0, 2.0), {}, 1j)
+
+
+def calls_without_a_number():
+    """{softcap: messages of calls with it on all ranks, and on rank 1 alone}"""
+    os.environ["PACKING_OPS_CHECK"] = "1"
+    metadata = po.PackedMetadata.from_lengths([8])
+    q, k, v = (torch.randn(4, 4, 8) for _ in range(3))
+
+    def message(softcap):
+        return message_of(lambda: ulysses_attention(q, k, v, metadata, softcap=softcap))
+
+    return {repr(each): (message(each), message(each if dist.get_rank() else 0.0)) for each in NO_NUMBERS}
+
+
+def test_a_softcap_that_is_no_number_is_named(tmp_path):
+    for found in spawn(calls_without_a_number, 2, tmp_path):
+        for value in NO_NUMBERS:
+            same, other = found[repr(value)]
+            assert same == f"TypeError: softcap: expected a number, got {value!r} ({type(value).__name__})"
+            wanted = "softcap: expected 0 on all 2 ranks as on rank 0, got no number on rank 1 of the group"
+            assert other == f"ValueError: {wanted}"
