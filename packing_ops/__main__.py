@@ -14,8 +14,8 @@ from packing_ops.report.tables import printable, show_report
 
 EXIT_CODES = """exit codes:
   0  every example was read
-  1  some examples could not be read (corrupt, missing keys, wrong types, lists of different length, refused by the
-     tokenizer): named on stderr, equal errors once, counted in the report, and the rest is reported
+  1  some examples could not be read (corrupt, missing keys, wrong types, images, lists of different length, refused by
+     the tokenizer): named on stderr, equal errors once, counted in the report, and the rest is reported
   2  no report, or one that was not saved: wrong arguments, a file that cannot be opened or written, a library that is
      not installed"""
 
@@ -107,12 +107,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller: print would write to the other one, or nowhere
+            setattr(sys, name, open(os.devnull, "w"))
     try:
         status = run(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as head has
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
-        return 1
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough, as head has
+            return 1
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return status
 
 

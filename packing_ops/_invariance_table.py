@@ -13,6 +13,7 @@ import torch
 from packing_ops.invariance import Invariance, LayerInvariance, check_with_progress, invariant
 from packing_ops.report.progress import progress
 from packing_ops.report.tables import printable
+from packing_ops.report.tokenizers import without_code
 
 EXIT_CODES = """exit codes:
   0  no bit differs in packs (prefixes are shown beside them)
@@ -51,7 +52,8 @@ def model_of(arguments: argparse.Namespace) -> torch.nn.Module:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     path = Path(arguments.model)
-    config = AutoConfig.from_pretrained(path.parent if path.name == "config.json" else arguments.model)
+    source = path.parent if path.name == "config.json" else arguments.model
+    config = without_code(AutoConfig, source, "MODEL_OR_CONFIG")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"MODEL_OR_CONFIG: expected a causal language model of transformers, got {config.model_type}")
     if arguments.layers is not None:
@@ -62,8 +64,10 @@ def model_of(arguments: argparse.Namespace) -> torch.nn.Module:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: arguments.layers]
     dtype = getattr(config, "dtype", None) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    # A configuration may name an attention of the Hub, whose code would be loaded; apply puts packing_ops' in its place.
+    plain = {"trust_remote_code": False, "attn_implementation": "eager"}
     with torch.device(arguments.device):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, **plain)
     return model.eval()
 
 

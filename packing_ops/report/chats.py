@@ -29,7 +29,7 @@ def texts_of(messages: object, name: str) -> tuple[list[str], bool]:
     """The text of every message, and whether the assistant says anything.
 
     Raises:
-        Unreadable: of the kind corrupt, missing keys or wrong type.
+        Unreadable: of the kind corrupt, missing keys, wrong type, or images and other parts.
     """
     if not isinstance(messages, list):
         raise Unreadable("wrong type", f"{name}: expected a list of messages, got {type(messages).__name__}")
@@ -62,14 +62,21 @@ def _text_of(message: Mapping[str, Any], name: str) -> str:
     """Content, whole or in parts, and calls of tools as JSON."""
     content = _content(message)
     if isinstance(content, list):
-        text = "".join(checked_text(_part(part), f"{name}.content[{i}].text") for i, part in enumerate(content))
+        text = "".join(_checked_part(part, f"{name}.content[{i}]") for i, part in enumerate(content))
     else:
         text = "" if content is None else checked_text(content, f"{name}.content")
     return text + as_json(message["tool_calls"]) if message.get("tool_calls") else text
 
 
+def _checked_part(part: Any, name: str) -> str:
+    text = _part(part)
+    if text is None and isinstance(part, Mapping) and part.get("type") not in (None, "text"):
+        raise Unreadable("images and other parts", f"{name}: expected text, got a part of type {part['type']!r}")
+    return checked_text(text, f"{name}.text")
+
+
 def _part(part: Any) -> Any:
-    """Text of {"type": "text", "text": ...}; None of a picture."""
+    """Text of {"type": "text", "text": ...}; None of an image."""
     return part.get("text") if isinstance(part, Mapping) else part
 
 

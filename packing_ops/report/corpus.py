@@ -34,8 +34,8 @@ class Corpus:
         lengths: int64 ``[num_documents]``, tokens, none of them 0.
         num_read: examples in the files, the unreadable ones and those without tokens among them.
         num_bytes: documents whose length is in bytes.
-        unreadable: examples that are in no length: corrupt, missing keys, wrong type, lists of different length,
-            refused by the tokenizer. Each kind has ``errors`` too: those that differ in more than numbers, with
+        unreadable: examples that are in no length: corrupt, missing keys, wrong type, images and other parts,
+            lists of different length, refused by the tokenizer. Each kind has ``errors`` too: those that differ in more than numbers, with
             ``error``, ``count`` and the ``first`` place.
         noted: "empty" (no token: in no length) and "no target" (every label ignored, or nothing answered: counted).
         tokens: int64, those of the documents, end to end; only with ``keep_ids``.

@@ -205,4 +205,6 @@ def _numbers(value: object, name: str) -> "np.ndarray[Any, Any]":
     kinds = "iubf" if name in TARGETS else "iub"
     if array.size and (array.ndim != 1 or array.dtype.kind not in kinds):
         raise Unreadable("wrong type", f"{name}: expected a list of integers, got {array.dtype} {list(array.shape)}")
+    if array.dtype.kind == "u" and array.size and array.max() >= 2**63:
+        raise Unreadable("wrong type", f"{name}: expected integers that fit int64, got {array.max()}")
     return array

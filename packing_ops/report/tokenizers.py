@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from packing_ops.report.chats import Unreadable, for_template
 from packing_ops.report.examples import Example
@@ -18,10 +19,26 @@ def token_counter(tokenizer: str, *, keep_ids: bool = False) -> Counter:
     Raises:
         ImportError: transformers is not installed.
         OSError: no such folder, or no tokenizer in it.
+        ValueError: a tokenizer that is code of its folder, which is not run.
     """
     if tokenizer == "bytes":
         return _bytes_of if keep_ids else _count_bytes
     return _pretrained(tokenizer, keep_ids)
+
+
+def without_code(auto: Any, source: str | Path, name: str, **options: Any) -> Any:
+    """``auto.from_pretrained(source)`` of a class of transformers, which then neither runs code of the source nor asks on stdin.
+
+    Raises:
+        ValueError: what needs such code; starts with ``name``.
+    """
+    try:
+        return auto.from_pretrained(source, trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        wanted = f"{name}: expected one that transformers loads without code of its folder, which is not run here"
+        raise ValueError(f"{wanted}, got {str(source)!r}") from None
 
 
 def _bytes_of(examples: list[Example]) -> list[Ids]:
@@ -45,7 +62,7 @@ def _pretrained(folder: str, keep_ids: bool) -> Counter:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ImportError("tokenizer: a folder needs transformers: pip install 'transformers>=4.57'") from error
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = without_code(AutoTokenizer, folder, "tokenizer", local_files_only=True)
     tokenizer.model_max_length = int(1e30)  # it would warn about every long text
 
     def templated(example: Example) -> str | Unreadable:
