@@ -109,7 +109,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller: print would write to the other one, or nowhere
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         status = run(argv)
         sys.stdout.flush()
