@@ -134,7 +134,7 @@ families: .venv/.ready  ## the tables of docs/families.md, from the transformers
 docs: .venv/.ready  ## the documentation with the API reference, in build/site/index.html
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-# Some times what make build takes. CUDA_HOME: a toolkit 12.8 or later, or one is put together from packages.
+# Some times what make build takes. CUDA_HOME: a toolkit 12.8 or later.
 wheel: .venv/.ready  ## the wheel for every machine and the source archive, in dist/
 	@$(BIN)/pip install --quiet --group release
 	@$(BIN)/python tools/wheel.py

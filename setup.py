@@ -100,8 +100,6 @@ def extension():
     define, library_dirs, include_dirs = [], [], [str(ROOT / "csrc")]
     libraries = ["dl"]  # of libc itself from glibc 2.34 on
     cxx, nvcc, files = [*CXX_FLAGS, *checks.contraction_flags()], list(NVCC_FLAGS), sources(".cpp")
-    if os.environ.get("PACKING_OPS_NAMESPACE"):  # of a Hub kernel, whose CPU and CUDA ops are registered in it
-        define += [f"-DPACKING_OPS_NAMESPACE={os.environ['PACKING_OPS_NAMESPACE']}"]
     if cuda_wanted(torch, home):
         archs = os.environ["TORCH_CUDA_ARCH_LIST"] = archs_to_build(torch, home)
         print(f"packing_ops: for GPUs of compute capability {archs.replace(';', ', ')}", flush=True)

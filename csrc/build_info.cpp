@@ -1,9 +1,8 @@
 // What this library was built from, for packing_ops.build_info() and bug reports.
+#include <torch/csrc/stable/library.h>
 #include <torch/headeronly/version.h>
 
 #include <string>
-
-#include "host/library.h"
 
 #ifndef PACKING_OPS_CUDA_ARCHS
 #define PACKING_OPS_CUDA_ARCHS ""
@@ -27,7 +26,7 @@ std::string build_info() {
   return info;
 }
 
-PACKING_OPS_LIBRARY_IMPL(PACKING_OPS_NAMESPACE, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(packing_ops, CompositeExplicitAutograd, m) {
   m.impl("build_info", TORCH_BOX(&build_info));
 }
 

@@ -1,8 +1,8 @@
 // Every schema, one per line, grouped by family.
-#include "host/library.h"
+#include <torch/csrc/stable/library.h>
 
 // clang-format off
-PACKING_OPS_LIBRARY(PACKING_OPS_NAMESPACE, m) {
+STABLE_TORCH_LIBRARY(packing_ops, m) {
   // library
   m.def("build_info() -> str");
   m.def("attention_kernels(bool half, int num_heads, int num_kv_heads, int head_dim, int device, int? head_dim_v=None) -> str");

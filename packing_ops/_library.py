@@ -77,11 +77,6 @@ def load_library() -> frozenset[str]:
             f"packing_ops: {LIBRARY} does not load in torch {torch.__version__}: {why}; "
             f"build it again with: {BUILD_COMMAND}"
         ) from error
-    if not hasattr(torch.ops.packing_ops, "build_info"):  # a Hub kernel's, with a namespace of its own
-        raise ImportError(
-            f"packing_ops: {LIBRARY} registers no ops of torch.ops.packing_ops; build it again, without "
-            f"PACKING_OPS_NAMESPACE, with: {BUILD_COMMAND}"
-        )
     if build_info()["version"] != VERSION:
         raise ImportError(
             f"packing_ops: {PACKAGE} is version {VERSION}, and the library that was found for it is version "

@@ -115,7 +115,7 @@ def checked_archs(archs: str, given_by: str, home: Path) -> str:
         sys.exit(f"packing_ops: {given_by}: expected compute capability 8.0 or later, got {archs!r}: {told}")
     if left_out := [arch for arch in names if arch not in new_enough]:
         print(f"packing_ops: not built for {', '.join(left_out)}: kernels need 8.0 or later", flush=True)
-    known = [] if (home / "bin" / "architectures").exists() else known_archs(home)  # tools/cuda12.py: ptxas knows more
+    known = known_archs(home)
     unknown = [arch for arch in new_enough if known and "{}.{}".format(*numbers[arch]) not in known]
     if unknown:
         older = [arch for arch in known if tuple(map(int, arch.split("."))) < numbers[unknown[0]]]

@@ -2,8 +2,7 @@
 
 A kernel instance of attention is compiled only for the architectures whose GPUs call it (tiles.h chooses by the size of
 shared memory). If no asked architecture calls it, it is compiled to PTX: with PACKING_OPS_SHARED_MEMORY a larger GPU may call
-it, and the driver compiles the PTX. Architectures that nvcc does not know (10.0 and 12.0 before CUDA 12.8) are assembled from
-PTX by the newer ptxas of tools/cuda12.py. What ptxas reports of Hopper's instances stays beside their objects (.ptxas), for
+it, and the driver compiles the PTX. What ptxas reports of Hopper's instances stays beside their objects (.ptxas), for
 tools/check_ptxas.py.
 """
 
@@ -62,21 +61,17 @@ def ptx_of(arch: str) -> str:
     return "80" if int(arch.rstrip("af")) < 90 else "90"
 
 
-def gencodes(asked: list[tuple[str, str]], source: str, known: set[str]) -> tuple[list[str], list[str]]:
-    """nvcc's options for a file, and the architectures whose images are to be assembled from its PTX.
-
-    asked: ("sm" or "compute", architecture) of each -gencode. known: the architectures of nvcc; empty: those that are asked.
-    """
+def gencodes(asked: list[tuple[str, str]], source: str) -> list[str]:
+    """Returns nvcc's options for a file. asked: ("sm" or "compute", architecture) of each -gencode."""
     if is_hopper_instance(source) and ("sm", "90a") in asked:
-        return ["-gencode=arch=compute_90a,code=sm_90a"], []
+        return ["-gencode=arch=compute_90a,code=sm_90a"]
     machine = [arch.rstrip("af") for kind, arch in asked if kind == "sm" and wanted(arch, source)]
     ptx = {ptx_of(arch) for kind, arch in asked if kind == "compute"}
-    assembled = [arch for arch in machine if known and arch not in known]
-    if assembled or not (machine or ptx):
+    if not (machine or ptx):
         ptx.add(max(ptx_of(arch) for _, arch in asked))
-    images = [(ptx_of(arch), f"sm_{arch}") for arch in machine if arch not in assembled]
+    images = [(ptx_of(arch), f"sm_{arch}") for arch in machine]
     images += [(arch, f"compute_{arch}") for arch in sorted(ptx)]
-    return [f"-gencode=arch=compute_{ptx},code={image}" for ptx, image in dict.fromkeys(images)], assembled
+    return [f"-gencode=arch=compute_{ptx},code={image}" for ptx, image in dict.fromkeys(images)]
 
 
 def compile_hopper_instance(command: list[str], built: str) -> NoReturn:
@@ -97,11 +92,7 @@ def main(arguments: list[str]) -> None:
     source = next((option for option in options if option.endswith(".cu")), "")
     asked = [match.groups() for match in map(GENCODE.fullmatch, options) if match]
     if source and asked:
-        listed = Path(compiler[-1]).parent / "architectures"  # of tools/cuda12.py
-        known = set(listed.read_text().split()) if listed.exists() else set()
-        chosen, assembled = gencodes(asked, source, known)
-        chosen += [f"-Xfatbin=--assemble={arch}" for arch in assembled]
-        options = [*chosen, *(option for option in options if not GENCODE.fullmatch(option))]
+        options = [*gencodes(asked, source), *(option for option in options if not GENCODE.fullmatch(option))]
         if "-o" in options and not any(option.startswith(("-M", "--generate-dep")) for option in options):
             options += ["-MMD", "-MF", f"{options[options.index('-o') + 1]}.d"]  # torch without CUDA asks for no list
     if Path(compiler[0]).name == "ccache":  # what it would preprocess itself has nothing of what __CUDA_ARCH__ guards

@@ -1,9 +1,9 @@
 """Builds the wheel for a release: python tools/wheel.py [--out dist] [--archs "8.0;9.0"].
 
 One wheel serves every supported Python and torch. It holds the CPU kernels, machine code for the architectures of
-PORTABLE_ARCHS in tools/find_cuda.py, and PTX for later ones, and is linked against glibc 2.28. CUDA_HOME names the toolkit;
-without it tools/cuda12.py puts one of CUDA 12 together. The source archive is unpacked and built in build/wheel, so that a
-second run compiles only what has changed.
+PORTABLE_ARCHS in tools/find_cuda.py, and PTX for later ones, and is linked against glibc 2.28. CUDA_HOME names the toolkit,
+else the one of nvcc on PATH is taken. The source archive is unpacked and built in build/wheel, so that a second run compiles
+only what has changed.
 """
 
 import argparse
@@ -19,8 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.cuda12 import cuda12  # noqa: E402
-from tools.find_cuda import PORTABLE_ARCHS, cuda_version  # noqa: E402
+from tools.find_cuda import PORTABLE_ARCHS, cuda_version, find_cuda_home  # noqa: E402
 from tools.glibc import VERSION as GLIBC  # noqa: E402
 from tools.glibc import stubs  # noqa: E402
 
@@ -59,7 +58,9 @@ def sources() -> Path:
 
 def built(folder: Path, archs: str) -> Path:
     """Builds a wheel that still has this machine's platform tag."""
-    home = Path(os.environ["CUDA_HOME"]) if os.environ.get("CUDA_HOME") else cuda12(ROOT / "build" / "cuda-12")
+    home = find_cuda_home()
+    if home is None:
+        sys.exit("tools/wheel.py: no CUDA toolkit found; set CUDA_HOME or put nvcc on PATH")
     variables = {"CUDA_HOME": str(home), "FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": archs}
     variables["PYTORCH_NVCC"] = f"{shutil.which('ccache') or ''} {shlex.quote(str(home / 'bin' / 'nvcc'))}".strip()
     variables["LDFLAGS"] = "-Wl,--strip-all -Wl,-z,defs"

@@ -1,12 +1,12 @@
 // The last lines of every bind file: its functions, for the CPU and, where the library has the CUDA half, for CUDA.
 #pragma once
 
-#include "host/library.h"
+#include <torch/csrc/stable/library.h>
 
 #ifdef PACKING_OPS_WITH_CUDA
-#define PACKING_OPS_REGISTER_CUDA(register_ops)              \
-  PACKING_OPS_LIBRARY_IMPL(PACKING_OPS_NAMESPACE, CUDA, m) { \
-    register_ops(m);                                         \
+#define PACKING_OPS_REGISTER_CUDA(register_ops)     \
+  STABLE_TORCH_LIBRARY_IMPL(packing_ops, CUDA, m) { \
+    register_ops(m);                                \
   }
 #else
 #define PACKING_OPS_REGISTER_CUDA(register_ops)
@@ -17,7 +17,7 @@
 #define PACKING_OPS_REGISTER(m) PACKING_OPS_REGISTER_BY(C10_CONCATENATE(register_ops_, C10_UID), m)
 #define PACKING_OPS_REGISTER_BY(register_ops, m)                     \
   static void register_ops(torch::stable::detail::StableLibrary& m); \
-  PACKING_OPS_LIBRARY_IMPL(PACKING_OPS_NAMESPACE, CPU, library) {    \
+  STABLE_TORCH_LIBRARY_IMPL(packing_ops, CPU, library) {             \
     register_ops(library);                                           \
   }                                                                  \
   PACKING_OPS_REGISTER_CUDA(register_ops)                            \

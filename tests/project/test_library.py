@@ -113,8 +113,6 @@ def test_what_the_loader_says_of_a_library_is_told(tmp_path, import_error):
     whole = library.read_bytes()
     library.write_bytes(whole.replace(b"\0torch_call_dispatcher\0", b"\0torch_call_dispatxher\0"))
     assert "undefined symbol: torch_call_dispatxher" in import_error(tmp_path)
-    library.write_bytes(whole.replace(b"\0packing_ops\0", b"\0packing_opz\0"))
-    assert f"{library} registers no ops of torch.ops.packing_ops; build it again" in import_error(tmp_path)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT
 
-from tools import build_checks, cuda12, generate_instances, wheel
+from tools import build_checks, generate_instances, wheel
 from tools.nvcc import SHARED_MEMORY, callers, gencodes, wanted
 
 # Every instance that a GPU calls, as tiles.h and tiles.cu choose.
@@ -61,43 +61,40 @@ def test_each_instance_is_compiled_for_the_gpus_that_call_it(tmp_path):
 SM80 = "csrc/ops/attention/cuda/sm80/instances"
 SM90 = "csrc/ops/attention/cuda/sm90/instances"
 PORTABLE = [("sm", "80"), ("sm", "86"), ("sm", "90a"), ("sm", "100"), ("sm", "120"), ("compute", "120")]
-NVCC_12_4 = {"80", "86", "89", "90", "90a"}
 
 
 @pytest.mark.parametrize(
-    ("source", "asked", "known", "images", "assembled"),
+    ("source", "asked", "images"),
     [
-        ("csrc/ops/rope/rope_cuda.cu", PORTABLE, (), "80:sm_80 80:sm_86 90:sm_90 90:sm_100 90:sm_120 90:compute_90", ""),
-        ("csrc/ops/rope/rope_cuda.cu", PORTABLE, NVCC_12_4, "80:sm_80 80:sm_86 90:sm_90 90:compute_90", "100 120"),
-        (f"{SM80}/backward_128_smem99.cu", PORTABLE, NVCC_12_4, "80:sm_86 90:compute_90", "120"),
-        (f"{SM80}/backward_128_smem227.cu", PORTABLE, (), "90:sm_90 90:sm_100 90:compute_90", ""),
-        (f"{SM80}/backward_128_smem227.cu", [("sm", "90a")], (), "90:sm_90", ""),
-        (f"{SM80}/backward_128_smem99.cu", [("sm", "90a")], (), "90:compute_90", ""),
-        (f"{SM80}/backward_128_smem99.cu", [("sm", "80")], (), "80:compute_80", ""),
-        (f"{SM90}/forward_128.cu", PORTABLE, NVCC_12_4, "90a:sm_90a", ""),
-        (f"{SM90}/forward_128.cu", [("sm", "80"), ("sm", "86")], (), "80:compute_80", ""),
-        (f"{SM80}/backward_128_smem99.cu", [("sm", "75")], (), "80:sm_75", ""),
+        ("csrc/ops/rope/rope_cuda.cu", PORTABLE, "80:sm_80 80:sm_86 90:sm_90 90:sm_100 90:sm_120 90:compute_90"),
+        (f"{SM80}/backward_128_smem99.cu", PORTABLE, "80:sm_86 90:sm_120 90:compute_90"),
+        (f"{SM80}/backward_128_smem227.cu", PORTABLE, "90:sm_90 90:sm_100 90:compute_90"),
+        (f"{SM80}/backward_128_smem227.cu", [("sm", "90a")], "90:sm_90"),
+        (f"{SM80}/backward_128_smem99.cu", [("sm", "90a")], "90:compute_90"),
+        (f"{SM80}/backward_128_smem99.cu", [("sm", "80")], "80:compute_80"),
+        (f"{SM90}/forward_128.cu", PORTABLE, "90a:sm_90a"),
+        (f"{SM90}/forward_128.cu", [("sm", "80"), ("sm", "86")], "80:compute_80"),
+        (f"{SM80}/backward_128_smem99.cu", [("sm", "75")], "80:sm_75"),
     ],
-)  # fmt: skip
-def test_images_of_a_file(source, asked, known, images, assembled):
-    options, others = gencodes(asked, source, set(known))
+)
+def test_images_of_a_file(source, asked, images):
     expected = ["-gencode=arch=compute_{},code={}".format(*image.split(":")) for image in images.split()]
-    assert (options, others) == (expected, assembled.split())
+    assert gencodes(asked, source) == expected
 
 
 def test_every_instance_can_be_asked_for(monkeypatch):
     """What make test-gpu runs with PACKING_OPS_SHARED_MEMORY need not be compiled by the driver then."""
     source = f"{SM80}/backward_128_smem99.cu"
-    assert gencodes([("sm", "90a")], source, set())[0] == ["-gencode=arch=compute_90,code=compute_90"]
+    assert gencodes([("sm", "90a")], source) == ["-gencode=arch=compute_90,code=compute_90"]
     monkeypatch.setenv("PACKING_OPS_EVERY_INSTANCE", "1")
-    assert gencodes([("sm", "90a")], source, set())[0] == ["-gencode=arch=compute_90,code=sm_90"]
+    assert gencodes([("sm", "90a")], source) == ["-gencode=arch=compute_90,code=sm_90"]
 
 
 def test_every_gpu_has_machine_code_or_ptx_for_every_file():
     """Whatever is asked for, no file is without an image."""
     for path in [*generate_instances.FOLDER.iterdir(), *(ROOT / SM90).iterdir()]:
         for arch in [*SHARED_MEMORY, "90a", "130"]:
-            assert gencodes([("sm", arch)], str(path), set())[0], (path, arch)
+            assert gencodes([("sm", arch)], str(path)), (path, arch)
     assert wanted("130", f"{SM80}/backward_128_smem99.cu"), "of a GPU that is not known all is compiled"
 
 
@@ -111,38 +108,13 @@ def test_nvcc_is_called_with_the_options_of_the_file(tmp_path, asked, added):
     for name in ("ccache", "nvcc"):
         (tmp_path / name).write_text('#!/bin/sh\necho "$CCACHE_DEPEND $@"\n')
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "architectures").write_text("80 86 90 90a\n")
     gencode = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_120,code=sm_120"]
     options = [*asked, "-O3", *gencode, "-c", "rope_cuda.cu", "-o", "x.o"]
     command = [sys.executable, ROOT / "tools" / "nvcc.py", tmp_path / "ccache", tmp_path / "nvcc", *options]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    images = "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=compute_90 -Xfatbin=--assemble=120"
+    images = "-gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=sm_120"
     expected = f"1 {tmp_path / 'nvcc'} {images} {' '.join(asked)} -O3 -c rope_cuda.cu -o x.o {added}"
     assert told.split() == expected.split()
-
-
-def test_images_that_nvcc_does_not_know_are_assembled_from_ptx(tmp_path):
-    scripts = {
-        "fatbinary": cuda12.FATBINARY,
-        "fatbinary.12.4": '#!/bin/sh\necho "$@"\n',
-        "ptxas": '#!/bin/sh\necho "$1 $2" > "$4"\n',
-    }
-    for name, script in scripts.items():
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o755)
-    arguments = ["-64", "--image3=kind=elf,sm=80,file=a.cubin", "--image3=kind=ptx,sm=90,file=a.ptx"]
-
-    def made(*assembled):
-        command = [tmp_path / "fatbinary", *assembled, *arguments]
-        variables = os.environ | {"TMPDIR": str(tmp_path)}
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=variables).stdout.split()
-
-    assert made() == arguments
-    first, second, *rest = made("--assemble=100", "--assemble=120")
-    assert rest == arguments
-    assert first.startswith("--image3=kind=elf,sm=100,file=")
-    assert second.startswith("--image3=kind=elf,sm=120,file=")
-    assert not list(tmp_path.glob("tmp.*")), "what was assembled is removed"
 
 
 def test_a_second_wheel_has_no_file_that_is_gone(tmp_path, monkeypatch):
