@@ -1,6 +1,8 @@
 # Every target sets up what it needs: .venv, torch, tools, the compiled library.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu: torch from there, and nothing else from there.
+TORCH_INDEX ?=
 BIN := .venv/bin
 CALLERS_PYTHONPATH := $(PYTHONPATH)
 export PYTHONPATH := .
@@ -142,14 +144,15 @@ wheel: .venv/.ready  ## the wheel for every machine and the source archive, in d
 # TORCH_VERSIONS="2.10.0 2.15.0" PYTHONS="3.10 3.13" for some. A CUDA build of torch is a download of 3 GB and takes 7 GB.
 WHEEL ?= $(firstword $(wildcard dist/packing_ops-*.whl))
 test-matrix:  ## the wheel in fresh environments, torch by Python (WHEEL=file TORCH_VERSIONS=... PYTHONS=...)
-	$(PYTHON) tests/matrix.py $(WHEEL) $(if $(TORCH_VERSIONS),--torch $(TORCH_VERSIONS)) $(if $(PYTHONS),--python $(PYTHONS))
+	$(PYTHON) tests/matrix.py $(WHEEL) $(if $(TORCH_VERSIONS),--torch $(TORCH_VERSIONS)) $(if $(PYTHONS),--python $(PYTHONS)) \
+		$(addprefix --torch-index ,$(TORCH_INDEX))
 
 .venv-newest/.ready: TORCH = torch
 .venv/.ready .venv-newest/.ready: pyproject.toml
 	@echo "$(@D): installing $(TORCH) and the tools of the tests (once; some minutes)"
 	@$(PYTHON) -m venv $(@D) && date +%s > $(@D)/.start
 	@$(@D)/bin/pip install --quiet --upgrade "pip>=25.1"
-	@$(@D)/bin/pip install --quiet --no-compile "$(TORCH)"
+	@$(@D)/bin/pip install --quiet --no-compile $(addprefix --index-url ,$(TORCH_INDEX)) "$(TORCH)"
 	@$(@D)/bin/pip install --quiet --no-compile --group dev
 	@echo "$(@D): $$(($$(date +%s) - $$(cat $(@D)/.start))) s"; touch $@
 

@@ -74,7 +74,9 @@ def run(*command, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=cwd, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def tried(python: Path, torch: str, wheel: Path, folder: Path) -> tuple[dict[str, str], str]:
+def tried(
+    python: Path, torch: str, wheel: Path, folder: Path, index: tuple[str, ...] = ()
+) -> tuple[dict[str, str], str]:
     """A row of the results, and what the last command said."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "tests").mkdir(parents=True)
@@ -84,7 +86,7 @@ def tried(python: Path, torch: str, wheel: Path, folder: Path) -> tuple[dict[str
     pip = (own, "-m", "pip", "install", "--quiet", "--no-compile")
     steps = {
         "no environment": (python, "-m", "venv", folder / "venv"),
-        "no such torch": (*pip, f"torch=={torch}"),
+        "no such torch": (*pip, *index, f"torch=={torch}"),
         "not installed": (*pip, wheel, "pytest", "numpy"),
         "not imported": (own, "-c", ABOUT),
         "failed": (own, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", folder, folder / "tests"),
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--torch", nargs="+", help="versions (default: the last of each minor version)")
     parser.add_argument("--python", nargs="+", help="such as 3.10 (default: those found here)")
+    parser.add_argument("--torch-index", help="where pip finds torch, and nothing else")
     parser.add_argument("--keep", action="store_true", help="the environments that passed too")
     arguments = parser.parse_args()
     found = pythons()
@@ -136,12 +139,13 @@ def main() -> None:
     if missing:
         sys.exit(f"tests/matrix.py: no Python {', '.join(missing)} here; found {', '.join(found) or 'none'}")
     wheel, rows = arguments.wheel.resolve(), []
+    index = ("--index-url", arguments.torch_index) if arguments.torch_index else ()
     if not wheel.is_file():  # before a row of the results is replaced by a failure
         sys.exit(f"tests/matrix.py: expected a wheel, found no {wheel}: make wheel")
     for torch in arguments.torch or torches():
         for version in wanted:
             folder = ROOT / "build" / "matrix" / f"torch-{torch}-python-{version}"
-            row, said = tried(found[version], torch, wheel, folder)
+            row, said = tried(found[version], torch, wheel, folder, index)
             rows.append(row | {"wheel": wheel.name, "date": datetime.date.today().isoformat(), "commit": commit()})
             print(f"torch {torch}, Python {version}: {row['result']}", flush=True)
             passed = row["result"].endswith("passed")

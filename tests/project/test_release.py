@@ -54,3 +54,23 @@ def test_files_that_the_workflow_names_are_there():
     scripts = re.findall(r"python ((?:tools|tests)/\w+\.py)", workflow)
     assert len(scripts) == 3
     assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_what_a_workflow_runs_is_named_by_its_contents():
+    """A tag of an action, and a second index of packages, may have other contents tomorrow."""
+    for path in (ROOT / ".github" / "workflows").iterdir():
+        workflow = path.read_text()
+        actions = re.findall(r"uses: (\S+)", workflow)
+        assert actions
+        assert [action for action in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)] == []
+        assert "EXTRA_INDEX" not in workflow
+        assert "extra-index" not in workflow
+
+
+def test_tools_of_the_release_have_hashes():
+    tomllib = pytest.importorskip("tomllib")
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["release"]
+    lines = (ROOT / ".github" / "release-tools.txt").read_text().splitlines()
+    pins = [re.fullmatch(r"([\w-]+)==[\w.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines if line[0] != "#"]
+    assert all(pins)
+    assert {re.match(r"[\w-]+", name)[0] for name in group} <= {pin[1] for pin in pins}
