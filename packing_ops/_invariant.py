@@ -1,10 +1,13 @@
 """The state of the mode packing_ops.invariant(): who holds it, what it sets in torch, products by blocks of rows, and sums that
 have the same bits in any order."""
 
+import contextlib
+import ctypes
+import functools
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -127,15 +130,18 @@ def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
     """Sums over the last dimension ``[..., 1]`` of float32 or float64: the largest term, and the sum of all as integers of up
     to 62 bits in units of it. torch.compile picks an order by the number of rows; no order changes either.
 
-    A term is rounded once to the dtype, and by less than ``2**-46`` of the largest in rows of up to 65,536. A sum with a term
-    of ``2**120`` or more is infinite.
+    A term is rounded once to the dtype, and by less than ``2**-46`` of the largest in rows of up to 65,536. inf, -inf and NaN
+    come out as from any sum.
     """
     bits = 62 - (int(x.shape[-1]) - 1).bit_length()  # a number in a trace of other sizes too
     largest = x.abs().amax(-1, keepdim=True)
-    unit = largest.clamp(min=2.0**-100)
-    integers = (x * (1 / unit) * 2.0**bits).round().long()
-    total = integers.sum(-1, keepdim=True).to(x.dtype) * 2.0**-bits * unit
-    return torch.where(largest < 2.0**120, total, largest * torch.inf)
+    # Of the largest terms 1 / unit would be subnormal, which some devices take for 0.
+    scale = torch.where(largest < torch.finfo(x.dtype).max * 2.0**-8, torch.ones_like(largest), 2.0**-64)
+    unit = (largest * scale).clamp(min=2.0**-100)
+    integers = (x * scale * (1 / unit) * 2.0**bits).round().long()
+    total = integers.sum(-1, keepdim=True).to(x.dtype) * 2.0**-bits * unit / scale
+    not_finite = torch.where(x.isfinite(), 0, x).sum(-1, keepdim=True)
+    return torch.where(largest.isfinite(), total, not_finite)
 
 
 def rms_norm_in_any_order(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -206,13 +212,44 @@ def by_blocks(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], 
 
     The tensors' rows are a multiple of ROWS. MKL splits a float32 product of few rows among many threads by where a row stands.
     """
-    threads = torch.get_num_threads()
-    if tensors[0].element_size() > 2:
-        torch.set_num_threads(1)
-    try:
+    with _one_thread() if tensors[0].element_size() > 2 else contextlib.nullcontext():
         return [product(*blocks, *others) for blocks in zip(*(each.split(ROWS) for each in tensors), strict=True)]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products of the calling thread run in it alone. torch.set_num_threads would do it for every thread that starts meanwhile too."""
+    set_threads = _setter_of_threads()
+    before = set_threads(1)
+    try:
+        yield
     finally:
-        torch.set_num_threads(threads)
+        set_threads(before)
+
+
+@functools.cache
+def _setter_of_threads() -> Callable[[int], int]:
+    """Sets the calling thread's number of threads, and gives the one before: MKL's, or OpenMP's in a torch without MKL."""
+    torch_cpu = _torch_cpu()
+    if hasattr(torch_cpu, "MKL_Set_Num_Threads_Local"):
+        return torch_cpu.MKL_Set_Num_Threads_Local
+    if not hasattr(torch_cpu, "omp_set_num_threads"):
+        return lambda threads: threads
+
+    def set_threads(threads: int) -> int:
+        before = torch_cpu.omp_get_max_threads()
+        torch_cpu.omp_set_num_threads(threads)
+        return before
+
+    return set_threads
+
+
+def _torch_cpu() -> Any:
+    """torch's library of CPU functions as it is loaded, with those that it is linked to; None where it has another name."""
+    try:
+        return ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except (AttributeError, OSError):
+        return None
 
 
 class ProductsByBlocks(TorchFunctionMode):

@@ -223,19 +223,26 @@ def test_a_plain_sum_has_other_bits_in_another_order():
 
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
 def test_sums_of_what_is_no_number_and_of_nothing(device, dtype):
-    rows = [
-        [0.0, 0.0],
-        [1.0, float("inf")],
-        [1.0, float("nan")],
-        [float("-inf"), 2.0],
-        [2.0**121, 1.0],
-        [2.0**119, 1.0],
-    ]
-    found = _invariant.sum_in_any_order(torch.tensor(rows, dtype=dtype, device=device))[:, 0].tolist()
-    assert found[0] == 0
-    assert found[1] == found[3] == found[4] == float("inf")
-    assert found[2] != found[2]
-    assert found[5] == 2.0**119
+    inf, nan, most = torch.inf, torch.nan, torch.finfo(dtype).max
+    sums = {
+        (0.0, 0.0, 0.0): 0.0,
+        (1.0, inf, -1.0): inf,
+        (-inf, 1.0, 2.0): -inf,
+        (inf, -most, -most): inf,  # in another order these would be inf - inf
+        (-inf, -inf, most): -inf,
+        (inf, -inf, 1.0): nan,
+        (1.0, nan, inf): nan,
+        (most, most, 0.0): inf,
+        (-most, -most, 0.0): -inf,
+        (most, -most, 1.0): 0.0,  # 1 is less than what the largest term is rounded by
+        (most / 2, -most, most / 4): -most / 4,
+        (-most / 256, -most / 256, 0.0): -most / 128,
+    }
+    found = _invariant.sum_in_any_order(torch.tensor(list(sums), dtype=dtype, device=device))[:, 0]
+    expected = torch.tensor(list(sums.values()), dtype=dtype, device=device)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    turned = torch.tensor([terms[::-1] for terms in sums], dtype=dtype, device=device)
+    torch.testing.assert_close(_invariant.sum_in_any_order(turned)[:, 0], found, rtol=0, atol=0, equal_nan=True)
     assert _invariant.sum_in_any_order(torch.zeros(0, 8, dtype=dtype, device=device)).shape == (0, 1)
     assert_same(_invariant.sum_in_any_order(torch.ones(1, 4096, dtype=dtype)), torch.full((1, 1), 4096, dtype=dtype))
 

@@ -1,5 +1,12 @@
 """Products on the CPU in the mode packing_ops.invariant(): of any sizes, however they are called, and at any place of a row."""
 
+import os
+import re
+import subprocess
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from helpers import assert_same, products_by_pairs, rows_of_products
@@ -8,6 +15,7 @@ import packing_ops as po
 from packing_ops import _invariant
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
+OPENMP = ("omp_get_max_threads", "omp_set_num_threads")
 
 functions = {
     "linear": lambda x, w: torch.nn.functional.linear(x, w.t(), w[0]),
@@ -81,20 +89,59 @@ def test_every_product_of_a_batch_and_of_groups_has_16_rows():
             assert set(rows_of_products(lambda call=call: call().sum().backward())) == {_invariant.ROWS}
 
 
+@pytest.fixture
+def four_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [*LOW, torch.float64], ids=str)
-def test_products_of_float32_are_those_of_one_thread(dtype):
-    """MKL splits those of a few rows among many threads by where a row stands."""
-    before, found = torch.get_num_threads(), []
+def test_products_of_float32_are_those_of_one_thread(four_threads, dtype):
+    """MKL splits those of a few rows among many threads by where a row stands. Threads that start meanwhile have all."""
+    set_threads, found = _invariant._setter_of_threads(), []
 
     def product(rows):
-        found.append((rows.shape[0], torch.get_num_threads()))
+        threads = set_threads(1)
+        set_threads(threads)
+        with ThreadPoolExecutor(1) as other:
+            found.append((rows.shape[0], threads, other.submit(torch.get_num_threads).result()))
         if len(found) == 3:
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
         _invariant.by_blocks(product, [torch.zeros(4 * _invariant.ROWS, 2, dtype=dtype)])
-    assert torch.get_num_threads() == before
-    assert found == [(_invariant.ROWS, before if dtype.itemsize == 2 else 1)] * 3
+    assert found == [(_invariant.ROWS, 4 if dtype.itemsize == 2 else 1, 4)] * 3
+    assert set_threads(4) == 4
+
+
+def test_a_torch_without_mkl_sets_openmp_s_threads(four_threads, monkeypatch):
+    libraries = types.SimpleNamespace(**{name: getattr(_invariant._torch_cpu(), name) for name in OPENMP})
+    monkeypatch.setattr(_invariant, "_torch_cpu", lambda: libraries)
+    set_threads = _invariant._setter_of_threads.__wrapped__()
+    assert (set_threads(1), set_threads(4)) == (4, 1)
+    monkeypatch.setattr(_invariant, "_torch_cpu", lambda: None)
+    set_threads = _invariant._setter_of_threads.__wrapped__()
+    assert (set_threads(1), set_threads(1)) == (1, 1)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs a torch with MKL")
+def test_mkl_says_that_it_runs_in_one_thread():
+    code = """
+import torch, packing_ops as po
+torch.set_num_threads(4)
+x, w = torch.randn(40, 512), torch.randn(512, 512)
+x @ w
+with po.invariant():
+    x @ w
+x @ w
+"""
+    environment = {**os.environ, "MKL_VERBOSE": "1"}
+    printed = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
+    ).stdout
+    assert re.findall(r"GEMM\(.*NThr:(\d)", printed) == ["4", "1", "1", "1", "4"]
 
 
 def test_derivatives_of_products_in_the_mode():
