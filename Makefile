@@ -126,6 +126,7 @@ bench: build  ## measures every family on the CPU
 	@for family in boundaries padding packing prefix_tree rope attention pages logps kl megatron data vision demo; do \
 		$(BIN)/python benchmarks/bench_$$family.py --device cpu || exit 1; done
 	$(BIN)/python benchmarks/bench_report.py
+	$(BIN)/python benchmarks/bench_stream.py
 
 readme: .venv/.ready  ## the tables of README.md and docs, from benchmarks/results
 	$(BIN)/python benchmarks/render_pages.py

@@ -2,6 +2,7 @@
 
 A batch is made in:
     padding_free.py, packed.py   the collators: one row of any length; rows of one capacity
+    stream.py                    rows of a stream, which is read once
     sampler.py, token_budget.py  which examples share a batch; which share a micro-batch
 and used in:
     rows.py                      select, slice, pad rows of a batch that is there
@@ -19,6 +20,7 @@ from packing_ops.data.packed import PackedCollator
 from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget
 from packing_ops.data.rows import empty_like_batch, num_rows, pad_batch_to_multiple, select_rows, slice_batch
 from packing_ops.data.sampler import PackedBatchSampler
+from packing_ops.data.stream import PackedStream, StreamProgress
 from packing_ops.data.token_budget import MicrobatchStatistics, token_budget_microbatches
 from packing_ops.padding_batches import iter_microbatches, trim_padding
 
@@ -28,8 +30,10 @@ __all__ = [
     "MicrobatchStatistics",
     "PackedBatchSampler",
     "PackedCollator",
+    "PackedStream",
     "PaddingFreeCollator",
     "PaddingFreeDPOCollator",
+    "StreamProgress",
     "TokenCounts",
     "count_tokens",
     "count_within_token_budget",

@@ -20,6 +20,17 @@ def check_examples(examples: Sequence[Mapping[str, Any]], name: str) -> None:
         raise TypeError(f"{name}: expected a list of dicts, got {type(examples).__name__}")
 
 
+def without_rows(examples: Any) -> Any:
+    """Examples as they are; those of rows of a PackedStream, which are lists of examples, one row after the other."""
+    if isinstance(examples, list) and examples and all(map(_is_row, examples)):
+        return [example for row in examples for example in row]
+    return examples
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, list) and (not row or isinstance(row[0], Mapping))
+
+
 def column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     """What every example has under ``name``."""
     try:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from packing_ops._arguments import at_least, int64_tensor, integer
-from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of
+from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of, without_rows
 from packing_ops.data.context_parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Strategy, pack_sequences
@@ -104,6 +104,7 @@ class PackedCollator:
         return packed_alignment(self.tp_size, self.cp_size, self.fp8)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        examples = without_rows(examples)
         input_ids, lengths = self._tokens(examples)
         num_actions = _num_actions(examples, lengths)
         weights = optional_column(examples, "loss_mask", num_actions, "num_actions")

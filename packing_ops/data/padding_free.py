@@ -11,7 +11,15 @@ import torch
 
 from packing_ops._arguments import int64_tensor, integer
 from packing_ops.boundaries import cu_seqlens_from_lengths, mask_boundary_labels
-from packing_ops.data._examples import check_examples, column, flattened, optional_column, sequences, tokens_of
+from packing_ops.data._examples import (
+    check_examples,
+    column,
+    flattened,
+    optional_column,
+    sequences,
+    tokens_of,
+    without_rows,
+)
 from packing_ops.metadata import PackedMetadata
 from packing_ops.prefix_tree import pack_prefix_tree
 
@@ -111,6 +119,7 @@ class PaddingFreeCollator:
     def __call__(
         self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
     ) -> dict[str, Any]:
+        features = without_rows(features)
         _check_arguments(features, return_tensors)
         (documents,), _ = self._documents(features)
         return self._row(*documents, self.max_seq_length, separator_id)

@@ -1,0 +1,286 @@
+"""One iteration over the examples of a PackedStream: what was read, the rows made of it, and how to go on there."""
+
+import contextlib
+import copy
+import random
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data._utils import worker as workers
+
+from packing_ops._arguments import at_least
+from packing_ops.data._examples import tokens_of
+from packing_ops.data._waiting import Waiting, WaitingExamples
+from packing_ops.data.context_parallel import aligned
+
+if TYPE_CHECKING:
+    from packing_ops.data.stream import PackedStream
+
+_END: Any = object()
+
+Row = list[Mapping[str, Any]]
+
+
+@dataclass
+class StreamProgress:
+    """How far an iteration over a PackedStream is, counted over all ranks.
+
+    Attributes:
+        examples_read: examples taken from the stream, those that wait and those that were dropped among them.
+        examples_waiting: read, and in no row yet.
+        rows: rows so far, those of other ranks and workers too.
+        tokens, slots: in these rows. A row has as many slots as the capacity; one that is longer has its length.
+        dropped, truncated: examples that were lost whole, or in part, by ``overlong`` and ``drop_last``.
+        lost_tokens: their lost tokens.
+    """
+
+    examples_read: int = 0
+    examples_waiting: int = 0
+    rows: int = 0
+    tokens: int = 0
+    slots: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    lost_tokens: int = 0
+
+    @property
+    def padding(self) -> float:
+        """Share of the slots without a token, 0 to 1; 0 for no rows."""
+        return 1 - self.tokens / self.slots if self.slots else 0.0
+
+
+class Reading:
+    """One iteration over the examples: what was read and is in no row yet, and how much is done.
+
+    Every attribute that state_dict returns is right whenever the examples may raise.
+    """
+
+    def __init__(self, stream: "PackedStream", state: Mapping[str, Any] | None, num_workers: int) -> None:
+        self.stream, self.num_workers = stream, num_workers
+        self.progress = StreamProgress()
+        self.waiting = WaitingExamples((stream.slots, *list(stream.capacity.values())[1:]))
+        self.formed: list[list[Waiting]] = []  # rows of the next step
+        self.unchecked: list[Any] = []  # one example that was read and may be refused
+        self.steps = self.first_step = self.checksum = 0
+        self.columns: frozenset[str] | None = None
+        self.first: int | None = None  # checksum of the first example
+        self.finished = False
+        self.epoch = stream.epoch
+        self.examples: Any = stream.examples
+        if hasattr(self.examples, "set_epoch"):
+            self.examples.set_epoch(self.epoch)
+        self.source = iter(self.examples)
+        if state is not None:
+            self._resume(state)
+
+    def next_step(self) -> list[Row] | None:
+        """A row for each rank; None after the last."""
+        size, stream = self.stream.dp_size, self.stream
+        if self.finished:
+            return None
+        while len(self.formed) < size:
+            self._fill()
+            if not len(self.waiting):
+                break
+            self.formed.append(self.waiting.row(self._draws(self.steps * size + len(self.formed))))
+        rows, self.formed = _spread(self.formed, size), []
+        left_out = rows if rows and stream.drop_last and not rows[-1] else []
+        for row in left_out:
+            self.progress.dropped += len(row)
+            self.progress.lost_tokens += sum(item.tokens for item in row)
+        if not rows or left_out:
+            return None
+        self.steps += 1
+        self.progress.rows += size
+        for row in rows:
+            self.progress.tokens += sum(item.tokens for item in row)
+            slots = aligned(sum(item.sizes[0] for item in row), stream.row_multiple)
+            self.progress.slots += max(stream.capacity["tokens"], slots)
+        self.progress.examples_waiting = len(self.waiting)
+        return [[item.example for item in row] for row in rows]
+
+    def _draws(self, row: int) -> random.Random | None:
+        seed = self.stream.seed
+        return None if seed is None else random.Random(f"{seed}, epoch {self.epoch}, row {row}")
+
+    def _fill(self) -> None:
+        with _as_no_worker():
+            while len(self.waiting) < self.stream.buffer:
+                if not self.unchecked:
+                    if (example := next(self.source, _END)) is _END:
+                        break
+                    self.unchecked.append(example)
+                    self.progress.examples_read += 1
+                self._admit(self.unchecked[0])
+                self.unchecked.clear()
+        if not self.progress.examples_read:
+            raise ValueError(f"examples: expected at least one in epoch {self.epoch}, got none")
+
+    def _admit(self, example: Any) -> None:
+        """Let it wait, or do as ``overlong`` says."""
+        stream, number = self.stream, self.progress.examples_read - 1
+        item = self._measured(example, number)
+        over = [place for place, most in enumerate(self.waiting.budgets) if item.sizes[place] > most]
+        if over and stream.overlong == "error":
+            name, most = list(stream.capacity.items())[over[0]]
+            raise ValueError(
+                f"capacity: expected at least the {item.sizes[over[0]]} {'slots' if name == 'tokens' else name} of example "
+                f"{number}, got {most}; overlong='drop', 'own' or 'truncate' accepts it"
+            )
+        checksum = _checksum(item)
+        self.first = checksum if self.first is None else self.first
+        self.checksum = zlib.crc32(b"%d" % checksum, self.checksum)
+        if over and stream.overlong == "drop":
+            self.progress.dropped += 1
+            self.progress.lost_tokens += item.tokens
+            return
+        if over and stream.overlong == "truncate":
+            self.progress.truncated += 1
+            self.progress.lost_tokens += item.tokens - stream.longest
+            item = self._measured(_cut(example, item.tokens, stream.longest), number)
+        self.waiting.add(item)
+
+    def _measured(self, example: Any, number: int) -> Waiting:
+        try:
+            _, (tokens,) = tokens_of([example])
+        except (TypeError, ValueError) as error:
+            raise type(error)(str(error).replace("example 0", f"example {number}")) from None
+        self.columns = frozenset(example) if self.columns is None else self.columns
+        if example.keys() != self.columns:
+            raise ValueError(
+                f"examples: expected columns {sorted(self.columns)}, got {sorted(example)} in example {number}"
+            )
+        sizes = [aligned(tokens, self.stream.document_multiple)]
+        if len(self.stream.capacity) > 1:
+            found = self.stream.sizes(example)
+            for name in list(self.stream.capacity)[1:]:
+                if name not in found:
+                    raise ValueError(f"sizes: expected {name} too, got {sorted(found)} in example {number}")
+                sizes.append(at_least(found[name], f"sizes of example {number}: {name}", 0))
+        return Waiting(number, tuple(sizes), tokens, example)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "rows_done": self.steps,
+            "first_row": self.first_step,
+            "num_workers": self.num_workers,
+            "finished": self.finished,
+            "columns": None if self.columns is None else sorted(self.columns),
+            "first_checksum": self.first,
+            "checksum": self.checksum,
+            "examples_state": _state_of(self.examples),
+            "waiting": [(item.number, item.example) for item in self.waiting.in_order()],
+            "formed": [[(item.number, item.example) for item in row] for row in self.formed],
+            "unchecked": list(self.unchecked),
+            "progress": dict(vars(self.progress)),
+        }
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        if state["num_workers"] not in (1, self.num_workers):
+            raise ValueError(
+                f"state_dict: expected num_workers={self.num_workers}, got that of a worker among "
+                f"{state['num_workers']}; state_dict(batches_done=n) serves any number"
+            )
+        if "waiting" not in state:  # of state_dict(batches_done=...)
+            while self.steps < state["rows_done"]:
+                if self.next_step() is None:
+                    raise ValueError(
+                        f"state_dict: expected at most the {self.steps} rows of the examples, got {state['rows_done']}"
+                    )
+            self.first_step = self.steps
+            return
+        self._resume_reading(state)
+        self.finished, self.steps = state["finished"], state["rows_done"]
+        self.first_step = state["first_row"] if state["num_workers"] == self.num_workers else self.steps
+        self.columns = None if state["columns"] is None else frozenset(state["columns"])
+        self.first, self.checksum = state["first_checksum"], state["checksum"]
+        self.unchecked, self.progress = list(state["unchecked"]), StreamProgress(**state["progress"])
+        self.formed = [[self._measured(example, number) for number, example in row] for row in state["formed"]]
+        self.waiting = WaitingExamples(self.waiting.budgets)
+        for number, example in state["waiting"]:
+            self.waiting.add(self._measured(example, number))
+
+    def _resume_reading(self, state: Mapping[str, Any]) -> None:
+        """The source at the example where it was."""
+        position, number = state["examples_state"], state["progress"]["examples_read"] - len(state["unchecked"])
+        checked = number if position is None else min(number, 1)  # how many are read to be compared
+        wanted = state["checksum"] if position is None else state["first_checksum"]
+        found, first = 0, None
+        with _as_no_worker():
+            for count in range(checked):
+                if (example := next(self.source, _END)) is _END:
+                    raise ValueError(f"state_dict: expected that of the {count} examples that there are, got {number}")
+                one = _checksum(self._measured(example, count))
+                first, found = one if first is None else first, zlib.crc32(b"%d" % one, found)
+            if wanted != (found if position is None else first):
+                raise ValueError(
+                    f"state_dict: expected that of these examples, got that of others among the first {checked}"
+                )
+            if position is not None:
+                self.examples = _copied(self.examples)  # one of Hugging Face starts every later iteration there
+                self.examples.load_state_dict(position)
+                self.source = iter(self.examples)
+            elif state["unchecked"]:
+                next(self.source, None)
+
+
+def _checksum(item: Waiting) -> int:
+    """Of its length and last token."""
+    ids = item.example["input_ids"]
+    last = ids[-1] if len(ids) == item.tokens else ids[0][-1]
+    return zlib.crc32(b"%d %d" % (item.tokens, int(last)))
+
+
+def _spread(rows: list[list[Waiting]], size: int) -> list[list[Waiting]]:
+    """A row for each of ``size`` ranks, where there are any: those with the most documents give their last."""
+    while rows and len(rows) < size:
+        fullest = max(rows, key=len)
+        rows.append([fullest.pop()] if len(fullest) > 1 else [])
+    return rows
+
+
+def _cut(example: Mapping[str, Any], tokens: int, longest: int) -> dict[str, Any]:
+    """The first ``longest`` tokens, in every column that has one value for each."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__"):
+            return value
+        if tokens > 1 and len(value) == 1 and hasattr(value[0], "__len__") and len(value[0]) == tokens:
+            return [value[0][:longest]] if isinstance(value, list | tuple) else value[:, :longest]
+        return value[:longest] if len(value) == tokens else value
+
+    return {name: cut(value) for name, value in example.items()}
+
+
+def _state_of(examples: Any) -> Any:
+    """None for examples that cannot say where they are, or that would go on with a shuffle buffer filled anew."""
+    if not (hasattr(examples, "state_dict") and hasattr(examples, "load_state_dict")):
+        return None
+    found = [getattr(examples, "_ex_iterable", None)]
+    for inner in found:  # of datasets: one around the other
+        if type(inner).__name__ == "BufferShuffledExamplesIterable":
+            return None
+        more = getattr(inner, "ex_iterables", None) or [getattr(inner, "ex_iterable", None)]
+        found += [each for each in more if each is not None]
+    return examples.state_dict()
+
+
+def _copied(examples: Any) -> Any:
+    """A copy with attributes apart from those of ``examples``, whatever its class does when it is copied."""
+    made = copy.copy(examples)
+    if hasattr(made, "__dict__"):
+        made.__dict__ = dict(vars(made))
+    return made
+
+
+@contextlib.contextmanager
+def _as_no_worker() -> Iterator[None]:
+    """A dataset that divides itself among the workers would give each of them other rows."""
+    info, workers._worker_info = workers._worker_info, None
+    try:
+        yield
+    finally:
+        workers._worker_info = info
