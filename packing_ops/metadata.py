@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from packing_ops import _ops
 from packing_ops._arguments import (
@@ -41,6 +42,9 @@ class PackedMetadata:
         max_seqlen: longest document, or longest path of a prefix tree, a Python int.
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
+        document_tokens: int32 ``[num_documents]``, how many of each document's slots, from its first on, hold tokens: the
+            others are padding, which no balance loss counts. None: every slot of a document is a token. The collators
+            that pad documents give it.
         num_targets: slots that have a target in the labels of this batch, or an upper bound, a Python int; None if unknown.
             The collators count it. token_logps and the losses multiply no more rows: for labels with more targets give
             them ``max_targets=total``, or set it with ``dataclasses.replace``.
@@ -69,6 +73,7 @@ class PackedMetadata:
     visible_end: torch.Tensor | None = None
     paths: PrefixPaths | None = None
     num_targets: int | None = None
+    document_tokens: torch.Tensor | None = None
     _cache: ClassVar[BatchCache | None] = None  # no field: hosts copy dataclasses field by field
 
     def __post_init__(self) -> None:
@@ -300,7 +305,7 @@ class PackedMetadata:
 
         Also ``num_targets`` where it is known, which the fused loss of apply_packing_ops takes. Padding after the last
         document becomes one more document, since cu_seq_lens must end where the row ends; ``num_tokens`` then says where
-        it begins, for the balance loss of apply_packing_ops.
+        it begins, for the balance loss of apply_packing_ops. With document_tokens num_tokens are these, a tensor.
 
         Example:
             >>> PackedMetadata.from_lengths([2, 1], total=5).to_transformers()["cu_seq_lens_q"]
@@ -319,7 +324,7 @@ class PackedMetadata:
             "max_length_k": max_seqlen,
             **({} if self.paths is None else {"segment_parents": self.paths}),
             **({} if self.num_targets is None else {"num_targets": self.num_targets}),
-            **({} if cu_seqlens is self.cu_seqlens else {"num_tokens": self._num_tokens()}),
+            **self._tokens(cu_seqlens is self.cu_seqlens),
         }
 
     def to_unsloth(self) -> dict[str, Any]:
@@ -351,6 +356,12 @@ class PackedMetadata:
             "max_seqlen_kv": max_seqlen,
             **({} if self.paths is None else {"segment_parents": self.paths}),
         }
+
+    def _tokens(self, whole: bool) -> dict[str, Any]:
+        """``num_tokens`` of to_transformers, where a slot is padding; ``whole``: the documents fill the row."""
+        if self.document_tokens is None:
+            return {} if whole else {"num_tokens": self._num_tokens()}
+        return {"num_tokens": self.document_tokens if whole else F.pad(self.document_tokens, (0, 1))}
 
     def _num_tokens(self) -> int:
         """Slots before the padding; total where that is not known without a synchronisation."""

@@ -22,7 +22,7 @@ from packing_ops._arguments import (
     sum_dtype,
 )
 from packing_ops._autograd import past_autograd, register_autograd
-from packing_ops.boundaries import seq_idx_from_cu_seqlens
+from packing_ops.boundaries import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -191,6 +191,29 @@ def segment_broadcast(
         return padded[seq_idx_from_cu_seqlens(cu_seqlens, total)]
     sums = values.to(sum_dtype(values.dtype))  # segment_sum's: this is its backward
     return _ops.segment_sum_backward(sums, cu_seqlens, None, False, total, values.dtype)
+
+
+def slots_with_tokens(num_tokens: torch.Tensor | int | None, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
+    """bool ``[total]``, by the ``num_tokens`` of PackedMetadata.to_transformers; None: every slot is a token.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+        >>> slots_with_tokens(2, cu_seqlens, 5), slots_with_tokens(torch.tensor([1, 2]), cu_seqlens, 5)
+        (tensor([ True,  True, False, False, False]), tensor([ True, False,  True,  True, False]))
+
+    Raises:
+        ValueError: a tensor that has not one number per document.
+    """
+    slots = torch.arange(total, device=cu_seqlens.device)
+    if num_tokens is None:
+        return torch.ones_like(slots, dtype=torch.bool)
+    if not isinstance(num_tokens, torch.Tensor) or num_tokens.dim() == 0:
+        return slots < num_tokens
+    if num_tokens.shape != (cu_seqlens.numel() - 1,):
+        wanted = f"a number or [num_documents={cu_seqlens.numel() - 1}]"
+        raise ValueError(f"num_tokens: expected {wanted} like cu_seqlens, got {described(num_tokens)}")
+    of_slots = segment_broadcast(num_tokens.to(cu_seqlens.device), cu_seqlens, total)
+    return position_ids_from_cu_seqlens(cu_seqlens, total) < of_slots
 
 
 def gae(

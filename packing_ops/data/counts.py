@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from packing_ops._arguments import check_cu_seqlens, described, integer, is_set, wrong_type
-from packing_ops.metadata import PackedMetadata
-from packing_ops.segments import segment_sum
+from packing_ops.metadata import PackedMetadata, check_no_tree
+from packing_ops.segments import segment_sum, slots_with_tokens
 
 
 class TokenCounts(NamedTuple):
@@ -37,6 +37,7 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
 
     The first of these fields that the batch has decides what is a token:
         ``sub_seq_lengths``: PackedCollator's lengths of the documents of each row.
+        ``num_tokens`` beside ``cu_seq``: the slots before the padding, or the tokens of each document.
         a PackedMetadata, under any name, or the first field with ``cu_seq`` in its name: slots before its end, except
             those where an ``attention_mask`` is 0, and except documents of padding.
         ``attention_mask``: slots where it is not 0; each row with a token is a sequence.
@@ -56,7 +57,8 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
 
     Raises:
         ValueError: no tensor of that name, or one of another rank; a mask of another shape; cu_seqlens of another dtype
-            or shape.
+            or shape; a prefix tree, which holds several samples in a row of fewer tokens: count ``input_ids[:,
+            row_of_token]`` with ``sample_cu_seqlens`` for cu_seqlens.
         TypeError: a pad_token_id that is no integer.
 
     open-instruct's get_num_tokens is ``tokens``, its get_num_sequences ``sequences``, its get_num_padded_tokens
@@ -80,6 +82,7 @@ def _counts_of(batch: Mapping[str, Any], prefix: str, name: str, pad_token_id: i
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"{prefix}attention_mask: expected {list(ids.shape)} like {name}, got {list(mask.shape)}")
     lengths, cu_seqlens = batch.get(prefix + "sub_seq_lengths"), _cu_seqlens(batch, prefix)
+    num_tokens = _num_tokens(batch, prefix)
     if lengths is not None:
         lengths = [length for row in lengths for length in row]
         # No copy from the host, which would wait for the GPU.
@@ -88,6 +91,9 @@ def _counts_of(batch: Mapping[str, Any], prefix: str, name: str, pad_token_id: i
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else is_set(mask, prefix + "attention_mask")
         if cu_seqlens is None:
             per_document = real.sum(-1, dtype=torch.int64)
+        elif num_tokens is not None:
+            given = slots_with_tokens(num_tokens, cu_seqlens, ids.numel()).to(ids.device)
+            per_document = _sums(real.flatten() & given, cu_seqlens)
         else:
             no_padding = ids != pad_token_id
             if labels is not None and labels.shape == ids.shape:
@@ -97,9 +103,23 @@ def _counts_of(batch: Mapping[str, Any], prefix: str, name: str, pad_token_id: i
     return found[0], ids.numel() - found[0], found[1]
 
 
+def _num_tokens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | int | None:
+    """That of PackedMetadata.to_transformers, or the document_tokens of a PackedMetadata."""
+    for value in batch.values():
+        if isinstance(value, PackedMetadata) and not prefix and value.document_tokens is not None:
+            return value.document_tokens
+    return batch.get(prefix + "num_tokens")
+
+
 def _cu_seqlens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
+    if batch.get(prefix + "segment_parents") is not None:
+        raise ValueError(
+            f"{prefix}segment_parents: expected packed documents, got a prefix tree, whose segments are no samples: count "
+            "input_ids[:, row_of_token] with sample_cu_seqlens for cu_seqlens"
+        )
     for name, value in batch.items():
         if isinstance(value, PackedMetadata) and not prefix:
+            check_no_tree(value, str(name))
             return value.cu_seqlens
         name = str(name)
         if name.startswith(prefix) and "cu_seq" in name[len(prefix) :]:

@@ -201,7 +201,8 @@ class PackedCollator:
                 too.
             max_length_q, max_length_k: the longest of these documents, an int.
             num_targets: labels that are not ignore_index, an int; of a batch on the CPU.
-            num_tokens: slots before the padding, an int, where there is padding.
+            num_tokens: int32 ``[num_documents]``, tokens of each of these documents, 0 for the unused end of a row;
+                where a slot is padding.
 
         Example:
             >>> collator = PackedCollator(8)
@@ -269,6 +270,8 @@ class PackedCollator:
     def packed_metadata(self, batch: Mapping[str, Any]) -> PackedMetadata:
         """PackedMetadata of the rows flattened into one: aligned documents, and the unused end of each row as one more.
 
+        Where a slot is padding it has document_tokens.
+
         Args:
             batch: of this collator, or some rows of it.
 
@@ -277,19 +280,27 @@ class PackedCollator:
             >>> batch = collator([{"input_ids": [1] * n, "num_actions": 1} for n in (5, 2, 6)])
             >>> collator.packed_metadata(batch).lengths.tolist()
             [6, 2, 5, 3]
+            >>> collator.packed_metadata(batch).document_tokens.tolist()
+            [6, 2, 5, 0]
 
         Raises:
             ValueError: sub_seq_lengths that do not fit the rows.
         """
         sequences = batch["sequences"]
         segments = self._segments(batch["sub_seq_lengths"], *sequences.shape)
-        return PackedMetadata.from_lengths([slots for slots in segments if slots], device=sequences.device)
+        metadata = PackedMetadata.from_lengths([slots for slots, _ in segments], device=sequences.device)
+        if all(slots == tokens for slots, tokens in segments):
+            return metadata
+        tokens = torch.tensor([tokens for _, tokens in segments], dtype=torch.int32, device="cpu")
+        return replace(metadata, document_tokens=tokens.to(sequences.device, non_blocking=True))
 
-    def _segments(self, sub_seq_lengths: Sequence[Sequence[int]], num_rows: int, width: int) -> list[int]:
-        """Aligned length of each document and, after those of a row, its unused slots (0 or more); all rows in one list."""
+    def _segments(
+        self, sub_seq_lengths: Sequence[Sequence[int]], num_rows: int, width: int
+    ) -> list[tuple[int, int]]:
+        """(slots, tokens) of each document and, after those of a row, of its unused end; all rows in one list."""
         if len(sub_seq_lengths) != num_rows:
             raise ValueError(f"sub_seq_lengths: expected {num_rows} lists, one per row, got {len(sub_seq_lengths)}")
-        segments = []
+        segments: list[tuple[int, int]] = []
         for r, row in enumerate(self._aligned_rows(sub_seq_lengths)):
             rest = width - sum(row)
             if rest < 0 or rest % self.alignment:
@@ -297,8 +308,8 @@ class PackedCollator:
                     f"sub_seq_lengths: expected documents that leave a multiple of {self.alignment} of the {width} "
                     f"slots, got {sum(row)} slots of documents in row {r}"
                 )
-            segments += [*row, rest]
-        return segments
+            segments += [*zip(row, sub_seq_lengths[r], strict=True), (rest, 0)]
+        return [segment for segment in segments if segment[0]]
 
 
 def _num_actions(examples: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> list[int]:

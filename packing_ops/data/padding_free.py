@@ -233,10 +233,13 @@ class PaddingFreeCollator:
             batch["position_ids"] = metadata.position_ids[None]
         if self.return_seq_idx:
             batch["seq_idx"] = metadata.seq_idx[None]
+        given = metadata.to_transformers()
+        if not self.return_num_targets:
+            given.pop("num_tokens", None)
         if self.return_flash_attn_kwargs:
-            batch.update(metadata.to_transformers())
-            if not self.return_num_targets:
-                batch.pop("num_tokens", None)
+            batch.update(given)
+        elif "num_tokens" in given:  # positions alone do not say that the last document is padding
+            batch["num_tokens"] = given["num_tokens"]
         if self.return_packed_metadata:
             batch["packed_metadata"] = metadata
         return batch

@@ -277,11 +277,15 @@ def _without_tokens(fields: Fields, shape: tuple[int, ...], padding: int) -> Map
             return rebuilt(value, emptied)
         if isinstance(value, PackedMetadata):
             return PackedMetadata.from_lengths([], total=padding, device=value.cu_seqlens.device)
+        if name.endswith("num_tokens") and isinstance(value, int):
+            return 0
         if name.startswith(("max_length", "max_seqlen")):
             longest = padding if name.startswith("max_length") else 0
             return torch.full_like(value, longest) if isinstance(value, torch.Tensor) else longest
         if not fields.has_rows(key, value):
             return value
+        if name.endswith("num_tokens"):
+            return value.new_zeros(1 if padding else 0)  # of the document that the padding is
         if "cu_seq" in name:
             ends = 2 if padding and "cu_seq_lens" in name else 1
             return torch.arange(ends, dtype=value.dtype, device=value.device) * padding

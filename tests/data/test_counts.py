@@ -77,6 +77,36 @@ def test_pairs(device):
     assert counted(padded) == (8, 6, 4)
 
 
+def test_a_document_of_the_padding_token_is_no_padding():
+    """num_tokens says what is; without it, and without labels, nobody can."""
+    row = PaddingFreeCollator(max_seq_length=8)([{"input_ids": [0, 0]}, {"input_ids": [0]}])
+    batch = {name: row[name] for name in ("input_ids", "cu_seq_lens_q", "num_tokens")}
+    assert counted(batch) == (3, 5, 2)
+    collator = PackedCollator(12, tp_size=4)
+    packed = collator([{"input_ids": [0] * n, "num_actions": 0} for n in (6, 3, 1)])
+    slots = packed["sequences"].numel()
+    assert counted(collator.model_inputs(packed)) == (10, slots - 10, 3)
+    assert counted({"input_ids": packed["sequences"], "layout": collator.packed_metadata(packed)}) == (10, slots - 10, 3)
+    empty = empty_like_batch(collator.model_inputs(packed), padding=1)
+    assert counted(empty) == (0, 1, 0)
+    assert counted(empty_like_batch(row, padding=1)) == (0, 1, 0)
+
+
+def test_a_prefix_tree_is_refused():
+    """Its segments are no samples, and its rows fewer than their tokens."""
+    prompt = list(range(1, 200))
+    pairs = [{"chosen_input_ids": [*prompt, 7], "rejected_input_ids": [*prompt, 8, 9]}] * 2
+    tree = PaddingFreeDPOCollator(share_prompt=True, return_packed_metadata=True)(pairs)
+    with pytest.raises(ValueError, match="segment_parents: expected packed documents, got a prefix tree"):
+        count_tokens(tree)
+    with pytest.raises(ValueError, match="layout: expected packed documents, got a prefix tree"):
+        count_tokens(
+            {"input_ids": tree["input_ids"], "layout": po.PackedMetadata.from_prefix_tree(tree["prefix_tree"])}
+        )
+    samples = {"input_ids": tree["input_ids"][:, tree["row_of_token"]], "cu_seqlens": tree["sample_cu_seqlens"]}
+    assert counted(samples) == counted(PaddingFreeDPOCollator(concatenated=True)(pairs)) == (802, 0, 4)
+
+
 def test_layouts_that_end_before_the_row(device):
     """open-instruct's own cu_seq_lens, ours and a PackedMetadata: slots after them are padding."""
     ids = torch.arange(1, 8, device=device)

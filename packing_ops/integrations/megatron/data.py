@@ -41,6 +41,8 @@ def packed_seq_params(metadata: po.PackedMetadata) -> PackedSeqParams:
         params.segment_parents = parents  # no field of megatron-core's
     if fields["cu_seqlens_q"] is not metadata.cu_seqlens:  # the padding is its last document, see patch_router
         params.num_tokens = metadata._num_tokens()
+    if metadata.document_tokens is not None:
+        params.document_lengths = metadata._tokens(whole=fields["cu_seqlens_q"] is metadata.cu_seqlens)["num_tokens"]
     return params
 
 

@@ -20,7 +20,7 @@ from packing_ops.integrations.transformers.call import BALANCE, current, fuse, h
 from packing_ops.integrations.transformers.versions import ARGUMENTS, PreTrainedModel, models_in, source_of
 from packing_ops.logps import chunked_cross_entropy
 from packing_ops.router import load_balancing_loss
-from packing_ops.segments import segment_sum
+from packing_ops.segments import segment_sum, slots_with_tokens
 
 _STATE = "_packing_ops_fused_loss"  # in a fused model and in its lm_head: whether its logits were capped
 # In the code of a forward: the lines between head and loss, and those of a cap like Gemma's, which run if its config has one.
@@ -252,8 +252,7 @@ def _of_documents(stock):
         documents = documents.on(device)
         probabilities = [layer.to(device).softmax(-1) for layer in gate_logits]
         if documents.indices is None:
-            slots = torch.arange(rows, device=device)
-            counts = torch.ones_like(slots) if call.num_tokens is None else (slots < call.num_tokens).long()
+            counts = slots_with_tokens(call.num_tokens, documents.cu_seqlens, rows).long()
         else:
             counts = (documents.indices >= 0).long()
             probabilities = [layer[documents.indices.clamp(min=0)] for layer in probabilities]

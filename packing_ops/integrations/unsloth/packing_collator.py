@@ -35,6 +35,8 @@ class PackingCollator:
         metadata = self._layout(batch, lengths)
         batch["position_ids"] = metadata.position_ids[None]
         batch.update(metadata.to_unsloth())
+        if sum(lengths) < metadata.total:
+            batch["num_tokens"] = sum(lengths)  # the padding counts in no balance loss
         if "labels" in batch:
             batch["labels"] = mask_boundary_labels(batch["labels"][0], metadata.cu_seqlens)[None]
         # A layout in transformers' words that the collator gave too must be this one.
@@ -110,8 +112,9 @@ def enable_packing(trainer_or_collator: Any, *, sequence_lengths_key: str = "seq
 
     A batch then is one row: the rows that the collator returned, without their padding, end to end (also longer than
     the model's max_seq_length); ``position_ids`` int64 ``[1, total]`` that restart with each document;
-    ``packed_seq_lengths`` int32 ``[num_documents]``, which end at total: padding after the last document is one more;
-    no attention_mask. Labels that start a document are -100, since no token of the row predicts them.
+    ``packed_seq_lengths`` int32 ``[num_documents]``, which end at total: padding after the last document is one more, and
+    ``num_tokens``, an int, says where it begins; no attention_mask. Labels that start a document are -100, since no
+    token of the row predicts them.
 
     Args:
         trainer_or_collator: a trainer with ``data_collator``, or a collator: a callable that takes a list of examples,

@@ -14,7 +14,9 @@ import transformers
 from hf_models import OLD
 
 import packing_ops as po
+from packing_ops.data import PackedCollator, PaddingFreeCollator
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
+from packing_ops.integrations.unsloth import enable_packing
 
 LENGTHS, TAIL, TOP_K, EXPERTS = [5, 1, 11], 4, 2, 4
 FAMILIES = {
@@ -78,11 +80,43 @@ def test_loss_of_a_packed_row_is_that_of_its_documents(device, family):
 CAUSAL = ["batch", "document"]
 
 
+def rows_of(**options):
+    """The rows of a PackedCollator, with unused ends."""
+    collator = PackedCollator(14, pad_token_id=9, **options)
+    return lambda examples: collator.model_inputs(collator(examples))
+
+
+def with_padding(examples):
+    """A row as a collator of any trainer fills it, through unsloth's."""
+    row = [token for example in examples for token in example["input_ids"]] + [9] * TAIL
+    ids = torch.tensor([row])
+    return {"input_ids": ids, "labels": torch.where(ids == 9, -100, ids)}
+
+
+def unsloth_row(examples):
+    batch = enable_packing(with_padding)(examples)
+    assert batch.pop("packed_seq_lengths").sum() == batch["input_ids"].numel()
+    return batch
+
+
+COLLATED = {
+    "rows": rows_of(),
+    "aligned rows": rows_of(tp_size=4),
+    "positions alone": PaddingFreeCollator(
+        max_seq_length=sum(LENGTHS) + TAIL, pad_token_id=9, return_flash_attn_kwargs=False
+    ),
+    "unsloth": unsloth_row,
+}
+
+
 def inputs_of(kind, documents, metadata, device):
     """The batch of a model's call: a packed row with padding at its end, or padded rows."""
     if kind == "packed":
         row = torch.nn.functional.pad(torch.cat(documents), (0, TAIL), value=9)[None]
         return {"input_ids": row, "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
+    if kind in COLLATED:
+        batch = COLLATED[kind]([{"input_ids": each.tolist(), "num_actions": 0} for each in documents])
+        return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
     longest = max(LENGTHS) + 2
     rows = torch.full((len(documents), longest), 9, device=device)
     mask = torch.zeros_like(rows)
@@ -102,7 +136,7 @@ def expected_loss(model, stock, documents, kind):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("form", ["packed", "padded"])
+@pytest.mark.parametrize("form", ["packed", "padded", *COLLATED])
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_balance_loss_of_a_model(device, family, form, kind):
     """aux_loss, what the loss adds of it, and its gradients."""
@@ -113,6 +147,7 @@ def test_balance_loss_of_a_model(device, family, form, kind):
     assert apply_packing_ops(model, balance_loss=kind, strict=True)
     batch = inputs_of(form, documents, metadata, device)
     labels = torch.where(batch["input_ids"] == 9, -100, batch["input_ids"])
+    batch.pop("labels", None)
     model.router_aux_loss_coef = 0.0
     plain = model(**batch, labels=labels).loss
     model.router_aux_loss_coef = 0.7
@@ -239,3 +274,11 @@ def test_images_with_as_many_patches_as_the_text_has_slots():
         wanted = model(**batch, output_router_logits=True).aux_loss
         apply_packing_ops(model, balance_loss="batch", strict=True)
         torch.testing.assert_close(model(**batch, output_router_logits=True).aux_loss, wanted)
+
+
+def test_tokens_of_other_documents_are_named(device):
+    model, _, tokens, metadata = made("mixtral", device)
+    apply_packing_ops(model, balance_loss="batch")
+    given = metadata.to_transformers() | {"num_tokens": torch.tensor(LENGTHS, device=device)}
+    with pytest.raises(ValueError, match=r"num_tokens: expected a number or \[num_documents=4\] like cu_seqlens, got int64"):
+        model(tokens, position_ids=metadata.position_ids[None], **given)
