@@ -294,9 +294,7 @@ class PackedCollator:
         tokens = torch.tensor([tokens for _, tokens in segments], dtype=torch.int32, device="cpu")
         return replace(metadata, document_tokens=tokens.to(sequences.device, non_blocking=True))
 
-    def _segments(
-        self, sub_seq_lengths: Sequence[Sequence[int]], num_rows: int, width: int
-    ) -> list[tuple[int, int]]:
+    def _segments(self, sub_seq_lengths: Sequence[Sequence[int]], num_rows: int, width: int) -> list[tuple[int, int]]:
         """(slots, tokens) of each document and, after those of a row, of its unused end; all rows in one list."""
         if len(sub_seq_lengths) != num_rows:
             raise ValueError(f"sub_seq_lengths: expected {num_rows} lists, one per row, got {len(sub_seq_lengths)}")

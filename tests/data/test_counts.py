@@ -86,7 +86,11 @@ def test_a_document_of_the_padding_token_is_no_padding():
     packed = collator([{"input_ids": [0] * n, "num_actions": 0} for n in (6, 3, 1)])
     slots = packed["sequences"].numel()
     assert counted(collator.model_inputs(packed)) == (10, slots - 10, 3)
-    assert counted({"input_ids": packed["sequences"], "layout": collator.packed_metadata(packed)}) == (10, slots - 10, 3)
+    assert counted({"input_ids": packed["sequences"], "layout": collator.packed_metadata(packed)}) == (
+        10,
+        slots - 10,
+        3,
+    )
     empty = empty_like_batch(collator.model_inputs(packed), padding=1)
     assert counted(empty) == (0, 1, 0)
     assert counted(empty_like_batch(row, padding=1)) == (0, 1, 0)

@@ -280,5 +280,7 @@ def test_tokens_of_other_documents_are_named(device):
     model, _, tokens, metadata = made("mixtral", device)
     apply_packing_ops(model, balance_loss="batch")
     given = metadata.to_transformers() | {"num_tokens": torch.tensor(LENGTHS, device=device)}
-    with pytest.raises(ValueError, match=r"num_tokens: expected a number or \[num_documents=4\] like cu_seqlens, got int64"):
+    with pytest.raises(
+        ValueError, match=r"num_tokens: expected a number or \[num_documents=4\] like cu_seqlens, got int64"
+    ):
         model(tokens, position_ids=metadata.position_ids[None], **given)
