@@ -76,8 +76,7 @@ class PackedCall:
         mask = _argument("attention_mask", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.needs_positions = positions is None  # of models that otherwise count along the row
-        # (batch, what to say where a row has several documents), see refuse_own_positions
-        self.missing_positions = None
+        self.where_several = None  # (batch, what to say at the end where a row has several documents), see documents.py
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         if REQUESTS in kwargs:  # a dict: the cache of a layer knows which
             self.cu_seqlens_k = None
@@ -236,10 +235,10 @@ class PackedCall:
             refuse_where(several_in(self.position_ids, self.padding), self._refusal("position_ids"))
         if "attention_mask" in self.lost:
             refuse_where(several_in(numbers=self.numbers), self._refusal("attention_mask"))
-        if self.missing_positions is None:
+        if self.where_several is None:
             return
         # Where an attention found the documents, the host knows whether there are several.
-        batch, message = self.missing_positions
+        batch, message = self.where_several
         known = [found.several for _, (_, _, padding, _), found in self.answers if padding is self.numbers]
         known = [several for several in known if several is not None]
         several = known[0] if known else self.several(batch)

@@ -18,6 +18,7 @@ from packing_ops._checks import checked_documents
 from packing_ops.integrations.transformers.versions import (
     PreTrainedModel,
     class_name,
+    constant,
     constant_of_model,
     reads_text,
     source_of,
@@ -314,6 +315,68 @@ def since_start(axes, padding):
     return slots - (slots * starts).cummax(1).values
 
 
+# --- models of one document in a row: an encoder-decoder, and heads that have one result or one target for a row ---
+
+_ENCODER = "decoder_input_ids"  # an argument of a model that has both
+_OF_ROWS = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label", "mc_labels")
+_ONE_RESULT = re.compile(r"\b\w*(SequenceClassifi|MultipleChoice|NextSentence|DoubleHeads)\w*\(")
+
+
+def refuse_encoder_decoder(model, call, args, kwargs) -> None:
+    """ValueError if a row of either side has several documents: the decoder's row attends to the encoder's whole row."""
+    names = _names_of(type(model))
+    if call.outer is not None or not (_ENCODER in names or kwargs.get("encoder_hidden_states") is not None):
+        return
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask = given.get("decoder_attention_mask")
+    decoder_numbers = mask if is_tensor(mask, 2) and mask.dtype != torch.bool else None
+    batch = next((len(given[name]) for name in (_ENCODER, "input_ids") if given.get(name) is not None), 1)
+    for name, several in (
+        ("position_ids", several_in(call.position_ids, call.padding)),
+        ("cu_seq_lens_q", several_in(cu_seqlens=call.cu_seqlens, batch=batch)),
+        ("attention_mask", several_in(numbers=call.numbers)),
+        ("decoder_position_ids", several_in(given.get("decoder_position_ids"), mask)),
+        ("decoder_attention_mask", several_in(numbers=decoder_numbers)),
+    ):
+        refuse_where(
+            several,
+            f"{name}: expected one document in each row, got several, and the decoder of {call.name} attends to the "
+            f"encoder's whole row; {ROW_EACH}",
+        )
+
+
+def refuse_one_result(model, call, kwargs, position_ids, batch) -> None:
+    """ValueError if a row has several documents, and the model has one result or one target for it."""
+    targets = [name for name in _OF_ROWS if kwargs.get(name) is not None]
+    if call.outer is not None or not (targets or _has_one_result(type(model))):
+        return
+    has = f"takes one {targets[0]} for each row" if targets else "scores one token of each row"
+    message = (
+        f"{call.named_by()}: expected one document in each row, got several, and {call.name} {has}; {ROW_EACH}, or call "
+        "the model inside of it, and its head with the hidden states at last_token_indices(cu_seqlens)"
+    )
+    if position_ids is None and call.cu_seqlens is None:  # attention finds the numbers' documents: the host then knows
+        call.where_several = batch, message
+    else:
+        refuse_where(call.several(batch, position_ids), message)
+
+
+@constant
+def _names_of(cls) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+@constant
+def _has_one_result(cls) -> bool:
+    for base in cls.__mro__:
+        source = source_of(inspect.unwrap(base.forward)) if "forward" in vars(base) else ""
+        if _ONE_RESULT.search(source):
+            return True
+        if source and "super().forward(" not in source:
+            return False
+    return False
+
+
 # --- models that count positions along the row ---
 
 # Packed documents after the first would get other positions than alone. Some models take no positions (BART's decoders).
@@ -345,7 +408,7 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
                 "PackedMetadata.position_ids do; in RoBERTa and its like at padding_idx + 1), got None beside several "
                 f"documents in {call.named_by()}, and {needs} then counts along the row"
             )
-            call.missing_positions = batch, message
+            call.where_several = batch, message
 
 
 def _counting(module, of_text=False) -> tuple[str, str]:

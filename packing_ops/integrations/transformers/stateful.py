@@ -18,7 +18,13 @@ import torch
 
 from packing_ops.integrations._patching import function_of, put_around, take_out_function
 from packing_ops.integrations.transformers.call import here, traced
-from packing_ops.integrations.transformers.documents import ROW_EACH, refuse_own_positions, refuse_where
+from packing_ops.integrations.transformers.documents import (
+    ROW_EACH,
+    refuse_encoder_decoder,
+    refuse_one_result,
+    refuse_own_positions,
+    refuse_where,
+)
 from packing_ops.integrations.transformers.stateful_rows import (
     BOUNDARIES,
     CACHES,
@@ -258,6 +264,7 @@ def _classes_in(module: str) -> dict[str, str]:
 
 def find_documents_of(model, call, args, kwargs) -> None:
     """Sets ``call.row_documents`` where rows hold several documents and some of the model's layers have a state."""
+    refuse_encoder_decoder(model, call, args, kwargs)
     # A call without a sequence, or inside one that has looked already.
     tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
@@ -274,6 +281,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
         return
 
     # Layers that cannot have several documents in a row.
+    refuse_one_result(model, call, kwargs, position_ids, batch)
     refuse_own_positions(model, call, position_ids, batch)
     stateful, has_attention, unknown = prepare(model, call.padding is not None)
     if unknown:
