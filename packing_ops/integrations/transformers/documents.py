@@ -328,15 +328,15 @@ def refuse_encoder_decoder(model, call, args, kwargs) -> None:
     if call.outer is not None or not (_ENCODER in names or kwargs.get("encoder_hidden_states") is not None):
         return
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    mask = given.get("decoder_attention_mask")
-    decoder_numbers = mask if is_tensor(mask, 2) and mask.dtype != torch.bool else None
+    masks = {name: given.get(name) for name in ("decoder_attention_mask", "encoder_attention_mask")}
+    numbers = {name: m for name, m in masks.items() if is_tensor(m, 2) and m.dtype != torch.bool}
     batch = next((len(given[name]) for name in (_ENCODER, "input_ids") if given.get(name) is not None), 1)
     for name, several in (
         ("position_ids", several_in(call.position_ids, call.padding)),
         ("cu_seq_lens_q", several_in(cu_seqlens=call.cu_seqlens, batch=batch)),
         ("attention_mask", several_in(numbers=call.numbers)),
-        ("decoder_position_ids", several_in(given.get("decoder_position_ids"), mask)),
-        ("decoder_attention_mask", several_in(numbers=decoder_numbers)),
+        ("decoder_position_ids", several_in(given.get("decoder_position_ids"), masks["decoder_attention_mask"])),
+        *((name, several_in(numbers=mask)) for name, mask in numbers.items()),
     ):
         refuse_where(
             several,
