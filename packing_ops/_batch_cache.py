@@ -10,9 +10,11 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from packing_ops import _ops
 from packing_ops._checks import check_unchanged
@@ -39,6 +41,12 @@ def _traced() -> bool:
     """Whether a dispatch mode makes results fake. Modes that only observe, such as profilers, do not."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Hides ops from modes that observe. What is computed once for several layers must not be among the ops of one: selective
+    checkpointing takes each op of a layer's recomputation for the same one of its forward."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _stream(tensor: torch.Tensor) -> int:
@@ -178,7 +186,7 @@ def kept_with(
         entry.layer = layer
         if checked_by_kernel or follows or _unchanged(tensors, entry.values):
             return entry.made
-    with torch.inference_mode(False), torch.no_grad():  # the next call may train
+    with torch.inference_mode(False), torch.no_grad(), unseen():  # the next call may train
         values = None if checked_by_kernel else [tensor.clone() for tensor in tensors]
         made = make()
     entries.pop(key, None)
@@ -191,15 +199,16 @@ def kept_with(
 
 def _unchanged(tensors, values) -> bool:
     """On CUDA always True: a change is a fault of a later call, so that nothing waits for the comparison."""
-    if not tensors[0].is_cuda:
-        return all(map(torch.equal, tensors, values))
-    try:
-        for tensor, value in zip(tensors, values, strict=True):
-            check_unchanged(tensor, value)
-    except ValueError:
-        forget()
-        raise
-    return True
+    with unseen():
+        if not tensors[0].is_cuda:
+            return all(map(torch.equal, tensors, values))
+        try:
+            for tensor, value in zip(tensors, values, strict=True):
+                check_unchanged(tensor, value)
+        except ValueError:
+            forget()
+            raise
+        return True
 
 
 def forget() -> None:

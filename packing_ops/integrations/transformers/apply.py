@@ -368,12 +368,17 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
 
 def _by_blocks(module: torch.nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "apply_packing_ops(invariant=True): torch.compile is not served on the CPU, where the sums that it makes "
-            "depend on the number of rows"
-        )
+        _refuse_graph()
     with _invariant.ProductsByBlocks():
         return before(*args, **kwargs) if before is not None else type(module).forward(module, *args, **kwargs)
+
+
+@torch.compiler.assume_constant_result  # called by the compiler: what a traced function raises makes it go on in parts
+def _refuse_graph() -> None:
+    raise NotImplementedError(
+        "apply_packing_ops(invariant=True): torch.compile is not served on the CPU, where the sums that it makes depend on "
+        "the number of rows"
+    )
 
 
 # --- info ---

@@ -16,7 +16,7 @@ from packing_ops.integrations.transformers import continuous_batching, masks, se
 from packing_ops.integrations.transformers.call import (
     NAMES,
     REQUESTS,
-    call_to_mark,
+    call_of_layers,
     current,
     documents_of,
     numbers_of,
@@ -169,8 +169,8 @@ def packing_ops_attention(
                 f"segment_parents: expected a model that passes them to its attention, got {type(module).__name__} without "
                 "them; give it the samples as packed documents"
             )
-        documents = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
-        visible_end, none = (None, "the last queries of a row") if pattern.last else pattern.visible_end(documents)
+        documents, visible_end, none = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
+        visible_end, none = (None, "the last queries of a row") if pattern.last else (visible_end, none)
         options = options if visible_end is None else options._replace(visible_end=visible_end)
     else:
         if attention_mask is None and position_ids is not None:
@@ -201,7 +201,7 @@ def _of_tree(heads, cu_seqlens, parents, options, reason):
         raise ValueError(
             "cu_seq_lens_q: expected the segments of the tree beside segment_parents, also as cu_seq_lens_k"
         )
-    if (call := call_to_mark()) is not None:
+    if (call := call_of_layers()) is not None:
         call.reached_by("segment_parents", segments)
     return attend(*_one_dtype(*heads), segments, segments, options, layout="bhsd", parents=parents)[0]
 
@@ -364,23 +364,23 @@ def _by_sdpa(module, query, key, value, mask, options, dropout, given):
 
 def documents_of_layer(module, query, mask, cu_seqlens, position_ids):
     """By what the layer is given."""
-    numbers, layer = numbers_of(mask, current()), getattr(module, "layer_idx", None)
+    numbers, layer = numbers_of(mask, call_of_layers()), getattr(module, "layer_idx", None)
     padding = mask if numbers is None else numbers
     return documents_of(query, cu_seqlens, padding, position_ids, layer).on(query.device)
 
 
 def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
-    """The documents of query ``[batch, num_heads, seqlen, head_dim]`` under a MaskPattern; of key, for the last queries."""
+    """MaskPattern.documents of query ``[batch, num_heads, seqlen, head_dim]``; of key, for the last queries."""
     seqlen, length = query.shape[2], pattern.length
     if key.shape[2] == length and seqlen == (length if pattern.last is None else pattern.last):
-        return pattern.documents(key, cu_seqlens, position_ids).on(query.device)
+        return pattern.documents(key, cu_seqlens, position_ids)
     # Ulysses of other libraries: the mask was made for this rank's slots, position_ids are gathered as the heads are.
     gathered = seqlen == key.shape[2] and length > 0 and seqlen % length == 0
     if not gathered or position_ids is None or tuple(position_ids.shape) != (query.shape[0], seqlen):
         lengths = f"{seqlen} queries and {key.shape[2]} keys"
         raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
     _refuse_parts(length, seqlen, cu_seqlens, pattern.padding)
-    return documents_of_layer(module, query, None, (None, None), position_ids)
+    return documents_of_layer(module, query, None, (None, None), position_ids), None, ""
 
 
 def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window):
@@ -394,7 +394,7 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
         return
     if not call.looked_at_parts:  # once for all layers
         _refuse_parts(length, seqlen, cu_seqlens, call.mask)
-        call.looked_at_parts = True
+        call.looked_at_parts = not torch.compiler.is_compiling()  # a graph writes nothing that it reads
     masks = {mask and (mask[0], _narrow(mask[1], seqlen)) for mask in call.masks}
     of_layer = causal, _narrow(window, seqlen)
     # Of several masks, a layer that passes no window may have had one that has.

@@ -83,6 +83,7 @@ class PackedCall:
         if self.cu_seqlens is None:  # one is for both
             self.cu_seqlens = self.cu_seqlens_k
         sequence = sequence_group.of(model)
+        self.on_ranks = sequence is not None
         if sequence is not None:  # cu_seqlens are of a row of which this rank has a part
             if BALANCE in model.__dict__:
                 raise ValueError("balance_loss: expected False beside a sequence_group: documents lie on several ranks")
@@ -293,7 +294,7 @@ def numbers_of(mask, call) -> torch.Tensor | None:
 
 def documents_of(query, cu_seqlens, padding, position_ids, layer=None):
     """The documents of query ``[batch, num_heads, seqlen, head_dim]``: of the call that runs, else of these arguments."""
-    call = call_to_mark()
+    call = call_of_layers()
     if call is None:
         return find_documents(query, cu_seqlens, padding, position_ids, layer)
     call.reached(padding, *cu_seqlens, position_ids)
@@ -316,10 +317,10 @@ def current() -> PackedCall | None:
     return here().call
 
 
-def call_to_mark() -> PackedCall | None:
-    """The call whose documents an attention uses. None in a layer compiled alone: the mask, made outside, has marked them."""
-    call = current()
-    return None if call is None or (torch.compiler.is_compiling() and not call.traced) else call
+def call_of_layers() -> PackedCall | None:
+    """What a layer may ask: the call that runs; in a graph only one that began in it. A layer that is compiled alone runs
+    again in the backward of a checkpoint, when the call is over: it must find the same then, or another graph is made."""
+    return traced.begun if torch.compiler.is_compiling() else _now.call
 
 
 def watched(begin, stock):
@@ -345,6 +346,7 @@ def watched(begin, stock):
         outer = now.call
         call = PackedCall(self, args, kwargs, outer)
         args, kwargs = call.with_ones(args, kwargs)
+        begun, traced.begun = traced.begun, call if call.traced else None
         now.call = traced.call = call  # what it calls may be compiled
         try:
             if call.guard is None or call.guard.has_state:
@@ -353,6 +355,7 @@ def watched(begin, stock):
             outputs = stock(self, *args, **kwargs)
         finally:
             now.call = traced.call = outer
+            traced.begun = begun
             now.mask_arguments = None
 
         # Documents that nothing kept apart.
@@ -407,10 +410,13 @@ def without_first_labels(model, call, kwargs):
 
 
 class _Now(threading.local):
-    """State of this thread. mask_arguments, preparing: see masks.py; fused: see fused_loss.py; row_documents: see stateful.py."""
+    """State of this thread. mask_arguments, preparing: see masks.py; fused: see fused_loss.py; row_documents: see stateful.py.
+
+    begun: the call, where it is traced: see call_of_layers.
+    """
 
     def __init__(self):  # not of the class: a graph that looks for them in the object would hold until one is set
-        self.call = self.mask_arguments = self.fused = self.row_documents = None
+        self.call = self.begun = self.mask_arguments = self.fused = self.row_documents = None
         self.preparing = False
 
 
@@ -421,7 +427,7 @@ class _Traced:
     all threads: two of them that call compiled models at the same time may find each other's call.
     """
 
-    call = mask_arguments = fused = row_documents = None
+    call = begun = mask_arguments = fused = row_documents = None
     preparing = False
 
 

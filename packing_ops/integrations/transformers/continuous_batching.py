@@ -11,7 +11,7 @@ from packing_ops._arguments import sum_dtype
 from packing_ops._batch_cache import kept_with
 from packing_ops.attention import attend
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers.call import NAMES, call_to_mark
+from packing_ops.integrations.transformers.call import NAMES, call_of_layers
 from packing_ops.paged_attention import KeyPages, attend_pages
 
 # --- attention over its cache ---
@@ -26,7 +26,7 @@ def attend_requests(module, heads, cu_seqlens, options, reason, given):
         raise NotImplementedError(
             f"cache: expected a call that varlen attention serves beside a paged one, got {reason}"
         )
-    if (call := call_to_mark()) is not None:
+    if (call := call_of_layers()) is not None:
         call.reached_by("cache", cu_seqlens[0])
     query, key, value = heads
     of_layer = {**given, "cu_seq_lens_k": cu_seqlens[1]}

@@ -40,17 +40,17 @@ class BatchDocuments:
     def __init__(self, cu_seqlens, indices=None, has_interior_padding=False, several=None):
         self.cu_seqlens, self.indices = cu_seqlens, indices
         self.has_interior_padding, self.several = has_interior_padding, several
-        self.device, self.copies = cu_seqlens.device, {}
+        self.device = cu_seqlens.device
 
     def on(self, device):
         """The same documents on another device, for models with layers on several."""
         if self.device == device:
             return self
-        if device not in self.copies:
-            indices = None if self.indices is None else self.indices.to(device)
-            moved = self.cu_seqlens.to(device), indices, self.has_interior_padding, self.several
-            self.copies[device] = BatchDocuments(*moved)
-        return self.copies[device]
+        return kept_with([self.cu_seqlens], ("documents on", device), lambda: self._moved(device))
+
+    def _moved(self, device):
+        indices = None if self.indices is None else self.indices.to(device)
+        return BatchDocuments(self.cu_seqlens.to(device), indices, self.has_interior_padding, self.several)
 
     def document_ids(self, batch, seqlen):
         """int32 ``[batch, seqlen]``: the document of each slot, -1 for padding."""

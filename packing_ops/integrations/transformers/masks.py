@@ -20,7 +20,7 @@ from packing_ops.integrations.transformers.call import (
     NAMES,
     OTHER_POSITIONS,
     PATTERN,
-    call_to_mark,
+    call_of_layers,
     current,
     documents_of,
     here,
@@ -40,7 +40,7 @@ from packing_ops.visible_ends import visible_end_from_blocks
 
 
 class MaskPattern:
-    """Causal or not, the window, and where the documents are: found by the first layer, read by all.
+    """Causal or not, the window, and where the documents are: found before the layers, which write nothing here.
 
     padding, position_ids, axes: see MaskArguments.
     blocks: [batch, slots], tokens of one number from 0 on see each other, beside causality; or None.
@@ -53,8 +53,7 @@ class MaskPattern:
         self.causal, self.window, self.length, self.axes = causal, window, length, axes
         self.padding, self.position_ids, self.blocks = padding, position_ids, blocks
         self.shape, self.ndim, self.last = torch.Size((batch, 1, length, length)), 4, None
-        self._documents = self._cu_seqlens = self._visible_end = None
-        self.of_tree = False
+        self._found, self.of_tree = None, False
 
     def dim(self):
         return self.ndim
@@ -62,26 +61,33 @@ class MaskPattern:
     def size(self, dim=None):
         return self.shape if dim is None else self.shape[dim]
 
-    def documents(self, query, cu_seqlens, position_ids):
-        """Found for the first layer, and kept for all that are given the same cu_seqlens (of queries, of keys)."""
-        kept = self._cu_seqlens
-        if kept is None or kept[0] is not cu_seqlens[0] or kept[1] is not cu_seqlens[1]:
-            position_ids = position_ids if self.position_ids is None and not self.axes else self.position_ids
-            wanted, call = cu_seqlens, call_to_mark()
-            if wanted[0] is None and wanted[1] is None and self.position_ids is not None and call is not None:
-                # The layers may not get those of the model's call: positions must agree with them.
-                wanted = call.cu_seqlens, call.cu_seqlens_k
-            self._documents, self._cu_seqlens = documents_of(query, wanted, self.padding, position_ids), cu_seqlens
-        return self._documents
+    def find(self, slots, cu_seqlens):
+        """Called before the layers. A layer may run again in the backward of a checkpoint, in a graph of its own: what one
+        wrote here it would read then.
 
-    def visible_end(self, documents):
-        """(that of varlen_attention for the packed rows or None, why it cannot be found or "")."""
-        if self.blocks is None:
-            return None, ""
-        if self._visible_end is None or self._visible_end[0] is not documents:
-            self._visible_end = documents, ends_of_blocks(documents, self.blocks)
-        ends = self._visible_end[1]
-        return ends, "" if ends is not None else "blocks of a mask that are no runs of neighbours"
+        slots: a tensor ``[batch, 1, length]`` on their device. cu_seqlens: of the model's call, (of queries, of keys).
+        """
+        documents = documents_of(slots, cu_seqlens, self.padding, self.position_ids)
+        self._found = cu_seqlens, documents, self._ends(documents)
+
+    def documents(self, key, cu_seqlens, position_ids):
+        """(those of key ``[batch, num_heads, length, head_dim]``, visible_end of varlen_attention for their packed rows or
+        None, why that cannot be found or ""). cu_seqlens, position_ids: as the layer got them, (None, None) without."""
+        # Layers may get none of the call's: positions agree with them.
+        found = self._found
+        if found is not None and all(
+            given is None or given is kept for given, kept in zip(cu_seqlens, found[0], strict=True)
+        ):
+            documents, ends = found[1:]
+        else:
+            position_ids = position_ids if self.position_ids is None and not self.axes else self.position_ids
+            documents = documents_of(key, cu_seqlens, self.padding, position_ids)
+            ends = self._ends(documents)
+        none = "" if self.blocks is None or ends is not None else "blocks of a mask that are no runs of neighbours"
+        return documents.on(key.device), ends, none
+
+    def _ends(self, documents):
+        return None if self.blocks is None else ends_of_blocks(documents, self.blocks)
 
     def _refuse(self, *_):
         raise TypeError(_READ)
@@ -163,6 +169,9 @@ def packing_ops_mask(
         if call is not None and call.segment_parents is not None and made.causal:
             made.of_tree = True
             call.reached_by("segment_parents", call.cu_seqlens)
+        elif (prepared.position_ids is not None or prepared.axes) and (call is None or not call.on_ranks):
+            slots = torch.empty(batch_size, 1, q_length, dtype=torch.bool, device=kwargs.get("device"))
+            made.find(slots, (None, None) if call is None else (call.cu_seqlens, call.cu_seqlens_k))
         return made
     # A tensor: documents are compared for each query and key.
     by_document = q_length > 1 and not (prepared.position_ids is None and prepared.numbers is None)
@@ -194,7 +203,7 @@ def has_documents_of(cu_seqlens, mask) -> bool:
     """Whether this tensor was made by position_ids that were found to agree with these cu_seqlens."""
     if cu_seqlens is None or mask is None:
         return False
-    call = current()
+    call = call_of_layers()
     if call is not None and call.checked is not None and call.cu_seqlens is cu_seqlens:
         return True
     return kept_with([mask], _MADE_FOR, lambda: None, checked_by_kernel=True) is cu_seqlens  # recomputed, in no call

@@ -16,6 +16,7 @@ import weakref
 
 import torch
 
+from packing_ops._batch_cache import unseen
 from packing_ops.integrations._patching import function_of, put_around, take_out_function
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
@@ -363,8 +364,10 @@ def _with_documents(documents, function, *args, **kwargs):
 
 def _current_documents():
     now = here()
+    if now.row_documents is not None:  # set by _checkpoint, also when the layer runs again: nothing else is looked at
+        return now.row_documents
     call = now.call or traced.call
-    return now.row_documents if call is None or now.row_documents is not None else call.row_documents
+    return None if call is None else call.row_documents
 
 
 def _forward(layer, stock, isolations, *args, **kwargs):
@@ -395,7 +398,8 @@ def _apart(layer, run, isolations, found, args, kwargs):
     if device.type not in isolations:
         kind, inside = _kind_of(layer)[0], calls_attention_inside(layer)
         why = f"{kind.value} calls attention inside, whose documents are those of the whole batch" if inside else None
-        isolations[device.type] = why or isolation_of(layer, kind, run, named, documents, shape, axes)
+        with unseen():
+            isolations[device.type] = why or isolation_of(layer, kind, run, named, documents, shape, axes)
     isolation = isolations[device.type]
     call = here().call  # None where it is recomputed in backward
     if isinstance(isolation, str):

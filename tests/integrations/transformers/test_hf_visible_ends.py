@@ -221,8 +221,8 @@ OVERLAYS = {
 
 def dense(pattern, positions):
     """What a MaskPattern with blocks stands for, as varlen_attention is told."""
-    documents = pattern.documents(torch.zeros(1, 1, pattern.length, 8), (None, None), positions)
-    ends = pattern.visible_end(documents)[0].split(LENGTHS)
+    _, ends, _ = pattern.documents(torch.zeros(1, 1, pattern.length, 8), (None, None), positions)
+    ends = ends.split(LENGTHS)
     parts = [oracle.visible(n, n, True, pattern.window, visible_end=end) for n, end in zip(LENGTHS, ends, strict=True)]
     return torch.block_diag(*parts).bool()[None, None]
 

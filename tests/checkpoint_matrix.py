@@ -1,0 +1,321 @@
+"""Gradient checkpointing beside compiled layers, in every setting of a training: loss and gradients against eager ones.
+
+On a GPU, or without one on the CPU:  python tests/checkpoint_matrix.py [--part 1/8] [--only llama layers] [--out table.md] [--all]
+On several, beside a wrapper:         torchrun --nproc-per-node 2 tests/checkpoint_matrix.py --around fsdp2 [--out table.md]
+
+A row of the table is one setting, with what came out: "same bits", "as exact" (another order of sums: against float64 the error
+is at most twice that of eager code), "refused" with the first words of the error, before anything is trained, or what is wrong.
+The exit status is 1 where a row is wrong.
+"""
+
+import argparse
+import functools
+import importlib.util
+import itertools
+import os
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import transformers  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts  # noqa: E402
+
+import packing_ops as po  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
+
+
+class Setting(NamedTuple):
+    """One of each axis of AXES."""
+
+    family: str
+    compiled: str
+    checkpointing: str
+    documents: str
+    loss: str
+    trained: str
+    swapped: str
+
+    def __str__(self):
+        return " | ".join(self)
+
+
+AXES = {
+    "family": ["llama", "moe", "hybrid", "vlm"],
+    "compiled": ["eager", "layers", "layers dynamic", "model"],
+    # around: torch's checkpoint around each layer, where transformers up to 5.22 puts its own; later ones put theirs inside
+    "checkpointing": ["none", "reentrant", "non-reentrant", "selective", "around"],
+    "documents": ["position_ids", "cu_seq_lens_q", "numbered mask"],
+    "loss": ["stock loss", "fused loss"],
+    "trained": ["full", "LoRA"],
+    "swapped": ["plain", "rms_norm", "invariant"],
+}
+SWAPPED = {"plain": {}, "rms_norm": {"rms_norm": True}, "invariant": {"invariant": True}}
+LENGTHS = [[5, 9, 2, 16], [30], [7] * 4]  # of the documents of each step: other numbers, other totals
+
+_SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+# All experts of a token: a router's choice would differ by a rounding.
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4, "experts_implementation": "batched_mm"}
+_VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
+
+
+def config_of(family):
+    if family == "llama":
+        return transformers.LlamaConfig(**_SIZES)
+    if family == "moe":
+        return transformers.MixtralConfig(**_SIZES, **_EXPERTS)
+    if family == "hybrid":
+        return transformers.Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
+    axes = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = {**_SIZES, "rope_parameters": axes}
+    return transformers.Qwen2VLConfig(text_config=text, vision_config=_VISION, tie_word_embeddings=False)
+
+
+def model_of(family, device, dtype):
+    """The same weights for every setting, in train mode."""
+    config = config_of(family)
+    text = config.get_text_config()
+    text.use_cache = config.use_cache = False
+    auto = transformers.AutoModelForImageTextToText if family == "vlm" else transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = auto.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    return model.to(device, dtype).train()
+
+
+def layers_of(model):
+    return next(module for name, module in model.named_modules() if name.endswith("layers") and "visual" not in name)
+
+
+def settings(every=False):
+    """Of the first four axes everything, each time with one of the twelve combinations of the others in turn; or all of them."""
+    axes = list(AXES.values())
+    if every:
+        return [Setting(*each) for each in itertools.product(*axes)]
+    others, found = list(itertools.product(*axes[4:])), []
+    for family, compiled in itertools.product(*axes[:2]):
+        turns = itertools.cycle(random.Random(f"{family} {compiled}").sample(others, len(others)))
+        found += [Setting(family, compiled, *each, *next(turns)) for each in itertools.product(*axes[2:4])]
+    return found
+
+
+# --- a training of one setting ---
+
+
+def selective():
+    """Products are kept, everything else is computed again."""
+
+    def policy(_, function, *args, **kwargs):
+        kept = function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def prepared(model, setting, backend):
+    """The model as a user sets it up: swapped, with adapters, compiled, checkpointed."""
+    applied = apply_packing_ops(model, fused_loss=setting.loss == "fused loss", strict=True, **SWAPPED[setting.swapped])
+    assert applied.attention
+    if setting.trained == "LoRA":
+        import peft
+
+        targets = ["q_proj", "v_proj", "in_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        model.enable_input_require_grads()  # of reentrant checkpoints
+    layers = layers_of(model)
+    if setting.compiled.startswith("layers"):
+        for layer in layers:
+            layer.compile(backend=backend, dynamic=True if setting.compiled == "layers dynamic" else None)
+    how = setting.checkpointing
+    if how == "around":
+        for index, layer in enumerate(layers):
+            layers[index] = checkpoint_wrapper(layer)
+    elif how != "none":
+        options = {"use_reentrant": how == "reentrant"}
+        if how == "selective":
+            options["context_fn"] = selective
+        model.gradient_checkpointing_enable(options)
+    if setting.compiled == "model":
+        model.compile(backend=backend)
+    return model
+
+
+def batch_of(lengths, documents, seed, device):
+    generator = torch.Generator().manual_seed(seed)
+    metadata = po.PackedMetadata.from_lengths(lengths)
+    ids = torch.randint(3, 90, (1, metadata.total), generator=generator)
+    labels = ids.masked_fill(metadata.position_ids[None] == 0, -100)
+    batch = {"input_ids": ids, "labels": labels}
+    if documents == "numbered mask":
+        batch["attention_mask"] = metadata.seq_idx.long()[None] + 1
+    else:
+        batch["position_ids"] = metadata.position_ids[None].long()
+    if documents == "cu_seq_lens_q":
+        batch |= metadata.to_transformers()
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def in_a_thread(function):
+    """As some loops run their backward: what a forward left in its thread is not there."""
+    raised = []
+
+    def run():
+        try:
+            function()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+def trained(setting, device, dtype, backend="inductor", around=None):
+    """(losses of the steps, gradients by name), in float64 on the CPU; the backward of the second step in another thread."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model = prepared(model_of(setting.family, device, dtype), setting, backend)
+    outer = wrapped(model, around)
+    try:
+        losses = []
+        for step, lengths in enumerate(LENGTHS):
+            loss = outer(**batch_of(lengths, setting.documents, step, device)).loss
+            (in_a_thread if step == 1 and around is None else lambda call: call())(loss.backward)
+            losses.append(loss.detach().double().cpu())
+        gradients = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+        return torch.stack(losses), {
+            name.replace("_checkpoint_wrapped_module.", ""): each for name, each in gradients.items()
+        }
+    finally:
+        revert_packing_ops(model)
+
+
+def wrapped(model, around):
+    if around == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if around == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in layers_of(model):
+            fully_shard(layer)
+        return fully_shard(model)
+    return model
+
+
+def whole(gradient):
+    gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return gradient.double().cpu()
+
+
+# --- against eager code ---
+
+
+@functools.cache
+def expected(setting, device, dtype):
+    return trained(setting._replace(compiled="eager", checkpointing="none"), device, dtype)
+
+
+def exact(setting, device):
+    """In float64, of the plain model: what swaps change is a rounding."""
+    return expected(setting._replace(loss="stock loss", swapped="plain"), device, torch.float64)
+
+
+def error_of(found, wanted):
+    """Of all gradients and losses, relative to their norm."""
+    values = [
+        torch.cat([losses, *(gradients[name].flatten() for name in sorted(wanted[1]))])
+        for losses, gradients in (found, wanted)
+    ]
+    return ((values[0] - values[1]).norm() / values[1].norm()).item()
+
+
+def verdict(setting, device, dtype, backend="inductor", around=None):
+    """What the last column of a setting's row says."""
+    try:
+        found = trained(setting, device, dtype, backend, around)
+    except (NotImplementedError, ValueError) as error:
+        return f"refused: {str(error).splitlines()[0][:110]}"
+    except Exception as error:
+        if str(error).startswith("NotImplementedError: apply_packing_ops("):  # which torch.compile has wrapped
+            return f"refused: {str(error).splitlines()[0][21:131]}"
+        return f"WRONG: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    wanted = expected(setting, device, dtype)
+    if found[1].keys() != wanted[1].keys():
+        return f"WRONG: gradients of {sorted(found[1].keys() ^ wanted[1].keys())[:3]} are missing"
+    others = [name for name, each in wanted[1].items() if not torch.equal(found[1][name], each)]
+    if not others and torch.equal(found[0], wanted[0]):
+        return "same bits"
+    errors = [error_of(each, exact(setting, device)) for each in (found, wanted)]
+    may_differ = setting.compiled != "eager" or all(".experts." in name for name in others)  # transformers' atomics
+    if may_differ and errors[0] <= 2 * errors[1]:
+        return "as exact"
+    return f"WRONG: error {errors[0]:.2g}, eager code has {errors[1]:.2g}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", default="1/1", help="i/n: every nth setting from the ith on, for a process each")
+    parser.add_argument("--only", nargs="*", default=[], help="values that settings must have")
+    parser.add_argument("--all", action="store_true", help="all combinations, not those of settings()")
+    parser.add_argument("--around", choices=["ddp", "fsdp2"], help="under torchrun")
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rank, device = 0, "cuda" if torch.cuda.is_available() else "cpu"
+    if options.around:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        rank = dist.get_rank()
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    has_peft = importlib.util.find_spec("peft") is not None
+    part, parts = map(int, options.part.split("/"))
+    chosen = [
+        each for each in settings(options.all) if {*options.only} <= {*each} and (has_peft or each.trained == "full")
+    ]
+    chosen = chosen[part - 1 :: parts]
+    name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
+    lines = [
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {name}, {str(dtype)[6:]}, {options.backend}"
+        + (f", beside {options.around} on {dist.get_world_size()} ranks" if options.around else "")
+        + ("" if has_peft else "; LoRA is left out: there is no peft"),
+        "",
+        f"| {' | '.join(AXES)} | result |",
+        "|---" * (len(AXES) + 1) + "|",
+    ]
+    wrong = 0
+    for setting in chosen:
+        said = verdict(setting, device, dtype, options.backend, options.around)
+        wrong += said.startswith("WRONG")
+        lines.append(f"| {setting} | {said} |")
+        if rank == 0:
+            print(lines[-1], flush=True)
+    if rank == 0:
+        print(f"{len(chosen)} settings, {wrong} wrong")
+        if options.out:
+            options.out.write_text("\n".join(lines) + "\n")
+    if options.around:
+        dist.destroy_process_group()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Gradient checkpointing beside compiled layers: some settings of tests/checkpoint_matrix.py here, all of them on a GPU."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import checkpoint_matrix as matrix
+from helpers import ROOT
+
+# Nothing is compiled: each takes a fraction of a second.
+EAGER = [
+    ("llama", "eager", "non-reentrant", "cu_seq_lens_q", "fused loss", "full", "rms_norm"),
+    ("moe", "eager", "selective", "position_ids", "stock loss", "full", "plain"),
+    ("hybrid", "eager", "selective", "numbered mask", "fused loss", "LoRA", "plain"),
+    ("hybrid", "eager", "around", "position_ids", "stock loss", "full", "invariant"),
+    ("vlm", "eager", "reentrant", "numbered mask", "stock loss", "LoRA", "rms_norm"),
+]
+COMPILED = [
+    ("llama", "layers", "around", "position_ids", "fused loss", "full", "plain"),
+    ("llama", "layers dynamic", "around", "cu_seq_lens_q", "stock loss", "LoRA", "rms_norm"),
+    ("hybrid", "layers", "around", "position_ids", "fused loss", "full", "plain"),
+    ("vlm", "layers", "selective", "numbered mask", "fused loss", "full", "plain"),
+    ("llama", "model", "non-reentrant", "position_ids", "stock loss", "full", "plain"),
+]
+GOOD = "same bits", "as exact"
+PARTS = 8  # processes on one GPU
+
+
+@pytest.mark.parametrize("setting", EAGER, ids=" ".join)
+def test_eager(setting):
+    pytest.importorskip("peft")
+    said = matrix.verdict(matrix.Setting(*setting), "cpu", torch.float32)
+    assert said == "same bits" or (said in GOOD and setting[0] == "moe"), said
+
+
+@pytest.mark.parametrize("setting", COMPILED, ids=" ".join)
+def test_compiled(setting, fresh_compile):
+    pytest.importorskip("peft")
+    said = matrix.verdict(matrix.Setting(*setting), "cpu", torch.float32, backend="aot_eager")
+    assert said in GOOD, said
+
+
+def test_a_mode_that_cannot_be_compiled_is_refused():
+    setting = matrix.Setting("llama", "layers", "around", "position_ids", "stock loss", "full", "invariant")
+    assert matrix.verdict(setting, "cpu", torch.float32).startswith(
+        "refused: apply_packing_ops(invariant=True): torch.compile"
+    )
+
+
+def test_every_pair_of_values_is_tried():
+    for first, second in itertools.combinations(range(len(matrix.AXES)), 2):
+        tried = {(each[first], each[second]) for each in matrix.settings()}
+        assert tried == {*itertools.product(list(matrix.AXES.values())[first], list(matrix.AXES.values())[second])}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on the CPU they take an hour")
+def test_all_settings_on_a_gpu(tmp_path):
+    script = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "checkpoint_matrix.py")]
+    tables = [tmp_path / f"{part}.md" for part in range(PARTS)]
+    parts = [
+        subprocess.Popen([*script, "--part", f"{part + 1}/{PARTS}", "--out", str(table)], stdout=subprocess.DEVNULL)
+        for part, table in enumerate(tables)
+    ]
+    failed = [part for part, process in enumerate(parts) if process.wait()]
+    rows = "\n".join(tables[part].read_text() if tables[part].exists() else f"part {part}: no table" for part in failed)
+    assert not failed, "\n".join(row for row in rows.splitlines() if "WRONG" in row or "no table" in row)
