@@ -40,7 +40,7 @@ class Packing:
         num_tokens: tokens in bins, of all sides.
         lost_tokens: tokens that are in no bin, from dropped sequences and truncated ends.
         lower_bound: no packing of these pieces has fewer bins.
-        capacity, alignment: as given.
+        capacity, alignment, row_multiple: as given; alignment is document_multiple.
 
     Example:
         >>> packing = pack_sequences([5, 3, 9, 2], 8, overlong="split")
@@ -62,6 +62,7 @@ class Packing:
     capacity: int
     alignment: int
     own_slots: int  # slots of the bins in `own`, which are longer than the capacity on one side at least
+    row_multiple: int = 1
 
     @property
     def num_bins(self) -> int:
@@ -69,9 +70,11 @@ class Packing:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all rows, of all sides: ``capacity`` each, or the aligned length where a sequence is longer."""
+        """Slots of all rows, of all sides: ``capacity`` each, in whole multiples, or the aligned length where a sequence
+        is longer."""
         sides = self.lengths.shape[1] if self.lengths.dim() == 2 else 1
-        return (self.num_bins - self.own.numel()) * self.capacity * sides + self.own_slots
+        row = self.capacity // self.row_multiple * self.row_multiple
+        return (self.num_bins - self.own.numel()) * row * sides + self.own_slots
 
     @property
     def efficiency(self) -> float:
@@ -123,6 +126,8 @@ def pack_sequences(
     *,
     strategy: Strategy = "ffd",
     alignment: int = 1,
+    document_multiple: int = 1,
+    row_multiple: int = 1,
     max_sequences_per_bin: int | None = None,
     min_bins: int = 1,
     bins_multiple_of: int = 1,
@@ -149,7 +154,10 @@ def pack_sequences(
             ``"balanced"`` the longest first, each into the cheapest bin so far that has room, among the fewest bins
             that this works for (at least ``min_bins``); then, up to 65,536 sequences, a costly and a cheap bin swap
             two sequences while that evens them: bins of near-equal cost. ``balance`` defaults to "tokens".
-        alignment: a sequence occupies its length rounded up to a multiple of this (tensor or context parallel, fp8).
+        document_multiple, row_multiple: a sequence occupies its length rounded up to a multiple of the first (context
+            parallel), a row the sum of these rounded up to a multiple of the second (tensor parallel, fp8), which is
+            no more than the capacity. ``packed_alignment(tp=, cp=, fp8=)`` of packing_ops.data gives both.
+        alignment: document_multiple by its earlier name.
         max_sequences_per_bin: most pieces in a bin.
         min_bins: least number of bins.
         bins_multiple_of: the number of bins is a multiple of this (the data-parallel size). Where bins are missing, the
@@ -194,25 +202,36 @@ def pack_sequences(
     several sides a search may come back from bins that have room on one side alone, which makes ffd and first_fit
     quadratic at worst: 100,000 pairs took 0.9 s and 0.2 s, next_fit 0.03 s.
     """
-    capacity, alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
+    capacity, alignment = integer(capacity, "capacity"), document_multiple_of(document_multiple, alignment)
+    slots = whole_rows(capacity, row_multiple, "capacity")
     token_cost, square_cost = cost_coefficients(balance, "balance")
-    bin_offsets, item_indices, starts, piece_lengths, overlong_items, counts = _ops.pack_sequences(
-        lengths_tensor(lengths),
-        capacity,
-        _name(strategy, "strategy"),
-        alignment,
-        None if max_sequences_per_bin is None else integer(max_sequences_per_bin, "max_sequences_per_bin"),
-        integer(min_bins, "min_bins"),
-        integer(bins_multiple_of, "bins_multiple_of"),
-        _name(overlong, "overlong"),
-        balance is not None or strategy == "balanced",
-        token_cost,
-        square_cost,
-        _name(ties, "ties"),
-        None if seed is None else integer(seed, "seed"),
-    )
+    lengths = lengths_tensor(lengths)
+    try:
+        bin_offsets, item_indices, starts, piece_lengths, overlong_items, counts = _ops.pack_sequences(
+            lengths,
+            slots,
+            _name(strategy, "strategy"),
+            alignment,
+            None if max_sequences_per_bin is None else integer(max_sequences_per_bin, "max_sequences_per_bin"),
+            integer(min_bins, "min_bins"),
+            integer(bins_multiple_of, "bins_multiple_of"),
+            _name(overlong, "overlong"),
+            balance is not None or strategy == "balanced",
+            token_cost,
+            square_cost,
+            _name(ties, "ties"),
+            None if seed is None else integer(seed, "seed"),
+        )
+    except ValueError as error:
+        if document_multiple == row_multiple == 1:
+            raise
+        text = str(error) if document_multiple == 1 else str(error).replace("alignment", "document_multiple")
+        whole = f"{slots} slots of capacity={capacity} (row_multiple={row_multiple})"
+        raise ValueError(text if slots == capacity else text.replace(f"capacity={slots}", whole)) from None
     num_tokens, lost_tokens, own_slots, lower_bound = counts.tolist()
     none = overlong_items[:0]
+    if row_multiple > 1 and overlong == "own":
+        own_slots = _slots_of(lengths.cpu()[overlong_items], alignment, row_multiple, slots)
     return Packing(
         bin_offsets,
         item_indices,
@@ -228,7 +247,39 @@ def pack_sequences(
         capacity=capacity,
         alignment=alignment,
         own_slots=own_slots,
+        row_multiple=row_multiple,
     )
+
+
+def document_multiple_of(document_multiple: int, alignment: int) -> int:
+    """The one of the two that is given: alignment is the earlier name."""
+    multiple, earlier = integer(document_multiple, "document_multiple"), integer(alignment, "alignment")
+    if multiple != 1 and earlier not in (1, multiple):
+        raise ValueError(f"alignment: expected document_multiple={multiple} alone, got {earlier} too")
+    if multiple < 1:
+        raise ValueError(f"document_multiple: expected at least 1, got {multiple}")
+    return multiple if multiple != 1 else earlier
+
+
+def whole_rows(capacity: int, row_multiple: int, name: str) -> int:
+    """Slots of the longest row that is a multiple of row_multiple.
+
+    Example:
+        >>> whole_rows(100, 16, "capacity")
+        96
+    """
+    if integer(row_multiple, "row_multiple") < 1:
+        raise ValueError(f"row_multiple: expected at least 1, got {row_multiple}")
+    if 1 <= capacity < row_multiple:
+        raise ValueError(f"row_multiple: expected at most {name}={capacity}, got {row_multiple}")
+    return capacity // row_multiple * row_multiple
+
+
+def _slots_of(lengths: torch.Tensor, document_multiple: int, row_multiple: int, least: int) -> int:
+    """Slots of rows with one sequence each, on all sides, none shorter than ``least``."""
+    for multiple in (document_multiple, row_multiple):
+        lengths = (lengths.long() + multiple - 1) // multiple * multiple
+    return int(lengths.clamp(min=least).sum())
 
 
 def pack_ffd(

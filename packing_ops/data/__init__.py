@@ -12,7 +12,12 @@ and used in:
 """
 
 from packing_ops.data.async_collator import AsyncBatchCollator, AsyncBatchCollatorMisuse, prefetch
-from packing_ops.data.context_parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
+from packing_ops.data.context_parallel import (
+    PackedAlignment,
+    packed_alignment,
+    thd_inverse_indices,
+    thd_partition_indices,
+)
 from packing_ops.data.counts import TokenCounts, count_tokens
 from packing_ops.data.losses import masked_loss, sequence_logps
 from packing_ops.data.mini_batches import normalize_advantages, stage_chunks
@@ -28,6 +33,7 @@ __all__ = [
     "AsyncBatchCollator",
     "AsyncBatchCollatorMisuse",
     "MicrobatchStatistics",
+    "PackedAlignment",
     "PackedBatchSampler",
     "PackedCollator",
     "PackedStream",

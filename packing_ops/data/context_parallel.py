@@ -6,31 +6,73 @@ document after the other. Contiguous: rank r holds the r-th of ``ranks`` equal p
 """
 
 import math
+from typing import Literal, NamedTuple, overload
 
 import torch
 
 from packing_ops._arguments import at_least, check_cu_seqlens, integer
 
 SCHEMES = ("contiguous", "zigzag")
+Fp8 = Literal["tensor", "mxfp8", "blockwise"]
 
 
-def packed_alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:
-    """Slots that a document's length is rounded up to: tp_size, or ``2 * tp_size * cp_size`` under context parallelism.
+class PackedAlignment(NamedTuple):
+    """Two multiples of slots: of a document, and of a whole row.
 
-    With ``fp8`` the least common multiple of that and ``16 * cp_size``: each rank's rows in multiples of 16.
+    document_multiple: context parallelism cuts every document into equal chunks.
+    row_multiple: tensor parallelism and FP8 divide the row. Its padding is paid once, at the end.
+    """
+
+    document_multiple: int
+    row_multiple: int
+
+
+@overload
+def packed_alignment(
+    tp_size: int = 1, cp_size: int = 1, fp8: bool = False, *, tp: int | None = None, cp: int | None = None
+) -> int: ...
+@overload
+def packed_alignment(
+    tp_size: int = 1, cp_size: int = 1, *, fp8: Fp8 | None, tp: int | None = None, cp: int | None = None
+) -> PackedAlignment: ...
+def packed_alignment(
+    tp_size: int = 1, cp_size: int = 1, fp8: bool | Fp8 | None = False, *, tp: int | None = None, cp: int | None = None
+) -> int | PackedAlignment:
+    """Multiples that tensor and context parallelism and FP8 need: of documents and of rows, or one that serves for both.
+
+    Args:
+        tp_size, cp_size: ranks of tensor and context parallelism; tp and cp are shorter names.
+        fp8: None or the name of a recipe gives PackedAlignment: documents in multiples of ``2 * tp * cp`` under context
+            parallelism, else of 1; rows in multiples of that, of tp and of what the recipe needs: ``"tensor"`` (one
+            scale for a tensor) 16 slots on each context-parallel rank, ``"mxfp8"`` 32 on each rank, ``"blockwise"`` 128
+            on each rank, or 16 without tensor parallelism. False gives one int that documents are rounded up to, tp or
+            ``2 * tp * cp`` under context parallelism; True the same, and a multiple of ``16 * cp``.
 
     Example:
+        >>> packed_alignment(tp=4, cp=1, fp8="tensor")
+        PackedAlignment(document_multiple=1, row_multiple=16)
+        >>> packed_alignment(tp=2, cp=2, fp8=None), packed_alignment(tp=2, cp=2, fp8="mxfp8").row_multiple
+        (PackedAlignment(document_multiple=8, row_multiple=8), 128)
         >>> packed_alignment(4, 1), packed_alignment(1, 2), packed_alignment(4, 1, fp8=True)
         (4, 4, 16)
 
     Raises:
-        ValueError: a size below 1.
-        TypeError: a size that is no integer.
+        ValueError: a size below 1, an unknown recipe.
+        TypeError: a size that is no integer; tp beside tp_size, cp beside cp_size.
     """
-    for name, size in (("tp_size", tp_size), ("cp_size", cp_size)):
-        at_least(size, name, 1)
-    alignment = 2 * tp_size * cp_size if cp_size > 1 else tp_size
-    return math.lcm(alignment, 16 * cp_size) if fp8 else alignment
+    sizes = []
+    for name, size, short in (("tp", tp_size, tp), ("cp", cp_size, cp)):
+        if short is not None and size != 1:
+            raise TypeError(f"{name}: expected None beside {name}_size={size}, got {short}")
+        sizes.append(at_least(size, f"{name}_size", 1) if short is None else at_least(short, name, 1))
+    tp, cp = sizes
+    layout = 2 * tp * cp if cp > 1 else tp
+    if isinstance(fp8, bool):
+        return math.lcm(layout, 16 * cp) if fp8 else layout
+    recipes = {None: 1, "tensor": 16 * cp, "mxfp8": 32 * tp * cp, "blockwise": 128 * tp * cp if tp > 1 else 16 * cp}
+    if fp8 not in recipes:
+        raise ValueError(f"fp8: expected 'tensor', 'mxfp8', 'blockwise', None or a bool, got {fp8!r}")
+    return PackedAlignment(layout if cp > 1 else 1, math.lcm(layout, recipes[fp8]))
 
 
 def aligned(length: int, alignment: int) -> int:

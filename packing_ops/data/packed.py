@@ -12,7 +12,7 @@ from packing_ops._arguments import at_least, int64_tensor, integer
 from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of, without_rows
 from packing_ops.data.context_parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
-from packing_ops.packing import Strategy, pack_sequences
+from packing_ops.packing import Strategy, pack_sequences, whole_rows
 
 
 @dataclass
@@ -37,6 +37,9 @@ class PackedCollator:
         tp_size, cp_size: a document occupies its length rounded up to a multiple of tp_size, or of
             ``2 * tp_size * cp_size`` when cp_size > 1.
         fp8: the multiple is also a multiple of ``16 * cp_size``.
+        document_multiple, row_multiple: in place of the multiple above, and a multiple for the width of the rows:
+            ``PackedCollator(capacity, cp_size=cp, **packed_alignment(tp=tp, cp=cp, fp8=fp8)._asdict())``. What fills a
+            row up is a document at its end, which counts nowhere.
         strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced". Those that sort do it by raw
             length, the later of two equal examples first, which is SkyRL's order. Aligned lengths then fall too.
         overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, alone in a row. All rows are
@@ -85,6 +88,8 @@ class PackedCollator:
     tp_size: int = 1
     cp_size: int = 1
     fp8: bool = False
+    document_multiple: int | None = None
+    row_multiple: int = 1
     strategy: Strategy = "ffd"
     overlong: Literal["error", "own"] = "error"
     round_capacity: bool = False
@@ -95,13 +100,26 @@ class PackedCollator:
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
         if self.overlong not in ("error", "own"):
             raise ValueError(f"overlong: expected 'error' or 'own', got {self.overlong!r}")
+        if self.document_multiple is not None:
+            chunks = 2 * self.cp_size if self.cp_size > 1 else 1
+            if at_least(self.document_multiple, "document_multiple", 1) % chunks:
+                raise ValueError(
+                    f"document_multiple: expected a multiple of 2 * cp_size = {chunks}, got {self.document_multiple}"
+                )
         if self.round_capacity:
-            self.capacity = aligned(self.capacity, self.alignment)
+            self.capacity = aligned(aligned(self.capacity, self.alignment), self._width_multiple)
+        whole_rows(self.capacity, self._width_multiple, "capacity")
 
     @property
     def alignment(self) -> int:
         """A document takes a multiple of this many slots."""
+        if self.document_multiple is not None:
+            return self.document_multiple
         return packed_alignment(self.tp_size, self.cp_size, self.fp8)
+
+    @property
+    def _width_multiple(self) -> int:
+        return 1 if self.row_multiple == 1 else math.lcm(self.alignment, at_least(self.row_multiple, "row_multiple", 1))
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         examples = without_rows(examples)
@@ -114,7 +132,7 @@ class PackedCollator:
 
         # slots: from the start of a document to that of the next one, or to the end of the row.
         slots_of_rows = self._aligned_rows(sub_seq_lengths)
-        width = max(map(sum, slots_of_rows))
+        width = aligned(max(map(sum, slots_of_rows)), self._width_multiple)
         for row in slots_of_rows:
             row[-1] += width - sum(row)
         slots = int64_tensor([own for row in slots_of_rows for own in row])
@@ -234,7 +252,8 @@ class PackedCollator:
             raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")
         input_ids, lengths = tokens_of(examples)
         longest = max(lengths)
-        if (slots := aligned(longest, self.alignment)) > self.capacity and self.overlong == "error":
+        slots = aligned(aligned(longest, self.alignment), self._width_multiple)
+        if slots > self.capacity and self.overlong == "error":
             rounds = longest <= self.capacity
             raise ValueError(
                 f"input_ids: expected at most capacity={self.capacity} slots, got {slots} for {longest} tokens "
@@ -254,6 +273,7 @@ class PackedCollator:
                 self.capacity,
                 strategy=self.strategy,
                 alignment=self.alignment,
+                row_multiple=self._width_multiple,
                 bins_multiple_of=self.dp_size,
                 overlong=self.overlong,
             )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from packing_ops._arguments import int64_tensor, integer
+from packing_ops._arguments import at_least, int64_tensor, integer
 from packing_ops.boundaries import cu_seqlens_from_lengths, mask_boundary_labels
 from packing_ops.data._examples import (
     check_examples,
@@ -20,7 +20,9 @@ from packing_ops.data._examples import (
     tokens_of,
     without_rows,
 )
+from packing_ops.data.context_parallel import aligned
 from packing_ops.metadata import PackedMetadata
+from packing_ops.packing import whole_rows
 from packing_ops.prefix_tree import pack_prefix_tree
 
 
@@ -51,6 +53,9 @@ class PaddingFreeCollator:
             longer row. Truncate and drop warn with the number of lost tokens.
         pad_token_id: see max_seq_length.
         max_sequences_per_bin: maximum number of examples in the row, or None.
+        document_multiple, row_multiple: a document takes its tokens rounded up to a multiple of the first, filled like
+            padding behind them; the row is padded to a multiple of the second, or to the largest one in max_seq_length.
+            ``packed_alignment(tp=, cp=, fp8=)`` gives both.
 
     Called with a list of examples, dicts of ``input_ids`` and, in all of them or in none, ``labels`` (input_ids by
     default, not shifted) and ``attention_mask`` (must be all 1: examples have no padding). Each is a list, array or
@@ -61,7 +66,8 @@ class PaddingFreeCollator:
         cu_seq_lens_q, cu_seq_lens_k: one int32 tensor ``[num_documents + 1]``.
         max_length_q, max_length_k: longest document, an int.
         num_targets: labels that are not -100, an int, where the examples are on the CPU.
-        num_tokens: slots before the padding, an int, where there is padding.
+        num_tokens: slots before the padding, an int, where there is padding; where document_multiple pads documents the
+            tokens of each, int32 ``[num_documents]``.
 
     on the device of the examples.
 
@@ -103,6 +109,8 @@ class PaddingFreeCollator:
     overlong: Literal["error", "truncate", "drop", "carry", "own"] = "error"
     pad_token_id: int = 0
     max_sequences_per_bin: int | None = None
+    document_multiple: int = field(default=1, kw_only=True)
+    row_multiple: int = field(default=1, kw_only=True)
 
     _prefixes: ClassVar[tuple[str, ...]] = ("",)
 
@@ -115,6 +123,27 @@ class PaddingFreeCollator:
             raise ValueError(f"overlong: expected 'error', 'truncate', 'drop', 'carry' or 'own', got {self.overlong!r}")
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
         self.separator_id = integer(self.separator_id, "separator_id")
+        at_least(self.document_multiple, "document_multiple", 1)
+        at_least(self.row_multiple, "row_multiple", 1)
+        if self._most_slots is not None and self._most_slots < self.document_multiple:
+            raise ValueError(
+                f"document_multiple: expected at most {self._most_slots} slots, got {self.document_multiple}"
+            )
+
+    @property
+    def _most_slots(self) -> int | None:
+        """Slots of a row: max_seq_length in whole multiples of row_multiple."""
+        most = self.max_seq_length
+        return None if most is None else whole_rows(most, self.row_multiple, "max_seq_length")
+
+    @property
+    def _longest(self) -> int | None:
+        """Tokens of the longest example that fits."""
+        most = self._most_slots
+        return None if most is None else most // self.document_multiple * self.document_multiple
+
+    def _slots(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        return tuple(aligned(length, self.document_multiple) for length in lengths)
 
     def __call__(
         self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
@@ -122,7 +151,7 @@ class PaddingFreeCollator:
         features = without_rows(features)
         _check_arguments(features, return_tensors)
         (documents,), _ = self._documents(features)
-        return self._row(*documents, self.max_seq_length, separator_id)
+        return self._row(*documents, self._most_slots, separator_id)
 
     def selection(self, features: Sequence[Mapping[str, Any]]) -> "BatchSelection":
         """Which of the examples a batch would keep, cut, drop or carry over. Nothing is collated.
@@ -140,7 +169,7 @@ class PaddingFreeCollator:
         """
         _check_arguments(features, None)
         lengths = list(zip(*(tokens_of(features, prefix)[1] for prefix in self._prefixes), strict=True))
-        return BatchSelection.of(lengths, self._kept(lengths), self.overlong, self.max_seq_length)
+        return BatchSelection.of(lengths, self._kept(lengths), self.overlong, self._longest)
 
     def _documents(
         self, features: Sequence[Mapping[str, Any]]
@@ -154,25 +183,27 @@ class PaddingFreeCollator:
         by_example = list(zip(*(own for _, _, own in sides), strict=True))
         kept = self._kept(by_example)
         if kept != by_example:
-            self._warn(BatchSelection.of(by_example, kept, self.overlong, self.max_seq_length), len(by_example))
+            self._warn(BatchSelection.of(by_example, kept, self.overlong, self._longest), len(by_example))
             sides = [_cut(*side, own) for side, own in zip(sides, zip(*kept, strict=True), strict=True)]
         return sides, [index for index, own in enumerate(kept) if all(own)]
 
     def _kept(self, lengths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """How many tokens of each example are kept, per side (chosen, rejected): 0 on one side is 0 on both."""
-        limit = math.inf if self.max_seq_length is None else self.max_seq_length
+        limit = math.inf if self._most_slots is None else self._most_slots
         most = len(lengths) if self.max_sequences_per_bin is None else self.max_sequences_per_bin
-        longest = max(map(sum, zip(*lengths, strict=True)))
+        slots = list(map(self._slots, lengths))
+        longest = max(map(sum, zip(*slots, strict=True)))
         if longest <= limit and len(lengths) <= most:
             return lengths
         if self.overlong == "error":
-            over = f"max_seq_length: expected at least the {longest} tokens of the examples, got {limit}"
+            unit = "tokens" if self.document_multiple == 1 else "slots"
+            over = f"max_seq_length: expected at least the {longest} {unit} of the examples, got {limit}"
             if longest <= limit:
                 over = f"max_sequences_per_bin: expected at least the {len(lengths)} examples, got {most}"
             raise ValueError(f"{over}; overlong='truncate', 'drop', 'carry' or 'own' accepts them")
         if self.overlong in ("carry", "own"):
             least = 1 if self.overlong == "own" else 0
-            count = max(least, min(_num_fitting(lengths, limit), most))
+            count = max(least, min(_num_fitting(slots, limit), most))
             kept = lengths[:count]
             kept += [(0,) * len(own) for own in lengths[count:]]
         else:
@@ -192,10 +223,13 @@ class PaddingFreeCollator:
         for own in lengths:
             wanted = own
             if self.overlong == "truncate":
-                wanted = tuple(int(min(n, free)) for n, free in zip(own, room, strict=True))
-            fits = most > 0 and all(0 < n <= free for n, free in zip(wanted, room, strict=True))
+                whole = [min(free, n) for n, free in zip(self._slots(own), room, strict=True)]
+                whole = [n // self.document_multiple * self.document_multiple for n in whole]
+                wanted = tuple(int(min(pair)) for pair in zip(own, whole, strict=True))
+            slots = self._slots(wanted)
+            fits = most > 0 and all(0 < n <= free for n, free in zip(slots, room, strict=True))
             kept.append(wanted if fits else (0,) * len(own))
-            room = [free - n for free, n in zip(room, kept[-1], strict=True)]
+            room = [free - n for free, n in zip(room, self._slots(kept[-1]), strict=True)]
             most -= fits
         return kept
 
@@ -217,10 +251,19 @@ class PaddingFreeCollator:
     def _row(
         self, input_ids: list[Any], labels: list[Any], lengths: list[int], total: int | None, separator_id: int | None
     ) -> dict[str, Any]:
-        tokens = flattened(input_ids, "input_ids")
-        targets = tokens if labels is input_ids else flattened(labels, "labels")
-        total = None if total is None else max(total, len(tokens))  # longer with overlong="own"
-        metadata = PackedMetadata.from_lengths(lengths, total=total, device=tokens.device)
+        slots = self._slots(lengths)
+        gaps = (
+            [own - length for own, length in zip(slots, lengths, strict=True)] if self.document_multiple > 1 else None
+        )
+        tokens = flattened(input_ids, "input_ids", gaps=gaps, fill=self.pad_token_id)
+        same = labels is input_ids and gaps is None
+        targets = tokens if same else flattened(labels, "labels", gaps=gaps, fill=-100)
+        if total is not None or self.row_multiple > 1:
+            total = max(total or 0, aligned(len(tokens), self.row_multiple))  # longer with overlong="own"
+        metadata = PackedMetadata.from_lengths(list(slots), total=total, device=tokens.device)
+        if gaps is not None and any(gaps):
+            document_tokens = torch.tensor(lengths, dtype=torch.int32, device=tokens.device)
+            metadata = replace(metadata, document_tokens=document_tokens)
         targets = self._separated(targets, metadata.cu_seqlens, separator_id)
         if self.return_num_targets and targets.is_cpu:  # elsewhere the host would wait
             metadata = replace(metadata, num_targets=int((targets != -100).sum()))
@@ -296,6 +339,12 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
 
     _prefixes: ClassVar[tuple[str, ...]] = ("chosen_", "rejected_")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("document_multiple", "row_multiple"):
+            if self.share_prompt and getattr(self, name) > 1:
+                raise ValueError(f"{name}: expected 1 beside share_prompt, got {getattr(self, name)}")
+
     def __call__(
         self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
     ) -> dict[str, Any]:
@@ -305,13 +354,13 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
             input_ids, labels, lengths = (chosen + rejected for chosen, rejected in zip(*sides, strict=True))
             batch = self._tree(input_ids, labels, lengths, separator_id)
         elif self.concatenated:
-            total = None if self.max_seq_length is None else 2 * self.max_seq_length
+            total = None if self._most_slots is None else 2 * self._most_slots
             input_ids, labels, lengths = (chosen + rejected for chosen, rejected in zip(*sides, strict=True))
             batch = self._row(input_ids, labels, lengths, total, separator_id)
         else:
             batch = {}
             for prefix, side in zip(self._prefixes, sides, strict=True):
-                row = self._row(*side, self.max_seq_length, separator_id)
+                row = self._row(*side, self._most_slots, separator_id)
                 batch.update({prefix + name: value for name, value in row.items()})
         if any("index" in example for example in features):
             index = column(features, "index")

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 
 from packing_ops._arguments import at_least, described, index_tensor
-from packing_ops.packing import Cost, cost_coefficients, pack_sequences
+from packing_ops.packing import Cost, cost_coefficients, pack_sequences, whole_rows
 
 
 class MicrobatchStatistics(NamedTuple):
@@ -33,6 +33,8 @@ def token_budget_microbatches(
     dp_size: int,
     cost: Cost = "tokens",
     sp_size: int = 1,
+    document_multiple: int = 1,
+    row_multiple: int = 1,
     return_statistics: Literal[False] = False,
 ) -> list[list[list[int]]]: ...
 @overload
@@ -43,6 +45,8 @@ def token_budget_microbatches(
     dp_size: int,
     cost: Cost = "tokens",
     sp_size: int = 1,
+    document_multiple: int = 1,
+    row_multiple: int = 1,
     return_statistics: Literal[True],
 ) -> tuple[list[list[list[int]]], MicrobatchStatistics]: ...
 def token_budget_microbatches(
@@ -52,6 +56,8 @@ def token_budget_microbatches(
     dp_size: int,
     cost: Cost = "tokens",
     sp_size: int = 1,
+    document_multiple: int = 1,
+    row_multiple: int = 1,
     return_statistics: bool = False,
 ) -> list[list[list[int]]] | tuple[list[list[list[int]]], MicrobatchStatistics]:
     """Which sequences each rank runs in each of its micro-batches, none of which has more than ``max_tokens``.
@@ -65,6 +71,8 @@ def token_budget_microbatches(
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence, or a Python sequence.
         max_tokens: per micro-batch, a hard cap. Padding is not counted: micro-batches are meant to be packed.
+        document_multiple, row_multiple: as pack_sequences: a sequence counts with its length rounded up to the first,
+            in ``cost`` too, a micro-batch with its sum rounded up to the second, in the cap alone.
         dp_size: number of data-parallel ranks; with ``sp_size`` the number of sequence groups.
         cost: what is balanced: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``: a * L + b * L**2 for a sequence of L
             tokens (a = 12 * hidden_size, b = 1 for a dense causal decoder; "flops" assumes hidden_size 4096).
@@ -111,10 +119,14 @@ def token_budget_microbatches(
     """
     max_tokens, dp_size = at_least(max_tokens, "max_tokens", 1), at_least(dp_size, "dp_size", 1, "rank")
     sp_size = at_least(sp_size, "sp_size", 1, "rank")
+    document_multiple = at_least(document_multiple, "document_multiple", 1)
+    max_tokens = whole_rows(max_tokens, row_multiple, "max_tokens")
     per_token, per_pair = cost_coefficients(cost, "cost")
     lengths = index_tensor(lengths, "lengths").cpu()
     if lengths.dim() != 1 or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"lengths: expected int32 or int64 [num_sequences], got {described(lengths)}")
+    if document_multiple > 1:
+        lengths = (lengths.long() + document_multiple - 1) // document_multiple * document_multiple
     if lengths.numel() and int(lengths.max()) > sp_size * max_tokens:
         longest, most = int(lengths.argmax()), f"max_tokens={max_tokens}"
         most = most if sp_size == 1 else f"sp_size * max_tokens = {sp_size * max_tokens}"

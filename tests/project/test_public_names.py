@@ -27,6 +27,7 @@ DEPENDING = {
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "packed_alignment",
     "prefix_token_logps",
     "select_attention_backend",
     "token_budget_microbatches",
