@@ -1,22 +1,27 @@
 """A batch sampler whose batches each fill one packed row; it can be resumed from a checkpoint."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import Sampler
 
 from packing_ops._arguments import at_least, integer
-from packing_ops.packing import Cost, Strategy, cost_coefficients, lengths_tensor, pack_sequences
+from packing_ops.packing import Cost, Packing, Strategy, cost_coefficients, lengths_tensor, pack_sequences
+
+_PACKING = 1  # the version of the algorithm: another number where the same arguments make other batches
+_ORDERS = 8  # of the sequences, tried for an epoch of no more batches than the first
 
 
 class PackedBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for torch's DataLoader: the sequences of a batch fit into one packed row of ``capacity`` tokens.
 
     Each epoch is shuffled and packed from the seed and the epoch number alone, so ranks agree without communication.
-    Each sequence occurs once in an epoch. All ranks have the same number of batches. Batches are sorted by cost before
+    Each sequence occurs once in an epoch. All ranks have the same number of batches, and all epochs, as transformers'
+    Trainer takes it: it finds the epoch of a checkpoint from the number of its steps. Batches are sorted by cost before
     they are dealt to the ranks, so batch i costs nearly the same on each rank. Over a whole epoch ranks wait for each
     other no longer than the costliest batch takes more than the cheapest.
 
@@ -75,8 +80,9 @@ class PackedBatchSampler(Sampler[list[int]]):
             dp_size; a capacity, dp_size or alignment below 1; an unknown strategy, cost or overlong.
         TypeError: lengths or sizes that are no integers.
 
-    The number of batches may differ slightly between epochs. ``len`` is the number of this epoch. O(n log n) time per
-    epoch and O(n) memory for n sequences.
+    An epoch that packs into fewer batches than epoch 0 cuts some in two. For one that packs into more, other orders are
+    tried; after these it has the batches of epoch 0, in another order. O(n log n) time per epoch and O(n) memory for n
+    sequences.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.max_sequences_per_bin = None if most is None else integer(most, "max_sequences_per_bin")
         self._balance = ("flops", *cost_coefficients(cost, "cost"))
         self.epoch, self._first, self._taken = 0, 0, 0
+        self._num_bins: int | None = None  # of epoch 0
         self._batches, self.left_out = self._of_epoch()
 
     @property
@@ -127,7 +134,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             self._batches, self.left_out = self._of_epoch()
 
     def __len__(self) -> int:
-        """Batches of each rank in this epoch, including those already done."""
+        """Batches of each rank in every epoch, including those already done."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -176,6 +183,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Everything that determines the batches of an epoch; part of state_dict."""
         places = torch.arange(1, self.lengths.numel() + 1, device="cpu").view_as(self.lengths)
         return {
+            "packing": _PACKING,
             "seed": self.seed,
             "capacity": self.capacity,
             "dp_size": self.dp_size,
@@ -189,26 +197,38 @@ class PackedBatchSampler(Sampler[list[int]]):
             "lengths_checksum": int((self.lengths * places).sum()),
         }
 
-    def _of_epoch(self) -> tuple[list[list[int]], list[int]]:
-        """This rank's batches of the epoch, and the sequences that are in no rank's."""
-        draws = None if self.seed is None else random.Random(f"{self.seed}, epoch {self.epoch}")
+    def _draws(self, epoch: int) -> random.Random | None:
+        return None if self.seed is None else random.Random(f"{self.seed}, epoch {epoch}")
+
+    def _packing(self, seeds: Iterable[int | None]) -> Packing:
+        """By the first of these seeds, or by that of epoch 0, that gives no more bins than epoch 0 has, and as many."""
         options: dict[str, Any] = {
             "strategy": self.strategy,
             "alignment": self.alignment,
             "overlong": self.overlong,
             "max_sequences_per_bin": self.max_sequences_per_bin,
-            "seed": None if draws is None else draws.getrandbits(63),
         }
-        try:
-            packing = pack_sequences(self.lengths, self.capacity, **options)
-        except ValueError as error:
-            raise ValueError(str(error).replace("'split', ", "")) from None  # of a sequence in several batches
-        count, equal = packing.item_indices.numel(), -(-packing.num_bins // self.dp_size) * self.dp_size
-        # A multiple of dp_size bins; with too few sequences for that, a bin for each sequence.
-        multiple, least = (self.dp_size, 1) if equal <= count else (1, max(count, 1))
-        packing = pack_sequences(
-            self.lengths, self.capacity, balance=self._balance, bins_multiple_of=multiple, min_bins=least, **options
-        )
+        first = self._draws(0)
+        for seed in chain(seeds, [None if first is None else first.getrandbits(63)]):
+            try:
+                packing = pack_sequences(self.lengths, self.capacity, seed=seed, **options)
+            except ValueError as error:
+                raise ValueError(str(error).replace("'split', ", "")) from None  # of a sequence in several batches
+            # A multiple of dp_size bins; with too few sequences for that, a bin for each sequence.
+            count, equal = packing.item_indices.numel(), -(-packing.num_bins // self.dp_size) * self.dp_size
+            if self._num_bins is None:
+                self._num_bins = equal if equal <= count else count
+            bins = self._num_bins
+            whole = bins % self.dp_size == 0
+            if (equal if whole else packing.num_bins) <= bins:
+                break
+        options |= {"seed": seed, "balance": self._balance, "min_bins": max(bins, 1)}
+        return pack_sequences(self.lengths, self.capacity, bins_multiple_of=self.dp_size if whole else 1, **options)
+
+    def _of_epoch(self) -> tuple[list[list[int]], list[int]]:
+        """This rank's batches of the epoch, and the sequences that are in no rank's."""
+        draws = self._draws(self.epoch)
+        packing = self._packing([None] if draws is None else (draws.getrandbits(63) for _ in range(_ORDERS)))
         whole, rest = divmod(packing.num_bins, self.dp_size)
         order = list(range(whole))
         if draws is not None:
