@@ -15,8 +15,9 @@ def checked_documents(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """cu_seqlens_q and position_ids. ValueError where explicit cu_seqlens, padding mask and positions contradict each other.
 
-    Positions contradict where a row has several documents and they never restart, or where they restart (0 after a number
-    above 1, and 1 next) inside of a document. Documents of two tokens, and positions that start elsewhere, are let pass.
+    Positions contradict where a document goes on with those before it in its row (one more than the last), or where they
+    fall inside of a document and grow again. They may start anywhere. What may be padding passes: documents of ones at an
+    end of a row, and zeros or ones beside a document.
 
     A compiled graph drops an op that gives nothing. There they are copies, and checked if what comes out is used.
 

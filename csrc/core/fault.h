@@ -27,8 +27,7 @@ enum class Fault : uint8_t {
   kEndOfQueries,           // cu_seq_lens_q[-1] is not the batch's size
   kEndOfKeys,              // cu_seq_lens_k[-1] is not the batch's size
   kPaddingInDocuments,     // attention_mask[index] is 0 beside cu_seq_lens_q
-  kNoRestart,              // position_ids never restart, cu_seq_lens_q has several documents to a row
-  kRestartInDocument,      // position_ids[index] restarts inside a document of cu_seq_lens_q
+  kOtherPositions,         // position_ids[index] restarts in a document of cu_seq_lens_q, or goes on at its start
   kKeysOfOtherDocuments,   // cu_seq_lens_k[index] differs from cu_seq_lens_q
   kLabelOutside,           // labels[index] is neither in the vocabulary nor ignore_index
   kVisibleEndBeforeOwn,    // visible_end[index] is not beyond its query's own position

@@ -82,10 +82,8 @@ FaultText fault_text(Fault fault) {
       return {
           "attention_mask",
           "no padding beside cu_seq_lens_q, which gives every slot to a document, and no numbers of other documents"};
-    case Fault::kNoRestart:
-      return {"position_ids", "to restart where cu_seq_lens_q starts a document"};
-    case Fault::kRestartInDocument:
-      return {"position_ids", "to restart only where cu_seq_lens_q starts a document"};
+    case Fault::kOtherPositions:
+      return {"position_ids", "to restart where cu_seq_lens_q starts a document and only there"};
     case Fault::kKeysOfOtherDocuments:
       return {"cu_seq_lens_k", "the documents of cu_seq_lens_q, whose tokens the keys are"};
     case Fault::kLabelOutside:

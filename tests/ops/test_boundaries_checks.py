@@ -9,6 +9,7 @@ from packing_ops import _ops
 from packing_ops._checks import checked_documents
 
 ops = torch.ops.packing_ops
+OTHERS = "position_ids: expected to restart where cu_seq_lens_q starts a document and only there"
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,16 @@ def check(device, q, positions=None, *, k=None, mask=None, batch=1, dtype=torch.
         ([1] * 5, torch.zeros(5, dtype=torch.int64), 1),
         ([], torch.zeros(0, dtype=torch.int64), 1),
         ([5, 7], torch.cat([positions(5), torch.tensor([0, 0, 0, 0, 1, 2, 3])]), 1),  # 0 fills from the left
+        ([4, 3, 5], torch.cat([positions(9)[5:], positions(3), positions(20)[15:]]), 1),  # chunks of longer documents
+        ([3, 4], torch.cat([positions(5)[2:], positions(6)[2:]]), 1),  # from 2 on, as RoBERTa's
+        ([2, 4, 1], torch.tensor([1, 1, 2, 3, 4, 5, 1]), 1),  # the same, with padding of ones as documents, left
+        ([1, 4], torch.tensor([1, 2, 3, 4, 5]), 1),
+        ([3, 1, 2], torch.tensor([0, 1, 2, 0, 1, 1]), 1),  # and right
+        ([3, 1, 1], torch.tensor([0, 1, 2, 0, 1]), 1),
+        ([4, 4], torch.tensor([0, 1, 2, 0, 0, 1, 2, 0]), 1),  # padding of zeros in each document
+        ([4, 4], torch.tensor([1, 1, 0, 1, 0, 1, 0, 0]), 1),  # of ones on the left, of zeros on the right
+        ([4, 4], torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]), 2),  # the next row starts where the last position was
+        ([1, 2, 3, 1], positions(1, 2, 3, 1), 1),
     ],
 )
 def test_what_agrees_is_left_alone(device, lengths, given, batch, dtype):
@@ -57,10 +68,26 @@ def test_what_agrees_is_left_alone(device, lengths, given, batch, dtype):
 @pytest.mark.parametrize(
     ("lengths", "given", "options", "message"),
     [
-        ([5, 7], torch.arange(12), {}, "position_ids: expected to restart where cu_seq_lens_q starts a document"),
-        ([3, 3, 2, 4], torch.arange(6), {"batch": 2}, "position_ids: expected to restart where"),
-        ([12], positions(5, 7), {}, "position_ids: expected to restart only where cu_seq_lens_q"),
-        ([4, 8], positions(5, 7), {}, "position_ids: expected to restart only where cu_seq_lens_q"),
+        ([5, 7], torch.arange(12), {}, OTHERS),
+        ([3, 3, 2, 4], torch.arange(6), {"batch": 2}, OTHERS),
+        ([12], positions(5, 7), {}, OTHERS),
+        ([4, 8], positions(5, 7), {}, OTHERS),
+        ([10, 4, 14], positions(9, 5, 14), {}, OTHERS),  # a boundary one slot late
+        ([8, 6, 14], positions(9, 5, 14), {}, OTHERS),  # one slot early
+        ([9, 3, 2, 14], positions(9, 5, 14), {}, OTHERS),  # one too many
+        ([9, 5, 1, 13], positions(9, 5, 14), {}, OTHERS),
+        ([9, 5, 13, 1], positions(9, 5, 14), {}, OTHERS),
+        ([14, 14], positions(9, 5, 14), {}, OTHERS),  # one too few
+        ([9, 0, 6, 0, 13], positions(9, 5, 14), {}, OTHERS),  # beside empty documents
+        ([3, 2], positions(2, 3), {}, OTHERS),  # short documents
+        ([3, 1], positions(2, 2), {}, OTHERS),
+        ([2, 4], positions(1, 5), {}, OTHERS),
+        ([4, 3], positions(2, 2, 3), {}, OTHERS),
+        ([6, 2], positions(5, 3), {}, OTHERS),
+        ([4, 2], positions(3, 3), {}, OTHERS),
+        ([4, 3], torch.cat([positions(5)[2:], positions(6)[2:]]), {}, OTHERS),  # from 2 on
+        ([4, 3], torch.cat([positions(4)[1:], positions(5)[1:]]), {}, OTHERS),  # from 1 on
+        ([3, 3, 4, 2], torch.cat([positions(3, 3), positions(3, 3)]), {"batch": 2}, OTHERS),
         ([5, 7], positions(5, 7), {"k": [7, 5]}, "cu_seq_lens_k: expected the documents of cu_seq_lens_q"),
         ([5, 7], None, {"k": [5, 6]}, "cu_seq_lens_k: expected to end at the batch's"),
         (
@@ -76,11 +103,27 @@ def test_what_contradicts_is_named(device, lengths, given, options, message):
         check(device, lengths, given, **options)
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_one_boundary_that_is_moved_left_out_or_one_too_many_is_found(device, first):
+    """Of documents of three tokens and more, whose positions start at first. A document of a 1 alone may be padding."""
+    numbers = torch.Generator().manual_seed(first)
+    for _ in range(20):
+        lengths = torch.randint(3, 9, (5,), generator=numbers).tolist()
+        right, row = [0, *torch.tensor(lengths).cumsum(0).tolist()], positions(*lengths) + first
+        check(device, lengths, row)
+        moved = [sorted({*right} - {start} | {start + by}) for start in right[1:-1] for by in (-1, 1)]
+        more = [sorted({*right, at}) for at in range(1 + (first == 1), right[-1]) if at not in right]
+        fewer = [sorted({*right} - {start}) for start in right[1:-1]]
+        for wrong in (*moved, *more, *fewer):
+            with pytest.raises(ValueError, match=OTHERS):
+                check(device, torch.tensor(wrong).diff().tolist(), row)
+
+
 def test_the_last_restart_of_a_long_row_is_found(device):
     """Beyond what one block of threads sees at a time."""
     row = positions(5000, 3000)
     check(device, [5000, 3000], row)
-    with pytest.raises(ValueError, match=r"restart only where"):
+    with pytest.raises(ValueError, match=OTHERS):
         check(device, [4999, 3001], row)
     with pytest.raises(ValueError, match=r"expected to end at the batch's"):
         checked_documents(*[cu_seqlens_of([5000, 2999], device)] * 2, None, None, 1, 8000)

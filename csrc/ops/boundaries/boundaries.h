@@ -107,12 +107,27 @@ struct CheckDocumentsParams {
     }
     return low;
   }
-  // 0 and 1 are also what fills a row, left and right: neither is a document that another one follows.
+  // Whether positions restart behind slot t, in one document: they fall, and grow again. 0 and 1 also fill a row, left
+  // and right. The second one may be in the next document, whose boundary is then one slot late.
   PACKING_OPS_HOST_DEVICE bool restarts_in_document(int64_t t) const {
-    return position(t) > 1 && position(t + 1) == 0 && position(t + 2) == 1 && document_of(t) == document_of(t + 2);
+    const int64_t next = position(t + 1);
+    if (next >= position(t) || position(t + 2) != next + 1 || document_of(t) != document_of(t + 1)) return false;
+    if ((t + 2) % seqlen == 0 && document_of(t + 1) != document_of(t + 2)) return false;
+    const bool has_grown = t > 0 && position(t - 1) == 0 && document_of(t - 1) == document_of(t);
+    return position(t) > 1 || (position(t) == 1 && has_grown);
   }
-  PACKING_OPS_HOST_DEVICE bool restarts(int64_t t) const {
-    return t % seqlen != 0 && position(t) != position(t - 1) + 1;
+  // Whether document i, which starts within a row, goes on with the positions in front of it. Next to padding it may.
+  PACKING_OPS_HOST_DEVICE bool goes_on(int64_t i) const {
+    const int64_t first = cu_seqlens_q[i];
+    const int64_t end = cu_seqlens_q[i + 1];
+    if (first <= 0 || first >= end || end > total() || first % seqlen == 0) return false;
+    if (position(first) != position(first - 1) + 1) return false;
+    return !is_padding(cu_seqlens_q[document_of(first - 1)], first) && !is_padding(first, end);
+  }
+  // A document of ones alone at an end of a row.
+  PACKING_OPS_HOST_DEVICE bool is_padding(int64_t first, int64_t end) const {
+    if (first < 0 || first >= end || (first % seqlen != 0 && end % seqlen != 0)) return false;
+    return position(first) == 1 && position(end - 1) == 1 && (end - first < 3 || position(first + 1) == 1);
   }
 };
 

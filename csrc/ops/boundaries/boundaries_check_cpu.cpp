@@ -13,25 +13,13 @@ void check_end(const CheckDocumentsParams& p, const IndexView& cu_seqlens, const
   check(end == p.total(), name, ": expected to end at the batch's ", p.total(), " tokens, got ", end);
 }
 
-bool any_row_restarts(const CheckDocumentsParams& p) {
-  for (int64_t t = 0; t < p.total(); ++t) {
-    if (p.restarts(t)) return true;
-  }
-  return false;
-}
-
 void check_positions(const CheckDocumentsParams& p) {
-  int64_t documents = 0;  // that hold tokens
-  for (int64_t i = 0; i < p.num_documents; ++i) documents += p.cu_seqlens_q[i + 1] > p.cu_seqlens_q[i];
-  check(documents <= p.batch || any_row_restarts(p),
-        "position_ids: expected to restart where cu_seq_lens_q starts a document, got a row that never restarts");
+  const char* wanted = "position_ids: expected to restart where cu_seq_lens_q starts a document and only there, got ";
   for (int64_t t = 0; t + 2 < p.total(); ++t) {
-    if (p.restarts_in_document(t)) {
-      fail(
-          "position_ids: expected to restart only where cu_seq_lens_q starts a document, got a restart inside of one "
-          "at ",
-          "index ", t + 1);
-    }
+    check(!p.restarts_in_document(t), wanted, "a restart inside of one at index ", t + 1);
+  }
+  for (int64_t i = 0; i < p.num_documents; ++i) {
+    check(!p.goes_on(i), wanted, "one that goes on with the positions before it at index ", p.cu_seqlens_q[i]);
   }
   for (int64_t i = 0; i <= p.num_documents; ++i) {
     check(p.cu_seqlens_k[i] == p.cu_seqlens_q[i],

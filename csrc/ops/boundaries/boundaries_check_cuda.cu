@@ -8,21 +8,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One block, because it asks about all rows; it stops at the first restart, which is where the second document starts.
-__device__ void check_any_restart(const CheckDocumentsParams& p, const FaultFlag& fault) {
-  int64_t documents = 0;  // that hold tokens
-  for (int64_t first = 0; first < p.num_documents; first += kThreads) {
-    const int64_t i = first + threadIdx.x;
-    documents += __syncthreads_count(i < p.num_documents && p.cu_seqlens_q[i + 1] > p.cu_seqlens_q[i]);
-  }
-  if (documents <= p.batch) return;
-  for (int64_t first = 0; first < p.total(); first += kThreads) {
-    const int64_t t = first + threadIdx.x;
-    if (__syncthreads_or(t < p.total() && p.restarts(t))) return;
-  }
-  if (threadIdx.x == 0) fault.raise(Fault::kNoRestart, 0);
-}
-
 __global__ void __launch_bounds__(kThreads) check_documents_kernel(CheckDocumentsParams p, FaultFlag fault) {
   const int64_t total = p.total();
   // Of several contradictions the flag holds one: the ends say most.
@@ -39,9 +24,11 @@ __global__ void __launch_bounds__(kThreads) check_documents_kernel(CheckDocument
     if (p.cu_seqlens_k[i] != p.cu_seqlens_q[i]) fault.raise(Fault::kKeysOfOtherDocuments, i);
   }
   for (int64_t t = thread_id(); t + 2 < total; t += thread_count()) {
-    if (p.restarts_in_document(t)) fault.raise(Fault::kRestartInDocument, t + 1);
+    if (p.restarts_in_document(t)) fault.raise(Fault::kOtherPositions, t + 1);
   }
-  if (blockIdx.x == 0) check_any_restart(p, fault);
+  for (int64_t i = thread_id(); i < p.num_documents; i += thread_count()) {
+    if (p.goes_on(i)) fault.raise(Fault::kOtherPositions, p.cu_seqlens_q[i]);
+  }
 }
 
 template <class Word>
