@@ -10,8 +10,8 @@ import torch
 import transformers
 from hf_models import in_its_words
 
-from packing_ops.integrations import _patching
-from packing_ops.integrations.transformers import rope, rope_trial
+from packing_ops.integrations import _patching, _rope_trial
+from packing_ops.integrations.transformers import rope
 
 SHAPE = {
     "vocab_size": 64,
@@ -148,6 +148,6 @@ def calls_of_our_rope(monkeypatch):
         module_of(family)  # imported
     for name in [name for name in sys.modules if name.startswith(rope.HOSTS) and ".modeling_" in name]:
         rope.patches_of(name)  # tried before anything is counted
-    rotate = rope_trial.apply_rotary_qk
-    monkeypatch.setattr(rope_trial, "apply_rotary_qk", counted)
+    rotate = _rope_trial.apply_rotary_qk
+    monkeypatch.setattr(_rope_trial, "apply_rotary_qk", counted)
     return count

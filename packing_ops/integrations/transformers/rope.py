@@ -17,9 +17,9 @@ import torch
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
 from packing_ops.integrations._patching import Patch, put_hook, revert_left, stock_of, take_out_hook
+from packing_ops.integrations._rope_trial import Rotation, rotation_of
 from packing_ops.integrations.transformers.call import NAMES
 from packing_ops.integrations.transformers.documents import TIME, first_axis
-from packing_ops.integrations.transformers.rope_trial import Rotation, rotation_of
 
 # --- functions of a modelling module ---
 

@@ -190,7 +190,7 @@ def test_encoders_train_packed(model_type, device):
 def test_a_trial_needs_no_more_than_its_module():
     """No weights, no GPU, no random numbers, no gradient, in whatever the caller runs under."""
     module = sys.modules["transformers.models.llama.modeling_llama"]
-    from packing_ops.integrations.transformers.rope_trial import rotation_of
+    from packing_ops.integrations._rope_trial import rotation_of
 
     state = torch.get_rng_state()
     with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):

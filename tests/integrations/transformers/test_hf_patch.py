@@ -32,7 +32,8 @@ from hf_patch_case import (  # noqa: E402, F401
 )
 
 import packing_ops as po  # noqa: E402
-from packing_ops.integrations.transformers import attention, rope, rope_trial  # noqa: E402
+from packing_ops.integrations import _rope_trial  # noqa: E402
+from packing_ops.integrations.transformers import attention, rope  # noqa: E402
 from packing_ops.integrations.transformers.apply import apply_packing_ops, revert_packing_ops  # noqa: E402
 
 
@@ -412,8 +413,8 @@ def test_rms_norm_of_another_library_stays(monkeypatch):
 
 def test_fp32_cos_sin(device, monkeypatch):
     seen = []
-    rotate = rope_trial.apply_rotary_qk
-    monkeypatch.setattr(rope_trial, "apply_rotary_qk", lambda *a, **k: seen.append(a[2].dtype) or rotate(*a, **k))
+    rotate = _rope_trial.apply_rotary_qk
+    monkeypatch.setattr(_rope_trial, "apply_rotary_qk", lambda *a, **k: seen.append(a[2].dtype) or rotate(*a, **k))
     model, inputs = tiny("llama", device).bfloat16(), packed(device)
     for option, dtype in ((False, torch.bfloat16), (True, torch.float32)):
         apply_packing_ops(model, attention=False, fp32_cos_sin=option)

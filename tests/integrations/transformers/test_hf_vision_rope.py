@@ -12,12 +12,12 @@ transformers = pytest.importorskip("transformers")
 
 from hf_models import OLD  # noqa: E402
 
+from packing_ops.integrations import _rope_trial  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
     info,
     register,
     revert_packing_ops,
-    rope_trial,
     vision,
 )
 
@@ -57,9 +57,9 @@ def results(attention, dtype=torch.float32):
 @pytest.fixture
 def rotations(monkeypatch):
     """Shapes of q in every call of apply_rotary_qk."""
-    seen, ours = [], rope_trial.apply_rotary_qk
+    seen, ours = [], _rope_trial.apply_rotary_qk
     monkeypatch.setattr(
-        rope_trial, "apply_rotary_qk", lambda q, *rest, **options: seen.append([*q.shape]) or ours(q, *rest, **options)
+        _rope_trial, "apply_rotary_qk", lambda q, *rest, **options: seen.append([*q.shape]) or ours(q, *rest, **options)
     )
     return seen
 
@@ -126,8 +126,8 @@ def test_a_function_that_rotates_rows_otherwise_is_not_called_with_them():
     def rotate_batches(q, k, cos, sin):
         return (q, k) if q.dim() == 3 else rotate_halves(q, k, cos, sin)
 
-    assert rope_trial.rotation_of(rotate_halves).tokens
-    rotation = rope_trial.rotation_of(rotate_batches)
+    assert _rope_trial.rotation_of(rotate_halves).tokens
+    rotation = _rope_trial.rotation_of(rotate_batches)
     assert not rotation.tokens
     q, tables = torch.randn(5, 2, 8), torch.randn(5, 8)
     assert rotation(q, q, tables, tables) is NotImplemented
