@@ -5,6 +5,7 @@ attn_implementation="packing_ops":
                             rows; SDPA, for calls that it does not serve.
     call.py                 One call of a model, from its start to its end: what it was given that tells its documents.
     documents.py            Where the documents of a batch lie, and whether a row has several.
+    positions.py            The positions that a model gets, and what in it looks at the whole row instead.
     masks.py                MaskPattern, which layers get in place of a mask tensor, and where masks are made.
     continuous_batching.py  generate_batch over a paged cache.
     versions.py             The transformers that is served, and what this folder uses of it.
@@ -14,7 +15,7 @@ apply_packing_ops(model):
     apply.py                Apply and revert, Applied, which is what they say, a model's attn_implementation, and info.
     sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.
     rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model.
-    rope_trial.py           Which rotation a module's functions compute: they are run beside ours (_trial.py, one folder up).
+    _rope_trial.py, one folder up: which rotation a module's functions compute: they are run beside ours.
 """
 
 from typing import TYPE_CHECKING

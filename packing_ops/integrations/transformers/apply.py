@@ -125,9 +125,9 @@ def apply_packing_ops(
     A later call adds to an earlier one: False does not undo what was swapped. Apply before torch.compile, which may
     miss a later change. Copies and pickles of the model keep what was applied. ``print(info(model))`` shows what runs.
 
-    RoPE that scales with the length (dynamic NTK, longrope) takes the largest position. With position_ids that restart
-    this is the length of the longest document, not of the row. A model that is called with ``cu_seq_lens_q`` alone,
-    batch 1, gets position_ids made from it. So does a multimodal model whose attention is swapped; position_ids
+    RoPE that scales with the length (dynamic NTK, longrope) takes the length of each document, not of the longest. A model
+    that is called with ``cu_seq_lens_q`` or a numbered mask alone gets position_ids made from it (with attention=False by
+    ``cu_seq_lens_q``, batch 1). So does a multimodal model whose attention is swapped, by ``cu_seq_lens_q``; position_ids
     ``[batch, seqlen]`` then start its documents as in text models.
 
     Returns:

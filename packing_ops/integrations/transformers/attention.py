@@ -12,7 +12,15 @@ from packing_ops import _ops
 from packing_ops._arguments import dtype_name
 from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.transformers import continuous_batching, masks, sequence_group, stateful, versions
+from packing_ops.integrations.transformers import (
+    continuous_batching,
+    fused_loss,
+    masks,
+    positions,
+    sequence_group,
+    stateful,
+    versions,
+)
 from packing_ops.integrations.transformers.call import (
     NAMES,
     REQUESTS,
@@ -65,9 +73,8 @@ def register(name: str = "packing_ops") -> None:
         ValueError: a name that transformers would treat as its own. Then, in the forward: several documents in a row for a
             layer with a state that reads tokens ahead or calls attention inside, or for a layer of which nothing says
             whether it mixes tokens (see declare); cu_seqlens that do not end at the batch's tokens, an attention_mask
-            with padding or other documents beside them, position_ids that never restart beside cu_seqlens of several
-            documents or that restart inside of one (0, 1 after more than 1), documents of the keys
-            that are not those of the queries. On CUDA these are found in a later call, or in the same one under
+            with padding or other documents beside them, position_ids that do not restart where cu_seqlens start a document,
+            or that restart inside of one, documents of the keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under
             ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents that no attention knows of. At the start of
             one: past_key_values (5.24: cache) that were filled with several documents of a row. A compiled graph asserts
             these two on the device: RuntimeError on the CPU, a device-side assertion on CUDA.
@@ -110,7 +117,16 @@ def unregister(name: str = "packing_ops") -> None:
         stateful.revert()
 
 
-_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, stateful.find_documents_of))
+def _begin(model, call, args, kwargs):
+    """The arguments that the model gets; finds the documents of its layers with a state."""
+    if call.guard is None:
+        args, kwargs = positions.with_positions(model, call, args, kwargs)
+    if call.guard is None or call.guard.has_state:
+        stateful.find_documents_of(model, call, args, kwargs)
+    return args, fused_loss.without_first_labels(model, call, kwargs)
+
+
+_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin))
 
 
 def packing_ops_attention(

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from packing_ops._batch_cache import kept_with
-from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
@@ -20,14 +19,18 @@ from packing_ops.integrations.transformers.documents import (
     checked_against,
     find_documents,
     first_axis,
-    first_tokens,
     is_tensor,
     kept_as,
     refuse_where,
     several_in,
     since_start,
 )
-from packing_ops.integrations.transformers.versions import CACHE, SHIFTED, constant, not_causal, reads_text
+from packing_ops.integrations.transformers.versions import (
+    CACHE,
+    constant,
+    not_causal,
+    reads_text,
+)
 from packing_ops.prefix_attention import check_same, kept_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
@@ -154,6 +157,9 @@ class PackedCall:
 
     def documents(self, query, cu_seqlens, padding, position_ids):
         """The answer of find_documents, which an outer call may have had before: models pass their arguments on."""
+        given = any(call.position_ids is not None for call in (self, *self.outers))
+        if not given and cu_seqlens == (None, None):
+            position_ids = None  # made by the model, or by numbers: they tell no more
         shape, asked = (query.shape[0], query.shape[2]), (*cu_seqlens, padding, position_ids)
         documents = None
         for of_shape, before, answer in self.answers:
@@ -168,7 +174,7 @@ class PackedCall:
         by = "rows"
         if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
             by = "cu_seq_lens_q"
-        elif any(call.position_ids is not None for call in (self, *self.outers)):
+        elif given:
             by = "position_ids"
         elif padding is not None and padding.dtype != torch.bool:
             by = "attention_mask"
@@ -324,7 +330,7 @@ def call_of_layers() -> PackedCall | None:
 
 
 def watched(begin, stock):
-    """PreTrainedModel.__call__ with a PackedCall around it. ``begin`` is called with it before the model is."""
+    """PreTrainedModel.__call__ with a PackedCall around it. ``begin(model, call, args, kwargs)``: the model's arguments."""
 
     def __call__(self, *args, **kwargs):
         # Models that are not ours, and what is refused before the call.
@@ -349,9 +355,7 @@ def watched(begin, stock):
         begun, traced.begun = traced.begun, call if call.traced else None
         now.call = traced.call = call  # what it calls may be compiled
         try:
-            if call.guard is None or call.guard.has_state:
-                begin(self, call, args, kwargs)
-            kwargs = without_first_labels(self, call, kwargs)
+            args, kwargs = begin(self, call, args, kwargs)
             outputs = stock(self, *args, **kwargs)
         finally:
             now.call = traced.call = outer
@@ -381,29 +385,6 @@ def _traits_of(cls, config_cls):
     reads, code = reads_text(cls), getattr(inspect.unwrap(cls.forward), "__code__", None)
     shifts = reads and "loss_function" in getattr(code, "co_names", ())
     return form, indices, config_cls.model_type, first_axis(cls), shifts, reads
-
-
-def without_first_labels(model, call, kwargs):
-    """The keyword arguments, labels of documents' first tokens -100: the token before them is of another document."""
-    # Not where shift_labels say what each token is to predict, nor of models whose loss shifts nothing.
-    labels = kwargs.get("labels")
-    may_have_documents = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.numbers))
-    if not may_have_documents or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
-        return kwargs
-    if getattr(model, "loss_type", None) not in SHIFTED or model.config.is_encoder_decoder:
-        return kwargs
-    (batch, seqlen), padding = labels.shape, call.mask
-    if padding is not None and (not is_tensor(padding, 2) or padding.shape != labels.shape):
-        return kwargs
-    position_ids = call.row_positions(batch, seqlen)
-    if position_ids is not None and (position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch)):
-        return kwargs
-    if call.cu_seqlens is None:  # without documents, whose number the host would wait for
-        starts = first_tokens(padding, position_ids, batch, seqlen, labels.device)
-        return {**kwargs, "labels": labels.masked_fill(starts, -100)}
-    documents = call.documents_of_tokens(labels, position_ids)
-    masked = mask_boundary_labels(labels.flatten(), documents.cu_seqlens)
-    return {**kwargs, "labels": masked.view_as(labels)}
 
 
 # --- the thread ---

@@ -15,14 +15,7 @@ from packing_ops import _ops
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._batch_cache import dense_cu_seqlens, is_captured, kept_with
 from packing_ops._checks import checked_documents
-from packing_ops.integrations.transformers.versions import (
-    PreTrainedModel,
-    class_name,
-    constant,
-    constant_of_model,
-    reads_text,
-    source_of,
-)
+from packing_ops.integrations.transformers.versions import constant, source_of
 
 ROW_EACH = "give each document a row of its own (no packing, padding on the right)"  # what an error advises
 _APART = 2**40  # more than positions differ; times the rows of a batch it still fits an int64
@@ -375,71 +368,3 @@ def _has_one_result(cls) -> bool:
         if source and "super().forward(" not in source:
             return False
     return False
-
-
-# --- models that count positions along the row ---
-
-# Packed documents after the first would get other positions than alone. Some models take no positions (BART's decoders).
-# Others count where they are given none (BERT), or start a state where a position is 0 (RecurrentGemma).
-# Recognised by an embedding of positions in a module of a text model, or by the code of a layer that is given positions.
-
-_EMBEDDING = re.compile(r"(^|_)(pos|position|positions)(_|$)|^wpe$")
-_RELATIVE = re.compile(r"rotary|rope|relative|bias", re.IGNORECASE)  # the same wherever a document stands
-_STARTS_AT_ZERO = re.compile(r"position_ids\[.*\] == 0")
-
-
-def refuse_own_positions(model, call, position_ids, batch) -> None:
-    """ValueError if a row of this call has several documents and the model counts through them.
-
-    Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
-    """
-    takes_none, needs = _counting_in(model)
-    if takes_none:
-        refuse_where(
-            call.several(batch, position_ids),
-            f"{call.named_by()}: expected one document in each row, got several, and {takes_none} counts positions along "
-            f"the row and takes none; {ROW_EACH}",
-        )
-    elif needs and call.needs_positions and call.outer is None:
-        parameters = inspect.signature(type(model).forward).parameters  # Whisper's decoder takes them by **kwargs
-        if "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            message = (
-                f"position_ids: expected [{batch}, seqlen] that start in each document as they do alone (at 0, as "
-                "PackedMetadata.position_ids do; in RoBERTa and its like at padding_idx + 1), got None beside several "
-                f"documents in {call.named_by()}, and {needs} then counts along the row"
-            )
-            call.where_several = batch, message
-
-
-def _counting(module, of_text=False) -> tuple[str, str]:
-    """Classes of modules that count: one that takes no positions, and one that is given none; or nothing."""
-    cls, inside = type(module), module._modules
-    if isinstance(module, PreTrainedModel):
-        of_text = reads_text(cls)
-    takes_none = needs = ""
-    counts = any(_embeds_positions(name, type(child)) for name, child in inside.items() if child is not None)
-    if of_text and (counts or (not inside and _starts_at_zero(cls))):
-        takes = any("position" in name for name in inspect.signature(cls.forward).parameters)
-        takes_none, needs = ("", class_name(module)) if takes else (class_name(module), "")
-    for child in inside.values():
-        if child is None or not (child._modules or _starts_at_zero(type(child))):
-            continue  # most modules: this runs in every call that has documents
-        if not takes_none:
-            takes_none, found = _counting(child, of_text)
-            needs = needs or found
-    return takes_none, needs
-
-
-_counting_in = constant_of_model(_counting)
-
-
-@functools.cache
-def _embeds_positions(name, cls) -> bool:
-    return bool(_EMBEDDING.search(name)) and not _RELATIVE.search(f"{name} {cls.__name__}")
-
-
-@functools.cache
-def _starts_at_zero(cls) -> bool:
-    """Whether a layer of this class starts a state where a position is 0."""
-    given_positions = "position_ids" in inspect.signature(cls.forward).parameters
-    return given_positions and bool(_STARTS_AT_ZERO.search(source_of(cls.forward)))

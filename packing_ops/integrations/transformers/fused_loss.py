@@ -1,4 +1,4 @@
-"""The loss of a causal language model from its hidden states, without its logits; a mixture of experts' balance loss.
+"""The loss of a causal language model: its labels, its hidden states in place of logits, a mixture of experts' balance loss.
 
 In training with labels, lm_head returns the hidden states, the loss function gets them in place of the logits and calls
 chunked_cross_entropy, and the output has None for logits. Otherwise the model runs its stock code.
@@ -14,10 +14,22 @@ import torch
 
 from packing_ops._arguments import int32_cu_seqlens
 from packing_ops._batch_cache import cu_seqlens_of_rows
-from packing_ops.integrations._patching import Patch, function_of, put
+from packing_ops.boundaries import mask_boundary_labels
+from packing_ops.integrations._patching import Patch, WeakPartial, function_of, put
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here
-from packing_ops.integrations.transformers.versions import ARGUMENTS, PreTrainedModel, models_in, source_of
+from packing_ops.integrations.transformers.documents import first_tokens, is_tensor
+from packing_ops.integrations.transformers.versions import (
+    ARGUMENTS,
+    SHIFTED,
+    ForCausalLMLoss,
+    PreTrainedModel,
+    class_name,
+    constant_of_model,
+    log_once,
+    models_in,
+    source_of,
+)
 from packing_ops.logps import chunked_cross_entropy
 from packing_ops.router import load_balancing_loss
 from packing_ops.segments import segment_sum, slots_with_tokens
@@ -179,6 +191,47 @@ def _loss(model, stock, logits, labels, vocab_size, num_items_in_batch=None, ign
     running.targets = labels.flatten(), int32_cu_seqlens(cu_seqlens.to(labels.device)), options
     # By a call of the head, around which FSDP and ZeRO gather its weight
     return running.head(running.hidden)
+
+
+# --- labels ---
+
+
+def without_first_labels(model, call, kwargs):
+    """The keyword arguments, labels of documents' first tokens -100: what is before them is another document, or padding."""
+    # Not where shift_labels say what each token is to predict, nor for a loss that shifts nothing.
+    labels = kwargs.get("labels")
+    may_have_documents = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.numbers))
+    if not may_have_documents or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
+        return kwargs
+    if model.config.is_encoder_decoder or not _loss_shifts(model):
+        return kwargs
+    (batch, seqlen), padding = labels.shape, call.mask
+    if padding is not None and (not is_tensor(padding, 2) or padding.shape != labels.shape):
+        return kwargs
+    position_ids = call.row_positions(batch, seqlen)
+    if position_ids is not None and (position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch)):
+        return kwargs
+    if call.cu_seqlens is None:  # without documents, whose number the host would wait for
+        starts = first_tokens(padding, position_ids, batch, seqlen, labels.device)
+        if padding is not None:
+            starts[:, 1:] |= (padding[:, :-1] == 0).to(labels.device)
+        return {**kwargs, "labels": labels.masked_fill(starts, -100)}
+    documents = call.documents_of_tokens(labels, position_ids)
+    masked = mask_boundary_labels(labels.flatten(), documents.cu_seqlens)
+    return {**kwargs, "labels": masked.view_as(labels)}
+
+
+@constant_of_model
+def _loss_shifts(model) -> bool:
+    """Whether its loss takes the label of the next token. Of a loss_function that somebody set nothing says so."""
+    loss = getattr(model, "_loss_function", None)
+    if loss is None or isinstance(loss, WeakPartial):  # of fused_loss, which stands for transformers' own
+        return getattr(model, "loss_type", None) in SHIFTED
+    loss = loss.func if isinstance(loss, functools.partial) else loss
+    if inspect.unwrap(loss) is ForCausalLMLoss:
+        return True
+    log_once(f"loss_function of {class_name(model)} is not transformers', and gets labels as they are")
+    return False
 
 
 # --- the balance loss of a mixture of experts ---

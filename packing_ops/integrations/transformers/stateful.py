@@ -23,9 +23,9 @@ from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
     refuse_encoder_decoder,
     refuse_one_result,
-    refuse_own_positions,
     refuse_where,
 )
+from packing_ops.integrations.transformers.positions import refuse_own_positions
 from packing_ops.integrations.transformers.stateful_rows import (
     BOUNDARIES,
     CACHES,

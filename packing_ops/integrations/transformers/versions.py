@@ -49,7 +49,14 @@ CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask
 SHIFTED = frozenset((None, *(name for name, loss in LOSS_MAPPING.items() if loss is ForCausalLMLoss)))
 
 # What other modules take from here of transformers' own.
-__all__ = ["AttentionInterface", "AttentionMaskInterface", "PreTrainedModel", "masking_utils", "sdpa_attention_forward"]
+__all__ = [
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "ForCausalLMLoss",
+    "PreTrainedModel",
+    "masking_utils",
+    "sdpa_attention_forward",
+]
 
 
 def not_causal(model) -> str | None:

@@ -395,7 +395,7 @@ def test_contradictions(device):
     with pytest.raises(ValueError, match="attention_mask: expected no padding beside cu_seq_lens_q"):
         model(**good, **kwargs, attention_mask=mask)
     with pytest.raises(ValueError, match="position_ids: expected to restart where cu_seq_lens_q"):
-        model(good["input_ids"], **kwargs)
+        model(good["input_ids"], position_ids=torch.arange(24, device=device)[None], **kwargs)
     with pytest.raises(ValueError, match=r"attention_mask: expected \[1, 24\] like the batch, got \[1, 20\]"):
         model(**good, attention_mask=mask[:, :20])
     with pytest.raises(ValueError, match=r"attention_mask: expected \[1, 24\] like the batch, got \[1, 27\]"):
@@ -421,9 +421,9 @@ def test_contradictions(device):
 @pytest.mark.parametrize(
     ("rows", "positions", "lengths", "message"),
     [
-        (1, [*range(5), *range(7)], [4, 8], "restart only where cu_seq_lens_q starts a document"),
-        (1, [*range(5), *range(7)], [12], "restart only where cu_seq_lens_q starts a document"),
-        (2, [*range(6), *range(6)], [12], "restart only where cu_seq_lens_q starts a document"),
+        (1, [*range(5), *range(7)], [4, 8], "restart where cu_seq_lens_q starts a document"),
+        (1, [*range(5), *range(7)], [12], "restart where cu_seq_lens_q starts a document"),
+        (2, [*range(6), *range(6)], [12], "restart where cu_seq_lens_q starts a document"),
         (2, [*range(6), *range(6)], [3, 3, 2, 4], "restart where cu_seq_lens_q starts a document"),
         (2, [*range(6)], [3, 3, 2, 4], "restart where cu_seq_lens_q starts a document"),
     ],

@@ -71,21 +71,24 @@ def test_in_a_graph(fresh_compile):
         model(ids(), use_cache=False, position_ids=TOLD.position_ids[None])
 
 
+def alone(model, rows, lengths=(5, 7, 4)):
+    """The logits of each document in a row of its own, of a model that is given no positions."""
+    documents = [document for row in rows for document in row[None].split(list(lengths), 1)]
+    return torch.cat([model(document, use_cache=False).logits for document in documents], 1).view(*rows.shape, -1)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     "names", [("cu_seq_lens_q", "cu_seq_lens_k"), ("cu_seq_lens_q",), ("cu_seq_lens_k",)], ids="-".join
 )
 @pytest.mark.parametrize("family", NEED_POSITIONS)
 @torch.no_grad()
-def test_cu_seqlens_without_the_positions_that_a_model_needs_are_refused(family, names, batch):
-    model, rows = model_of(family), ids().expand(batch, -1)
-    lengths = torch.tensor([5, 7, 4] * batch)
-    told = {name: po.cu_seqlens_from_lengths(lengths) for name in names}
-    refused = rf"position_ids: expected \[{batch}, seqlen\] .*, got None beside .*{NEED_POSITIONS[family]} then counts"
-    with pytest.raises(ValueError, match=refused):
-        model(rows, use_cache=False, **told)
-    one_document = {name: torch.tensor([0, 16], dtype=torch.int32) for name in names}
-    assert model(ids(), use_cache=False, **one_document).logits.shape == (1, 16, 64)
+def test_the_positions_that_a_model_needs_are_made_of_cu_seqlens(family, names, batch):
+    model, rows = model_of(family), torch.cat([ids(), ids().flip(1)])[:batch]
+    told = {name: po.cu_seqlens_from_lengths(torch.tensor([5, 7, 4] * batch)) for name in names}
+    torch.testing.assert_close(model(rows, use_cache=False, **told).logits, alone(model, rows), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected to end at the batch's"):
+        model(rows[:, 1:], use_cache=False, **told)
 
 
 READ_MASKS_THEMSELVES = ("openai-gpt", "reformer")
@@ -93,31 +96,46 @@ READ_MASKS_THEMSELVES = ("openai-gpt", "reformer")
 
 @pytest.mark.parametrize("family", NEED_POSITIONS)
 @torch.no_grad()
-def test_numbers_of_a_mask_without_the_positions_that_a_model_needs_are_refused(family):
+def test_the_positions_that_a_model_needs_are_made_of_the_numbers_of_a_mask(family):
     model, numbers = model_of(family), torch.repeat_interleave(torch.arange(1, 4), torch.tensor([5, 7, 4]))[None]
-    refused = rf"position_ids: .*, got None beside .* in attention_mask, and {NEED_POSITIONS[family]} then counts"
-    if family in READ_MASKS_THEMSELVES:
-        refused = "attention_mask: expected one document in each row, got several"
-    with pytest.raises(ValueError, match=refused):
-        model(ids(), use_cache=False, attention_mask=numbers)
-    two_and_none = torch.cat([numbers.clamp(max=2), torch.zeros_like(numbers)])
-    with pytest.raises(ValueError, match=refused):  # two documents and two rows, one of them empty
-        model(ids().expand(2, -1), use_cache=False, attention_mask=two_and_none)
     one_in_each_row = torch.tensor([[1], [2]]).expand(-1, 16)
     assert model(ids().expand(2, -1), use_cache=False, attention_mask=one_in_each_row).logits.shape == (2, 16, 64)
+    if family in READ_MASKS_THEMSELVES:
+        with pytest.raises(ValueError, match="attention_mask: expected one document in each row, got several"):
+            model(ids(), use_cache=False, attention_mask=numbers)
+        return
+    found = model(ids(), use_cache=False, attention_mask=numbers).logits
+    torch.testing.assert_close(found, alone(model, ids()), rtol=1e-4, atol=1e-5)
+    # Padding on the left and on the right, and a row of one document beside it
+    rows = torch.zeros(2, 20, dtype=torch.long)
+    rows[0, 3:19], rows[1, :9] = ids(), ids()[0, :9]
+    mask = (rows != 0).long()
+    mask[0, 3:19] = numbers
+    found = model(rows, use_cache=False, attention_mask=mask).logits
+    torch.testing.assert_close(found[:1, 3:19], alone(model, ids()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1:, :9], model(ids()[:, :9], use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "opt", "recurrent_gemma"])
+@torch.no_grad()
+def test_rows_of_one_document_get_the_positions_of_the_model(family):
+    """Of padding on the left, which OPT leaves out of its positions, and BERT counts."""
+    model, mask = model_of(family), torch.ones(2, 16, dtype=torch.long)
+    mask[0, :3] = 0
+    rows = ids().expand(2, -1).masked_fill(mask == 0, 0)
+    stock = class_of(family)._from_config(config_of(family), attn_implementation="eager").eval()
+    stock.load_state_dict(model.state_dict())
+    found, wanted = (each(rows, use_cache=False, attention_mask=mask).logits for each in (model, stock))
+    torch.testing.assert_close(found[mask == 1], wanted[mask == 1], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_whisper_takes_positions_by_its_keywords_alone():
     model, numbers = model_of("whisper"), torch.arange(1, 17)[None] // 9 + 1
-    with pytest.raises(
-        ValueError, match="got None beside several documents in attention_mask, and WhisperDecoder then"
-    ):
-        model(ids(), use_cache=False, attention_mask=numbers)
     positions = torch.cat([torch.arange(8), torch.arange(8)])[None]
-    told = model(ids(), use_cache=False, attention_mask=numbers, position_ids=positions).logits
-    alone = torch.cat([model(row, use_cache=False).logits for row in ids().split(8, 1)], 1)
-    torch.testing.assert_close(told, alone, rtol=1e-4, atol=1e-5)
+    for told in ({}, {"position_ids": positions}):
+        found = model(ids(), use_cache=False, attention_mask=numbers, **told).logits
+        torch.testing.assert_close(found, alone(model, ids(), (8, 8)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["bert", "recurrent_gemma"])
@@ -144,11 +162,52 @@ def test_that_positions_are_missing_beside_numbers_is_read_with_the_documents(mo
 def test_with_positions_these_models_give_each_document_what_it_gets_alone(family):
     model = model_of(family)
     logits = model(ids(), use_cache=False, position_ids=TOLD.position_ids[None], **TOLD.to_transformers()).logits
-    alone = [
-        model(row, use_cache=False, position_ids=torch.arange(row.shape[1])[None]).logits
-        for row in ids().split([5, 7, 4], 1)
-    ]
-    torch.testing.assert_close(logits, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, alone(model, ids()), rtol=1e-4, atol=1e-5)
+
+
+# --- positions that start at padding_idx + 1 ---
+
+
+@pytest.mark.parametrize("told", [{}, TOLD.to_transformers()], ids=["positions", "cu_seqlens too"])
+@pytest.mark.parametrize("family", ["camembert", "data2vec-text", "roberta", "xlm-roberta-xl", "xmod"])
+@torch.no_grad()
+def test_positions_from_0_are_raised_to_where_the_model_starts(family, told):
+    model, wanted = model_of(family), None
+    first, wanted = model.config.pad_token_id + 1, alone(model, ids())
+    assert first > 0
+    for positions in (TOLD.position_ids[None], TOLD.position_ids[None] + first):
+        found = model(ids(), use_cache=False, position_ids=positions, **told).logits
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_padding_raises_no_positions():
+    """Its zeros, or RoBERTa's padding_idx, are next to documents."""
+    model, rows = model_of("roberta"), torch.zeros(1, 11, dtype=torch.long)
+    model.config.pad_token_id = 0
+    wanted = model(ids()[:, :7], use_cache=False).logits
+    for start in (0, 2, 4):
+        slots, rows = slice(start, start + 7), torch.zeros(1, 11, dtype=torch.long)
+        rows[:, slots] = ids()[:, :7]
+        positions = torch.zeros_like(rows)
+        positions[:, slots] = torch.arange(1, 8)
+        mask = (rows != 0).long()
+        found = model(rows, use_cache=False, attention_mask=mask, position_ids=positions).logits
+        torch.testing.assert_close(found[:, slots], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "roberta", "biogpt", "gpt_bigcode"])
+@torch.no_grad()
+def test_rows_may_be_longer_than_the_table_of_positions(family):
+    """Documents are not."""
+    lengths = [60, 3, 62]
+    model, row = model_of(family), torch.randint(3, 60, (1, 125), generator=torch.Generator().manual_seed(0))
+    packed, wanted = po.PackedMetadata.from_lengths(lengths), alone(model, row, lengths)
+    told = [packed.to_transformers(), {"position_ids": packed.position_ids[None]}]
+    if family != "gpt2":  # makes another mask of its mask
+        told.append({"attention_mask": packed.seq_idx[None] + 1})
+    for given in told:
+        torch.testing.assert_close(model(row, use_cache=False, **given).logits, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_patches_of_bytes_are_refused_in_packed_rows():

@@ -1,0 +1,311 @@
+"""The positions that a model sees: each document's are those that it has alone.
+
+A numbered mask and cu_seqlens say where documents start, and no positions: these are made. Where positions are not enough,
+because a part of the model looks at the whole row, that part is run by document, or several documents are refused.
+"""
+
+import functools
+import inspect
+import re
+
+import torch
+import torch.nn.functional as F
+
+from packing_ops.boundaries import position_ids_from_cu_seqlens
+from packing_ops.integrations._patching import put_around
+from packing_ops.integrations.transformers import sequence_group
+from packing_ops.integrations.transformers.call import NAMES, PATTERN
+from packing_ops.integrations.transformers.documents import (
+    ROW_EACH,
+    checked_against,
+    first_axis,
+    first_tokens,
+    is_tensor,
+    refuse_where,
+    several_in,
+)
+from packing_ops.integrations.transformers.versions import (
+    CACHE,
+    PreTrainedModel,
+    class_name,
+    constant_of_model,
+    reads_text,
+    source_of,
+)
+
+# --- parts of a model that count along the row ---
+
+# Some models take no positions (BART's decoders). Others count where they are given none (BERT), or start a state where a
+# position is 0 (RecurrentGemma). Recognised by an embedding of positions in a module of a text model, or by the code of a
+# layer that is given positions.
+
+_EMBEDDING = re.compile(r"(^|_)(pos|position|positions)(_|$)|^wpe$")
+_RELATIVE = re.compile(r"rotary|rope|relative|bias", re.IGNORECASE)  # the same wherever a document stands
+_STARTS_AT_ZERO = re.compile(r"position_ids\[.*\] == 0")
+_BEHIND_PADDING = re.compile(r"\bpadding_idx \+ 1\b|create_position_ids_from_input_ids")  # RoBERTa and its like
+_BEHIND_NUMBER = re.compile(r"arange\(config\.max_position_embeddings\)\.expand\(\(1, -1\)\) \+ (\d+)")  # Nystromformer
+_ALONG_THE_ROW = re.compile(r"torch\.arange\(hidden_states\.shape\[1\].*\) \+ past_seen_tokens")  # Llama 4
+
+
+class _Found:
+    """takes_none: class of a module that counts along the row and takes no positions. needs: of one that counts where it is
+    given none. by_length: of a rotary embedding whose angles depend on the largest position. has_axes: whether the model
+    makes positions of several axes. first: the position of a document's first token."""
+
+    def __init__(self):
+        self.takes_none = self.needs = self.by_length = ""
+        self.has_axes, self.first = False, 0
+
+    def look(self, module, of_text):
+        cls, inside = type(module), module._modules
+        if isinstance(module, PreTrainedModel):
+            of_text = reads_text(cls)
+            self.has_axes |= first_axis(cls) is not None or hasattr(cls, "get_rope_index")
+        embeds = any(_embeds_positions(name, type(child)) for name, child in inside.items() if child is not None)
+        if of_text and (embeds or (not inside and _starts_at_zero(cls))):
+            if any("position" in name for name in inspect.signature(cls.forward).parameters):
+                self.needs = self.needs or class_name(module)
+                self.first = max(self.first, _first_position(module))
+            else:
+                self.takes_none = self.takes_none or class_name(module)
+        if _looks_at_length(module):
+            self.by_length = class_name(module)
+            put_around(module, "forward", _by_length)
+        elif _scales_along_the_row(cls):
+            put_around(module, "forward", _scaled_by_position)
+        for child in inside.values():
+            if child is not None:
+                self.look(child, of_text)
+
+
+@constant_of_model
+def _found_in(model) -> tuple[str, str, str, bool, int]:
+    """(takes_none, needs, by_length, has_axes, first) of _Found. What looks at the whole row runs by document from now on."""
+    found = _Found()
+    found.look(model, False)
+    return found.takes_none, found.needs, found.by_length, found.has_axes, found.first
+
+
+@functools.cache
+def _embeds_positions(name, cls) -> bool:
+    return bool(_EMBEDDING.search(name)) and not _RELATIVE.search(f"{name} {cls.__name__}")
+
+
+@functools.cache
+def _starts_at_zero(cls) -> bool:
+    """Whether a layer of this class starts a state where a position is 0."""
+    given_positions = "position_ids" in inspect.signature(cls.forward).parameters
+    return given_positions and bool(_STARTS_AT_ZERO.search(source_of(cls.forward)))
+
+
+def _first_position(module) -> int:
+    code = _code_of(type(module))
+    if _BEHIND_PADDING.search(code) and isinstance(getattr(module, "padding_idx", None), int):
+        return module.padding_idx + 1
+    number = _BEHIND_NUMBER.search(code)
+    return int(number[1]) if number else 0
+
+
+@functools.cache
+def _code_of(cls) -> str:
+    return source_of(next((base for base in cls.__mro__ if base.__module__.startswith("transformers.")), cls))
+
+
+@functools.cache
+def _scales_along_the_row(cls) -> bool:
+    return "Attention" in cls.__name__ and bool(_ALONG_THE_ROW.search(source_of(cls.forward)))
+
+
+# --- the positions of a call ---
+
+
+def with_positions(model, call, args, kwargs):
+    """The call's arguments, with position_ids where they are missing or count from 0 in a model that starts elsewhere."""
+    _, needs, _, has_axes, first = _found_in(model)
+    if call.outer is None and first and is_tensor(call.position_ids, 2):
+        if sequence_group.of(model) is not None:
+            raise ValueError(
+                f"sequence_group: expected a model whose positions start at 0, got {needs}, which starts at {first}"
+            )
+        call.position_ids = positions = _raised(call.position_ids, call.padding, first)
+    elif call.needs_positions and call.segment_parents is None and not has_axes and _takes_positions(model, needs):
+        positions = _made(model, call, args, kwargs, needs, first)
+        if positions is None:
+            return args, kwargs
+        call.needs_positions = False
+    else:
+        return args, kwargs
+    index = call.indices["position_ids"]
+    if index < len(args):
+        return (*args[:index], positions, *args[index + 1 :]), kwargs
+    return args, {**kwargs, "position_ids": positions}
+
+
+def _takes_positions(model, needs) -> bool:
+    parameters = inspect.signature(type(model).forward).parameters
+    if "position_ids" in parameters:
+        return True
+    return bool(needs) and any(p.kind is p.VAR_KEYWORD for p in parameters.values())  # Whisper's decoder
+
+
+def _raised(position_ids, padding, first):
+    """position_ids, by ``first`` more in each document that starts at 0."""
+    # A document starts where positions do not go on by one, and behind padding.
+    starts = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
+    if is_tensor(padding, 2) and padding.shape[1] == starts.shape[1]:
+        starts = starts | F.pad(padding[:, :-1] == 0, (1, 0)).to(starts.device)
+    slots = torch.arange(starts.shape[1], device=starts.device)
+    positions = position_ids.expand(starts.shape[0], -1)
+    of_start = positions.gather(1, (slots * starts).cummax(1).values)
+    return positions + first * (of_start == 0)
+
+
+def _made(model, call, args, kwargs, needs, first):
+    """position_ids ``[batch, seqlen]`` by cu_seqlens or the numbers of a mask; None where a row has one document."""
+    tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
+        return None
+    (batch, seqlen), numbers = tokens.shape[:2], call.numbers
+    cached = getattr(kwargs.get(CACHE), "get_seq_length", lambda: 0)()
+    is_start = isinstance(cached, int) and cached == 0
+    if call.cu_seqlens is not None:
+        if not is_start:
+            return None
+        cu_seqlens, _ = checked_against((call.cu_seqlens, call.cu_seqlens_k), call.padding, None, batch, seqlen)
+        made = position_ids_from_cu_seqlens(cu_seqlens, batch * seqlen).view(batch, seqlen)
+    elif numbers is None or numbers.shape[0] != batch or numbers.shape[1] < seqlen:
+        return None
+    elif is_start and call.mask_form == PATTERN and not torch.compiler.is_compiling():
+        if numbers.shape[1] != seqlen or not call.documents_of_tokens(tokens, None).several:
+            return None
+        made = _positions_by(numbers)
+    elif needs:  # whose positions in a row of one document, and whether there are several, is not known here
+        return None
+    else:
+        slots = torch.arange(seqlen, device=numbers.device) + cached
+        made = _positions_by(numbers)[:, slots.clamp(max=numbers.shape[1] - 1)]
+        made = torch.where((numbers > 1).any(), made, slots)
+    return made.to(tokens.device) + first
+
+
+def _positions_by(numbers):
+    """int64 ``[batch, seqlen]``: each slot's distance to where its document starts; 0 for padding."""
+    real, slots = numbers != 0, torch.arange(numbers.shape[1], device=numbers.device)
+    starts = first_tokens(numbers, None, *numbers.shape, numbers.device) | (real & (real.cumsum(1) == 1))
+    return (slots - (slots * starts).cummax(1).values) * real
+
+
+def refuse_own_positions(model, call, position_ids, batch) -> None:
+    """ValueError if a row of this call has several documents and the model counts through them.
+
+    Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
+    """
+    takes_none, needs, by_length, has_axes, _ = _found_in(model)
+    if takes_none or (by_length and has_axes):
+        why = f"{takes_none} counts positions along the row and takes none"
+        if not takes_none:
+            why = f"{by_length} scales the angles of all by the longest, whose positions have several axes"
+        refuse_where(
+            call.several(batch, position_ids),
+            f"{call.named_by()}: expected one document in each row, got several, and {why}; {ROW_EACH}",
+        )
+    elif needs and call.needs_positions and call.outer is None and _takes_positions(model, needs):
+        message = (
+            f"position_ids: expected [{batch}, seqlen] that start in each document as they do alone (at 0, as "
+            f"PackedMetadata.position_ids do), got None beside several documents in {call.named_by()}, and {needs} then "
+            "counts along the row"
+        )
+        call.where_several = batch, message
+
+
+# --- RoPE that scales with the length: dynamic NTK, longrope ---
+
+
+def _looks_at_length(module) -> bool:
+    """Whether a rotary embedding of transformers takes its frequencies by the largest position of the batch."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def _by_length(rotary, stock, x, position_ids, *args, **kwargs):
+    """In place of the forward of such an embedding: each document gets the frequencies of its length.
+
+    stock: the forward that was in the instance, or None.
+    """
+    run = functools.partial(type(rotary).forward, rotary, x) if stock is None else functools.partial(stock, x)
+    kind, config = rotary.rope_type, rotary.config
+    parameters, layer_type = config.rope_parameters, args[0] if args else kwargs.get("layer_type")
+    if isinstance(kind, dict):
+        kind, parameters = kind[layer_type], parameters[layer_type]
+    is_long = kind == "longrope"
+    if config._attn_implementation not in NAMES or position_ids.dim() != 2 or not (is_long or "dynamic" in kind):
+        return run(position_ids, *args, **kwargs)
+
+    def of(slots):
+        """The tables as if other slots had position 0. Theirs are not used."""
+        return run(position_ids.masked_fill(~slots, 0), *args, **kwargs)
+
+    lengths = _lengths_of(position_ids)
+    if is_long:  # two sets of frequencies
+        is_far = lengths > parameters["original_max_position_embeddings"]
+        return _chosen(is_far, run(position_ids, *args, **kwargs), of(~is_far))
+    # A set for each length above that of the training. transformers keeps the last one, until a row is short enough.
+    lengths = lengths.clamp(min=rotary.original_max_seq_len)
+    of(lengths < 0)
+    tables = None
+    for length in lengths.unique().tolist():
+        is_it = lengths == length
+        tables = of(is_it) if tables is None else _chosen(is_it, of(is_it), tables)
+    return tables
+
+
+def _lengths_of(position_ids):
+    """int64 ``[batch, seqlen]``: one more than the last position of each slot's document."""
+    seqlen = position_ids.shape[1]
+    ends = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (0, 1), value=True)
+    slots = torch.arange(seqlen, device=position_ids.device).where(ends, seqlen)
+    return position_ids.gather(1, slots.flip(1).cummin(1).values.flip(1)) + 1
+
+
+def _chosen(slots, tables, others):
+    """cos and sin, or one complex table: ``tables`` in these slots, ``others`` elsewhere."""
+    if isinstance(tables, torch.Tensor):
+        return torch.where(slots[..., None], tables, others)
+    return tuple(torch.where(slots[..., None], *pair) for pair in zip(tables, others, strict=True))
+
+
+# --- attention that scales its queries by their place in the row: Llama 4's layers without RoPE ---
+
+
+class _CountedFrom:
+    """In place of a layer's empty KV cache, or of None: as many tokens are in it as make a slot's place its position."""
+
+    def __init__(self, cache, offsets):
+        self.cache, self.offsets = cache, offsets
+
+    def get_seq_length(self, layer_idx=0):
+        return self.offsets
+
+    def update(self, key, value, *args, **kwargs):
+        return (key, value) if self.cache is None else self.cache.update(key, value, *args, **kwargs)
+
+
+def _scaled_by_position(attention, stock, *args, **kwargs):
+    """In place of the forward of such a layer. Its MaskPattern knows the positions; another mask has none."""
+    run = functools.partial(type(attention).forward, attention) if stock is None else stock
+    mask = kwargs.get("attention_mask")
+    positions, of_keys = getattr(mask, "position_ids", None), "past_key_values" if CACHE not in kwargs else CACHE
+    if positions is None or getattr(attention, "use_rope", False):
+        return run(*args, **kwargs)
+    if positions.shape[0] > 1:
+        if positions.shape[1] >= attention.floor_scale:
+            refuse_where(
+                several_in(positions, mask.padding),
+                f"position_ids: expected one row, or several shorter than {attention.floor_scale}, got "
+                f"{list(positions.shape)} with several documents in a row, which {class_name(attention)} scales by their "
+                "place in it",
+            )
+        return run(*args, **kwargs)
+    offsets = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+    return run(*args, **{**kwargs, of_keys: _CountedFrom(kwargs.get(of_keys), offsets)})
