@@ -57,7 +57,7 @@ def docstrings() -> str:
         "steps per epoch",
         "padding",
         "FLOP balance of 8 ranks",
-        "estimated epoch, by tokens / by flops",
+        "estimated epoch, by slots / by flops",
     ]
     return markdown(header, rows)
 

@@ -75,14 +75,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="JSON lines, a JSON array (both also as a pipe, - for stdin, or .gz), Parquet, or a folder of save_to_disk",
     )
-    add("--tokenizer", default="bytes", help="bytes (default: UTF-8 bytes of the text), or a tokenizer's folder")
+    add(
+        "--tokenizer",
+        default="bytes",
+        help="bytes (default: UTF-8 bytes of the text), a tokenizer's folder or a model's name",
+    )
     add(
         "--columns",
         type=column_names,
         metavar="KEY=COLUMN,...",
         help="names of your columns, e.g. prompt=question,completion=answer; then only this form is read",
     )
-    add("--capacity", type=positive, default=4096, help="tokens of a packed row (default: %(default)s)")
+    add("--capacity", type=positive, default=4096, help="slots of a packed row (default: %(default)s)")
     add("--batch-size", type=positive, default=8, help="documents per padded batch and rank (default: %(default)s)")
     add("--dp", type=positive, default=1, help="data-parallel ranks (default: %(default)s)")
     add("--overlong", choices=OVERLONG, default="truncate", help="documents over the capacity (default: %(default)s)")
@@ -93,6 +97,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="also what computing prefixes once would save that documents share",
     )
     add("--group-by", metavar="FIELD", help="the same, among examples with the same value in this column")
+    add("--buffer", type=positive, metavar="N", help="also rows of a stream, of which N examples wait at a time")
     add("--plot", type=writable, metavar="PNG", help="also draw the report")
     add("--json", type=writable, metavar="JSON", help="also write every number")
     table = commands.add_parser(
@@ -159,6 +164,7 @@ def run(argv: list[str] | None = None) -> int:
             hidden_size=arguments.hidden_size,
             prefix_trees=arguments.prefix_trees,
             group_by=arguments.group_by,
+            buffer=arguments.buffer,
         )
         show_report(report)
         if arguments.json:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packing_ops._arguments import integer
+from packing_ops._arguments import at_least, integer
 from packing_ops.packing import Overlong
 from packing_ops.report.corpus import read_corpus
 from packing_ops.report.prefix_trees import savings
@@ -33,6 +33,7 @@ def make_report(
     hidden_size: int = 4096,
     prefix_trees: bool = False,
     group_by: str | None = None,
+    buffer: int | None = None,
 ) -> dict[str, Any]:
     """Everything that ``python -m packing_ops report`` prints, as plain numbers, strings, lists and dicts.
 
@@ -41,7 +42,8 @@ def make_report(
             ``Dataset.save_to_disk``. An example is read by the first key that it has of ``input_ids``, ``messages``,
             ``conversations`` (ShareGPT), ``chosen`` and ``rejected`` (two documents), ``prompt`` and ``completion``,
             ``instruction`` and ``output`` (Alpaca), ``text``.
-        tokenizer: ``"bytes"``, or the folder of a tokenizer that transformers loads. Its chat template is given the
+        tokenizer: ``"bytes"``, or the folder of a tokenizer that transformers loads, or a model's name, whose tokenizer
+            comes from the Hugging Face Hub. Its chat template is given the
             ``tools`` and ``chat_template_kwargs`` of an example.
         columns: names of the file's columns where they differ from these: ``{"prompt": "question"}``.
         capacity: tokens of a packed row.
@@ -51,6 +53,7 @@ def make_report(
         hidden_size: of the model whose FLOPs are estimated.
         prefix_trees: also compare the documents' tokens: what they share from the first one on, computed once.
         group_by: the same among examples with the same value in this column alone (a prompt, its id).
+        buffer: also the rows of a PackedStream, in which so many examples wait.
 
     Returns:
         dict with ``settings``, ``examples`` (how many were read, and their documents), ``in_bytes`` (documents whose
@@ -75,6 +78,8 @@ def make_report(
         if integer(value, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     options: dict[str, Any] = {**sizes, "overlong": overlong}
+    if buffer is not None:
+        options["buffer"] = at_least(buffer, "buffer", 1, "example")
     prefix_trees = prefix_trees or group_by is not None
     corpus = read_corpus(files, tokenizer, columns, keep_ids=prefix_trees, group_by=group_by)
     report = {

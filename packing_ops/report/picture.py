@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from packing_ops.report.tables import layout_label, length_label
+from packing_ops.report.tables import layout_label, length_label, unit_of
 
 try:
     from matplotlib.axes import Axes
@@ -51,7 +51,7 @@ def _draw_slots(axis: Axes, report: dict[str, Any]) -> None:
     layouts, y = report["layouts"].values(), range(len(names))
     tokens = [layout["slots"] * layout["fill"] for layout in layouts]
     padding = [layout["slots"] - real for layout, real in zip(layouts, tokens, strict=True)]
-    axis.barh(y, tokens, color="tab:blue", label="tokens")
+    axis.barh(y, tokens, color="tab:blue", label=unit_of(report))
     bars = axis.barh(y, padding, left=tokens, color="lightgray", label="padding")
     axis.bar_label(bars, [_label(layout) for layout in layouts], padding=3, fontsize=8)
     axis.set_yticks(y, names, fontsize=8)

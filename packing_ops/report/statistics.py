@@ -1,10 +1,13 @@
 """What packing would save, from lengths: the same documents as padded batches, padding-free and as packed rows."""
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 import packing_ops as po
+from packing_ops.data import PackedStream
 from packing_ops.packing import Overlong, Strategy
 
 STRATEGIES: tuple[Strategy, ...] = ("next_fit", "first_fit", "ffd", "bfd", "balanced")
@@ -47,7 +50,14 @@ def length_statistics(lengths: torch.Tensor) -> dict[str, Any]:
 
 
 def layouts(
-    lengths: torch.Tensor, *, capacity: int, batch_size: int, dp: int, overlong: Overlong, hidden_size: int
+    lengths: torch.Tensor,
+    *,
+    capacity: int,
+    batch_size: int,
+    dp: int,
+    overlong: Overlong,
+    hidden_size: int,
+    buffer: int | None = None,
 ) -> dict[str, Any]:
     """The same documents laid out in every way, and the time of an epoch of each.
 
@@ -59,12 +69,12 @@ def layouts(
     Args:
         lengths: int64 ``[num_documents]``, tokens, at least 1, in the order of arrival.
         capacity, overlong: as pack_sequences; every layout then holds the same pieces of documents.
-        batch_size, dp, hidden_size: as make_report.
+        batch_size, dp, hidden_size, buffer: as make_report.
 
     Returns:
         dict with ``model`` (a, b), ``overlong`` (documents over the capacity, tokens that no layout holds) and
         ``layouts``, by name: ``padded``, ``length_grouped`` (padded batches of documents of like length, sorted inside
-        of groups of 50 steps), ``padding_free`` and every strategy of pack_sequences. Each has
+        of groups of 50 steps), ``padding_free``, every strategy of pack_sequences, and with a buffer ``stream``. Each has
 
         - ``rows``, ``steps``, ``slots``, ``fill`` (share of the slots that hold tokens)
         - ``flop_balance``: operations of all ranks / (ranks * the slowest one's), step by step; 1 is perfect.
@@ -116,12 +126,14 @@ def layouts(
         width, real = rows.amax(1, keepdim=True), rows > 0
         return _Units((real * width).sum(1), (real * flops(width)).sum(1))
 
-    def rows_of(packing: po.Packing) -> _Units:
-        """The padding at the end of a row attends to itself, like a document."""
-        offsets = packing.bin_offsets.int()
-        tokens = po.segment_sum(packing.lengths.double(), offsets)
+    def units_of(documents: torch.Tensor, offsets: torch.Tensor) -> _Units:
+        """Of rows; the padding at the end of a row attends to itself, like a document."""
+        tokens = po.segment_sum(documents, offsets)
         slots = tokens.clamp(min=capacity)
-        return _Units(slots, po.segment_sum(flops(packing.lengths.double()), offsets) + flops(slots - tokens))
+        return _Units(slots, po.segment_sum(flops(documents), offsets) + flops(slots - tokens))
+
+    def rows_of(packing: po.Packing) -> _Units:
+        return units_of(packing.lengths.double(), packing.bin_offsets.int())
 
     found, num_tokens = result["layouts"], in_order.num_tokens
     padded, grouped = padded_units(pieces), padded_units(_grouped_by_length(pieces, batch_size * dp))
@@ -134,7 +146,28 @@ def layouts(
         found[strategy] = _layout(dealt.num_bins, num_tokens, rows_of(dealt), dp, today)
         as_packed = rows_for_ranks(strategy)
         found[strategy]["flop_balance_as_packed"] = _epoch(rows_of(as_packed), dp).balance
+    if buffer is not None:
+        rows = units_of(*_streamed(in_order.lengths, capacity, buffer))
+        found["stream"] = _layout(rows.slots.numel(), num_tokens, rows, dp, today)
     return result
+
+
+class _Documents:
+    """Examples of these lengths, one at a time."""
+
+    def __init__(self, lengths: torch.Tensor) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[dict[str, range]]:
+        return ({"input_ids": range(length)} for length in self.lengths.tolist())
+
+
+def _streamed(lengths: torch.Tensor, capacity: int, buffer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths of the documents in the order of the rows of a PackedStream, and where its rows begin and end."""
+    stream = PackedStream(_Documents(lengths), capacity, buffer=buffer, overlong="own")
+    rows = [[len(example["input_ids"]) for example in row] for row in stream]
+    offsets = torch.tensor([0, *map(len, rows)], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+    return torch.tensor([*chain(*rows)], dtype=torch.float64, device="cpu"), offsets
 
 
 def _grouped_by_length(values: torch.Tensor, step: int) -> torch.Tensor:

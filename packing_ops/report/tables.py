@@ -44,7 +44,7 @@ def show_report(report: dict[str, Any]) -> None:
     if report["layouts"]:
         _layouts(report)
     if report.get("prefix_trees"):
-        _prefix_trees(report["prefix_trees"], settings)
+        _prefix_trees(report["prefix_trees"], settings, unit_of(report))
 
 
 def conclusion(report: dict[str, Any]) -> str:
@@ -87,7 +87,7 @@ def _warning(report: dict[str, Any]) -> str:
     which = "" if in_bytes == documents else f" OF {in_bytes:,} OF {documents:,} DOCUMENTS"
     return (
         f"LENGTHS{which} ARE BYTES, NOT TOKENS, and the capacity of {report['settings']['capacity']:,} is too: "
-        "--tokenizer FOLDER counts tokens."
+        "--tokenizer counts tokens."
     )
 
 
@@ -97,8 +97,9 @@ def _overlong_rows(report: dict[str, Any]) -> list[list[str]]:
         return []
     fate = next(name for name in ("truncated", "split", "own", "dropped") if overlong[name])
     fate = "given a row of their own" if fate == "own" else fate
-    lost = f"; tokens lost: {overlong['lost_tokens']:,}" if overlong["lost_tokens"] else ""
-    return [[f"over {capacity:,} tokens, {fate}{lost}", f"{overlong['documents']:,}"]]
+    unit = unit_of(report)
+    lost = f"; {unit} lost: {overlong['lost_tokens']:,}" if overlong["lost_tokens"] else ""
+    return [[f"over {capacity:,} {unit}, {fate}{lost}", f"{overlong['documents']:,}"]]
 
 
 def _lengths(report: dict[str, Any]) -> None:
@@ -107,7 +108,7 @@ def _lengths(report: dict[str, Any]) -> None:
     quantiles = ", ".join(f"{name} {lengths[name]:,}" for name in ("p10", "p50", "p90", "p99", "max"))
     _table(
         f"{length_label(report)}: {examples['tokens']:,} in all, mean {lengths['mean']:,.1f}, {quantiles}",
-        ["length", "documents", "of the documents", "of the tokens", ""],
+        ["length", "documents", "of the documents", f"of the {unit_of(report)}", ""],
         [
             [
                 f"{bucket['from']:,} to {bucket['to']:,}",
@@ -121,14 +122,21 @@ def _lengths(report: dict[str, Any]) -> None:
     )
 
 
-def length_label(report: dict[str, Any]) -> str:
+def unit_of(report: dict[str, Any]) -> str:
+    """What lengths are counted in: tokens with a tokenizer, or of examples that have them."""
     if not report["in_bytes"]:
-        return "Length in tokens"
-    all_bytes = report["in_bytes"] == report["examples"]["documents"]
-    return "Length in bytes, not tokens" if all_bytes else "Length in tokens or bytes"
+        return "tokens"
+    return "bytes" if report["in_bytes"] == report["examples"]["documents"] else "tokens or bytes"
+
+
+def length_label(report: dict[str, Any]) -> str:
+    unit = unit_of(report)
+    return "Length in bytes, not tokens" if unit == "bytes" else f"Length in {unit}"
 
 
 def layout_label(name: str, settings: dict[str, Any]) -> str:
+    if name == "stream":
+        return f"packed, a stream with {settings['buffer']:,} waiting"
     if name in _BATCHES:
         return f"{_BATCHES[name]}, batches of {settings['batch_size']}"
     return f"packed, {name}"
@@ -152,7 +160,7 @@ def _layouts(report: dict[str, Any]) -> None:
     _table(f"Layouts: packed rows of {settings['capacity']:,} slots; a step is {step}", header, rows)
     _table(
         "Estimated speed relative to the padded batches (above 1: faster)",
-        ["", "step, by tokens", "step, by flops", "epoch, by tokens", "epoch, by flops"],
+        ["", "step, by slots", "step, by flops", "epoch, by slots", "epoch, by flops"],
         [
             [
                 label,
@@ -172,25 +180,25 @@ def _layouts(report: dict[str, Any]) -> None:
         )
     print(
         f"grouped by length: sorted inside groups of 50 steps, as transformers' group_by_length does.\n"
-        f"by tokens: time in proportion to the slots; by flops: to a*L + b*L^2 for L slots that attend to each other,\n"
+        f"by slots: time in proportion to the slots; by flops: to a*L + b*L^2 for L slots that attend to each other,\n"
         f"a = 12 * hidden_size = {model['a']:,.0f}, b = {model['b']:g} (dense causal decoder)."
     )
 
 
-def _prefix_trees(trees: dict[str, Any], settings: dict[str, Any]) -> None:
+def _prefix_trees(trees: dict[str, Any], settings: dict[str, Any], unit: str) -> None:
     compared = "all are compared"
     if trees["group_by"] is not None:
         compared = f"{trees['groups']:,} groups by {printable(trees['group_by'])}"
-    names = {"tokens": "tokens", "rows": f"rows of {settings['capacity']:,} slots", "pairs": "visible pairs of tokens"}
+    names = {"tokens": unit, "rows": f"rows of {settings['capacity']:,} slots", "pairs": f"visible pairs of {unit}"}
     rows = []
     for name, label in names.items():
         alone, shared = trees[name]["alone"], trees[name]["shared"]
         times = f"{alone / shared:.2f}x" if shared else ""
         rows.append([label, f"{alone:,}", f"{shared:,}", times])
-    title = f"Prefix trees: what documents share from the first token on, computed once ({compared})"
+    title = f"Prefix trees: what documents share from their start on, computed once ({compared})"
     _table(title, ["", "alone", "shared", "fewer"], rows)
     print(
-        f"Of the shared tokens {trees['repeated_at_forks']:,} are repeated at forks, which are at multiples of 128 tokens, "
+        f"Of the shared {unit} {trees['repeated_at_forks']:,} are repeated at forks, which are at multiples of 128, "
         f"and {trees['repeated_by_cuts']:,} where a tree does not fit a row.\n"
         "Documents over the capacity are cut to it, or left out with --overlong drop."
     )

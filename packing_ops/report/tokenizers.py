@@ -1,5 +1,6 @@
 """Examples to tokens: how many each has, or which, or why the tokenizer refused it."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ Counter = Callable[[list[Example]], Sequence[int | Ids | Unreadable]]
 
 
 def token_counter(tokenizer: str, *, keep_ids: bool = False) -> Counter:
-    """``"bytes"`` counts the UTF-8 bytes of the texts, no template and no special tokens; else see the folder's own.
+    """``"bytes"`` counts the UTF-8 bytes of the texts, no template and no special tokens; else a folder or a model's name.
 
     With ``keep_ids`` the counter gives the tokens themselves.
 
     Raises:
         ImportError: transformers is not installed.
-        OSError: no such folder, or no tokenizer in it.
+        OSError: no such folder or model, or no tokenizer in it.
         ValueError: a tokenizer that is code of its folder, which is not run.
     """
     if tokenizer == "bytes":
@@ -54,15 +55,26 @@ def _count_bytes(examples: list[Example]) -> list[int]:
     ]
 
 
-def _pretrained(folder: str, keep_ids: bool) -> Counter:
-    """With the tokenizer's own special tokens; chats through its template when it has one."""
-    if not Path(folder).is_dir():
-        raise FileNotFoundError(f"tokenizer: expected bytes or a tokenizer's folder, got {folder!r}")
+def _loaded(source: str) -> Any:
+    is_folder = Path(source).is_dir()
+    wanted = f"tokenizer: expected bytes, a tokenizer's folder or a model's name, got {source!r}"
+    if not is_folder and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+        raise FileNotFoundError(wanted)
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError("tokenizer: a folder needs transformers: pip install 'transformers>=4.57'") from error
-    tokenizer = without_code(AutoTokenizer, folder, "tokenizer", local_files_only=True)
+        raise ImportError("tokenizer: it needs transformers: pip install 'transformers>=4.57'") from error
+    try:
+        return without_code(AutoTokenizer, source, "tokenizer", local_files_only=is_folder)
+    except OSError as error:
+        if is_folder:
+            raise
+        raise FileNotFoundError(f"{wanted}: {str(error).partition(chr(10))[0]}") from None
+
+
+def _pretrained(source: str, keep_ids: bool) -> Counter:
+    """With the tokenizer's own special tokens; chats through its template when it has one."""
+    tokenizer = _loaded(source)
     tokenizer.model_max_length = int(1e30)  # it would warn about every long text
 
     def templated(example: Example) -> str | Unreadable:

@@ -175,10 +175,10 @@ def test_histogram_holds_every_document_once(lengths):
 @pytest.mark.parametrize(
     ("overlong", "kept", "lost", "said"),
     [
-        ("truncate", [8, 3, 8], 6, "over 8 tokens, truncated; tokens lost: 6"),
-        ("split", [8, 2, 3, 8, 4], 0, "over 8 tokens, split"),
-        ("own", [10, 3, 12], 0, "over 8 tokens, given a row of their own"),
-        ("drop", [3], 22, "over 8 tokens, dropped; tokens lost: 22"),
+        ("truncate", [8, 3, 8], 6, "over 8 bytes, truncated; bytes lost: 6"),
+        ("split", [8, 2, 3, 8, 4], 0, "over 8 bytes, split"),
+        ("own", [10, 3, 12], 0, "over 8 bytes, given a row of their own"),
+        ("drop", [3], 22, "over 8 bytes, dropped; bytes lost: 22"),
     ],
 )
 def test_overlong_documents_are_counted_and_told(tmp_path, capsys, overlong, kept, lost, said):
@@ -194,7 +194,7 @@ def test_overlong_documents_are_counted_and_told(tmp_path, capsys, overlong, kep
 def test_all_dropped_is_told(tmp_path, capsys):
     file = write_lines(tmp_path / "long.jsonl", {"text": "x" * 9})
     assert main(["report", str(file), "--capacity", "8", "--overlong", "drop"]) == 0
-    assert "over 8 tokens, dropped; tokens lost: 9" in capsys.readouterr().out
+    assert "over 8 bytes, dropped; bytes lost: 9" in capsys.readouterr().out
 
 
 # --- what follows ---
@@ -245,7 +245,7 @@ def test_balance_is_shown_where_there_are_ranks_to_balance(tmp_path, capsys):
 
 def test_bytes_are_told_loudly(tmp_path, capsys):
     text, ids = write_lines(tmp_path / "a.jsonl", *RECORDS), write_lines(tmp_path / "b.jsonl", {"input_ids": [1, 2]})
-    loud = "ARE BYTES, NOT TOKENS, and the capacity of 4,096 is too: --tokenizer FOLDER counts tokens."
+    loud = "ARE BYTES, NOT TOKENS, and the capacity of 4,096 is too: --tokenizer counts tokens."
     assert f"LENGTHS {loud}" in shown(capsys, text).splitlines()[1]
     assert f"LENGTHS OF 3 OF 4 DOCUMENTS {loud}" in shown(capsys, text, ids).splitlines()[1]
     assert "BYTES" not in shown(capsys, ids)
@@ -361,7 +361,10 @@ def test_a_missing_library_is_named_with_its_command(tmp_path, monkeypatch, caps
     [
         (["nowhere.jsonl"], "nowhere.jsonl"),
         (["a.jsonl", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["a.jsonl", "--tokenizer", "nowhere"], "tokenizer: expected bytes or a tokenizer's folder, got 'nowhere'"),
+        (
+            ["a.jsonl", "--tokenizer", "./nowhere"],
+            "tokenizer: expected bytes, a tokenizer's folder or a model's name, got './",
+        ),
         (["a.jsonl", "--overlong", "error", "--capacity", "2"], "expected at most capacity=2, got 9 at index 0"),
         (["a.parquet"], "a.parquet: "),
     ],

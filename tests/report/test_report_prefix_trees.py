@@ -93,9 +93,9 @@ def test_the_table_and_the_exit_code(file, tmp_path, capsys):
     out = tmp_path / "report.json"
     assert main(["report", str(file), "--capacity", "256", "--group-by", "uid", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "Prefix trees: what documents share from the first token on, computed once (2 groups by uid)" in printed
-    line = next(line for line in printed.splitlines() if line.strip().startswith("tokens"))
-    assert line.split() == ["tokens", "400", "272", "1.47x"]
+    assert "Prefix trees: what documents share from their start on, computed once (2 groups by uid)" in printed
+    line = next(line for line in printed.splitlines() if line.strip().startswith("bytes"))
+    assert line.split() == ["bytes", "400", "272", "1.47x"]
     assert json.loads(out.read_text())["prefix_trees"]["tokens"] == {"alone": 400, "shared": 272}
     assert main(["report", str(file)]) == 0
     assert "Prefix trees" not in capsys.readouterr().out
