@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from packing_ops import _ops
 from packing_ops._arguments import dtype_name
 from packing_ops.attention import DTYPES, attend, checked_options
+from packing_ops.integrations import _additions
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import (
     continuous_batching,
@@ -86,6 +87,7 @@ def register(name: str = "packing_ops") -> None:
     masks.PATCH.pin()
     NAMES.add(name)
     OWN_ATTENTION.pin()
+    _additions.watch_peft()
     for patch in continuous_batching.PATCHES:
         patch.apply()
     AttentionInterface.register(name, packing_ops_attention)
@@ -114,12 +116,16 @@ def unregister(name: str = "packing_ops") -> None:
     if not NAMES:
         for patch in (masks.PATCH, OWN_ATTENTION, _CALLS, *continuous_batching.PATCHES):
             patch.revert()
+        _additions.leave_peft()
         stateful.revert()
 
 
 def _begin(model, call, args, kwargs):
     """The arguments that the model gets; finds the documents of its layers with a state."""
+    if not torch.compiler.is_compiling():
+        _additions.watch_peft()  # which may have been imported since
     if call.guard is None:
+        _additions.noise_by_document(model, call)
         args, kwargs = positions.with_positions(model, call, args, kwargs)
     if call.guard is None or call.guard.has_state:
         stateful.find_documents_of(model, call, args, kwargs)

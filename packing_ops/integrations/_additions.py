@@ -1,0 +1,113 @@
+"""What others add to a row in front of a model of ours.
+
+PEFT's virtual tokens belong to a row: refused beside several documents. NEFTune's noise goes by the length: of each document.
+"""
+
+import functools
+import sys
+
+import torch
+
+from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.transformers.call import GUARD, NAMES, current, numbers_of
+from packing_ops.integrations.transformers.documents import ROW_EACH, is_tensor, refuse_where, several_in
+
+# --- PEFT: PeftModel makes inputs_embeds, masks and caches of what it is called with, and drops position_ids ---
+
+
+def watch_peft() -> None:
+    """Looks at the calls of PeftModel from now on, where PEFT is imported."""
+    peft = sys.modules.get("peft")
+    if hasattr(peft, "PeftModel"):
+        _patch(peft.PeftModel).pin()
+
+
+def leave_peft() -> None:
+    peft = sys.modules.get("peft")
+    if hasattr(peft, "PeftModel"):
+        _patch(peft.PeftModel).revert()
+
+
+@functools.cache
+def _patch(cls) -> Patch:
+    return Patch(cls, "__call__", _watched)
+
+
+def _watched(stock):
+    def __call__(self, *args, **kwargs):
+        if why := _of_one_row(self):
+            mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+            numbers = numbers_of(mask, None)
+            cu_seqlens = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))
+            told = {"position_ids": kwargs.get("position_ids"), "cu_seq_lens_q": cu_seqlens, "attention_mask": numbers}
+            name = next((name for name, value in told.items() if value is not None), None)
+            batch = next((len(t) for t in (*args[:1], kwargs.get("input_ids"), mask) if t is not None), 1)
+            several = several_in(told["position_ids"], mask, cu_seqlens, numbers, batch)
+            refuse_where(several, f"{name}: expected one document in each row, got several, and {why}; {ROW_EACH}")
+        return stock(self, *args, **kwargs)
+
+    return __call__
+
+
+def _of_one_row(model) -> str:
+    """What PEFT's active adapter does once for a row, where the model inside has our attention; else nothing."""
+    config, base = model.active_peft_config, model.get_base_model()
+    ours = getattr(getattr(base, "config", None), "_attn_implementation", None) in NAMES or GUARD in vars(base)
+    if not ours or getattr(model.forward, "__self__", model) is not model:  # disable_adapter: that of the model inside
+        return ""
+    if config.is_prompt_learning:
+        return f"PEFT's {type(config).__name__} puts virtual tokens in front of the row, for its first document alone"
+    if getattr(config, "alora_invocation_tokens", None):
+        return f"PEFT's {type(config).__name__} with alora_invocation_tokens looks for these once in a row"
+    return ""
+
+
+# --- NEFTune ---
+
+_NOISE = "neftune_post_forward_hook"  # transformers' hook of the embeddings, and others' copies
+
+
+def noise_by_document(model, call) -> None:
+    """NEFTune's hook of the model's embeddings is ours from now on. ValueError in a graph, where it cannot be."""
+    if call.outer is not None or not model.training:
+        return
+    hooks = getattr(_embeddings_of(model), "_forward_hooks", {})
+    for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "") == _NOISE]:
+        if not torch.compiler.is_compiling():
+            hooks[key] = functools.partial(_noise, hooks[key])
+            continue
+        batch = next((len(t) for t in (call.position_ids, call.mask) if is_tensor(t, 2)), 1)
+        positions = call.position_ids if is_tensor(call.position_ids, 2) else None
+        message = (
+            "neftune_noise_alpha: expected None in a graph with several documents in a row, or a first call without it"
+        )
+        refuse_where(call.several(batch, positions), message)
+
+
+def _embeddings_of(model):
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _noise(stock, module, args, embeddings):
+    """stock, but for packed rows the noise that each document has alone: up to alpha / sqrt(length * width)."""
+    call = current()
+    if not module.training or call is None or not is_tensor(embeddings, 3):
+        return stock(module, args, embeddings)
+    if call.segment_parents is not None:
+        raise ValueError(
+            "neftune_noise_alpha: expected None beside segment_parents, whose tokens are in several samples"
+        )
+    batch, seqlen, width = embeddings.shape
+    positions = call.row_positions(batch, seqlen)
+    if positions is None and call.cu_seqlens is None and call.numbers is None:
+        return stock(module, args, embeddings)
+    documents = call.documents_of_tokens(embeddings, positions)
+    if documents.several is False:
+        return stock(module, args, embeddings)
+    ids = documents.document_ids(batch, seqlen).clamp(min=0).long()
+    lengths = documents.cu_seqlens.diff().clamp(min=1)[ids]
+    largest = (module.neftune_noise_alpha / (lengths * width).sqrt()).to(embeddings.dtype)
+    return embeddings + torch.zeros_like(embeddings).uniform_(-1, 1) * largest[..., None]
