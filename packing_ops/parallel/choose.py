@@ -135,26 +135,20 @@ class Choice(NamedTuple):
 
     name: ``"ulysses"`` or ``"gathered"``.
     why: in words.
-    seconds: empty. It goes with 0.3.
     """
 
     name: str
     why: str
-    seconds: dict[str, float]
 
 
 def choose_attention(
     documents: PackedMetadata | torch.Tensor,
     *,
     ranks: int,
-    rows: int,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int = 128,
-    scheme: str = "contiguous",
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
-    element_size: int = 2,
 ) -> Choice:
     """Ulysses attention where the ranks divide the heads, else gathered attention; and why.
 
@@ -166,31 +160,28 @@ def choose_attention(
         ranks: of the group.
         num_heads, num_kv_heads: of q and of k.
         causal, window_size: as ulysses_attention.
-        scheme: as ulysses_attention; checked, the choice does not depend on it.
-        rows, head_dim, element_size: not used.
 
     Returns:
         Choice. No synchronisation.
 
     Example:
         >>> documents = PackedMetadata.from_lengths([65_536])
-        >>> choose_attention(documents, ranks=4, rows=16_384, num_heads=32, num_kv_heads=8).name
+        >>> choose_attention(documents, ranks=4, num_heads=32, num_kv_heads=8).name
         'ulysses'
-        >>> name, why, _ = choose_attention(documents, ranks=4, rows=16_384, num_heads=30, num_kv_heads=10)
+        >>> name, why = choose_attention(documents, ranks=4, num_heads=30, num_kv_heads=10)
         >>> print(name, "because", why)
         gathered because num_q_heads: expected a multiple of the 4 ranks, got 30
 
     Raises:
-        ValueError: an unknown scheme; heads and a mask that neither can serve.
+        ValueError: heads and a mask that neither can serve.
     """
-    check_scheme(scheme)
     refused = head_refusal(num_heads, num_kv_heads, ranks)
     not_gathered = _not_gathered(documents, causal, window_size)
     if refused and not_gathered:
         raise ValueError(f"{refused}, and {not_gathered}")
     if refused:
-        return Choice("gathered", refused, {})
-    return Choice("ulysses", not_gathered or f"the {ranks} ranks divide {num_heads} and {num_kv_heads} heads", {})
+        return Choice("gathered", refused)
+    return Choice("ulysses", not_gathered or f"the {ranks} ranks divide {num_heads} and {num_kv_heads} heads")
 
 
 def _not_gathered(documents: PackedMetadata | torch.Tensor, causal: bool, window_size: tuple[int, int]) -> str:
@@ -261,7 +252,6 @@ def attend_over(
     choice = choose_attention(
         documents,
         ranks=group.size(),
-        rows=q.shape[0],
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         causal=options.causal,

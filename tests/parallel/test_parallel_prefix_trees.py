@@ -197,7 +197,7 @@ def test_refusals(by_rank):
 
 def test_the_choice_for_a_tree():
     metadata = batch_of_tree()[1]["metadata"]
-    name, why, _ = choose_attention(metadata, ranks=2, rows=93, num_heads=8, num_kv_heads=4)
+    name, why = choose_attention(metadata, ranks=2, num_heads=8, num_kv_heads=4)
     assert (name, why) == ("ulysses", "documents: expected no prefix tree for gathered keys")
 
 

@@ -199,27 +199,25 @@ def test_loss_of_shards():
 
 def test_choice():
     """Ulysses where the ranks divide the heads, whatever the lengths; and the one that serves the mask."""
-    heads = {"num_heads": 32, "num_kv_heads": 8, "ranks": 4, "rows": 16_384}
+    heads = {"num_heads": 32, "num_kv_heads": 8, "ranks": 4}
     uneven = {**heads, "num_heads": 30, "num_kv_heads": 30}
     both_sides = {"causal": False, "window_size": (3, 3)}
     for lengths in ([65_536], [64] * 1024):
         documents = po.PackedMetadata.from_lengths(lengths)
         chosen = choose_attention(documents, **heads)
-        assert chosen == ("ulysses", "the 4 ranks divide 32 and 8 heads", {})
-        assert choose_attention(documents.cu_seqlens, **heads, scheme="zigzag") == chosen
+        assert chosen == ("ulysses", "the 4 ranks divide 32 and 8 heads")
+        assert choose_attention(documents.cu_seqlens, **heads) == chosen
         refused = choose_attention(documents, **uneven)
-        assert refused == ("gathered", "num_q_heads: expected a multiple of the 4 ranks, got 30", {})
+        assert refused == ("gathered", "num_q_heads: expected a multiple of the 4 ranks, got 30")
         chosen = choose_attention(documents, **heads, **both_sides)
         assert (chosen.name, chosen.why.split(":")[0]) == ("ulysses", "window_size")
     with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 30, and window_size"):
         choose_attention(documents, **uneven, **both_sides)
-    with pytest.raises(ValueError, match="scheme: expected"):
-        choose_attention(documents, **heads, scheme="ring")
 
 
 def test_choice_for_a_visible_end():
     metadata = dataclasses.replace(po.PackedMetadata.from_lengths([64]), visible_end=torch.full((64,), 64).int())
-    heads = {"num_kv_heads": 4, "ranks": 4, "rows": 16}
+    heads = {"num_kv_heads": 4, "ranks": 4}
     chosen = choose_attention(metadata, num_heads=8, **heads)
     assert (chosen.name, chosen.why) == ("ulysses", "documents: expected no visible_end for gathered keys")
     with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 6, and documents:"):
