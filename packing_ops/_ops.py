@@ -36,7 +36,7 @@ def _gate(op: torch._ops.OpOverload) -> Callable:
             taken = _taken(op, args) if no_match else None
             if taken is None:
                 raise
-        return op(*taken)
+        return call(*taken)  # the same errors: what is converted needs no third attempt
 
     name = op._schema.name.partition("::")[2]
     call.__name__ = call.__qualname__ = name

@@ -66,6 +66,27 @@ def test_what_torch_may_throw(thrown, wanted, text):
     assert str(error).startswith(text)
 
 
+def test_both_attempts_make_value_errors():
+    """Integers of NumPy are converted for a second one."""
+
+    class Op:
+        _schema = torch.ops.packing_ops.shift_labels.default._schema
+        calls = 0
+
+        def __call__(self, labels, cu_seqlens, ignore_index):
+            self.calls += 1
+            if not isinstance(ignore_index, int):
+                raise RuntimeError(
+                    "packing_ops::shift_labels() Expected a value of type 'int' for argument 'ignore_index'"
+                )
+            raise RuntimeError(PAST_THE_END)
+
+    for value, attempts in ((-100, 1), (np.int64(-100), 2)):
+        op = Op()
+        error = raised(_ops._gate(op), LABELS, PAST, value)
+        assert (type(error), str(error), op.calls) == (ValueError, PAST_THE_END, attempts)
+
+
 def test_every_mistake_in_csrc_starts_with_the_names_of_arguments():
     """That is what tells it from torch's own errors."""
     started = re.compile(r'\b(?:fail\(|check\([^;"]*?,\s*)(\w+, )?"([^"]*)"')
