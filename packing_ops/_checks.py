@@ -35,7 +35,7 @@ def checked_documents(
 
 
 def check_unchanged(values: torch.Tensor, expected: torch.Tensor, wanted: str = "as it was") -> None:
-    """ValueError where ``values`` are not, byte for byte, those of ``expected``. wanted: what the error on CUDA says.
+    """ValueError where ``values`` are not, byte for byte, those of ``expected``. wanted: what the error says.
 
     "as it was": a kept copy of values; "depths": position_ids of a prefix tree; "segments": cu_seqlens of one.
     """

@@ -147,9 +147,16 @@ def block_causal_mask(cu_seqlens, total, dtype, window):
     return boundaries.block_causal_mask(_checked(cu_seqlens, total), total, dtype=dtype, window=window or None)
 
 
+_WANTED = {
+    "as it was": "values: expected a tensor as it was when its documents were found",
+    "depths": "position_ids: expected each row's distance from its root beside segment_parents (PrefixTree.position_ids)",
+    "segments": "parents: expected the paths of the tree that cu_seqlens_q are the segments of",
+}
+
+
 def check_unchanged(values, expected, wanted="as it was"):
     if not torch.equal(values, expected):
-        raise ValueError("cu_seqlens: expected the values that they had, got others")
+        raise ValueError(f"{_WANTED[wanted]}, got other values")
 
 
 # --- segments ---

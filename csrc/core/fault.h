@@ -53,6 +53,13 @@ struct FaultFlag {
   }
 };
 
+// "argument: expected wanted", of an error of values (host/launch.cpp).
+struct FaultText {
+  const char* argument;
+  const char* wanted;
+};
+FaultText fault_text(Fault fault);
+
 // One flag for the process, in pinned host memory that every GPU can write.
 FaultFlag device_fault_flag();
 

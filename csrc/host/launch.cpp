@@ -12,14 +12,7 @@
 
 namespace packing_ops {
 
-#ifdef PACKING_OPS_WITH_CUDA
-
 namespace {
-
-struct FaultText {
-  const char* argument;
-  const char* wanted;
-};
 
 FaultText attention_fault_text(Fault fault) {
   switch (fault) {
@@ -45,6 +38,8 @@ FaultText attention_fault_text(Fault fault) {
       return {"argument", "valid values"};
   }
 }
+
+}  // namespace
 
 FaultText fault_text(Fault fault) {
   switch (fault) {
@@ -104,6 +99,10 @@ FaultText fault_text(Fault fault) {
       return attention_fault_text(fault);
   }
 }
+
+#ifdef PACKING_OPS_WITH_CUDA
+
+namespace {
 
 void raise_pending_fault(const FaultFlag& flag) {
   const unsigned long long word = *flag.word;

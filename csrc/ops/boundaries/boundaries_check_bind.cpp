@@ -76,12 +76,14 @@ std::tuple<Tensor, Tensor> checked_documents(const Tensor& cu_seqlens_q, const T
 
 void check_unchanged(const Tensor& values, const Tensor& expected, std::string wanted) {
   check_same_device(expected, "expected", values, "values");
-  check_shape(expected, "expected", sizes_of(values), "like values");
-  check(expected.element_size() == values.element_size(), "expected: expected the dtype of values, got ",
-        describe(expected));
+  const Fault fault = fault_of(wanted);
+  if (sizes_of(values) != sizes_of(expected) || values.element_size() != expected.element_size()) {
+    const FaultText text = fault_text(fault);
+    fail(text.argument, ": expected ", text.wanted, ", got ", describe(values), " where ", describe(expected), " was");
+  }
   const Tensor dense_values = dense(values), dense_expected = dense(expected);
   CheckUnchangedParams p;
-  p.fault = fault_of(wanted);
+  p.fault = fault;
   p.values = dense_values.data_ptr();
   p.expected = dense_expected.data_ptr();
   p.element_size = static_cast<int64_t>(values.element_size());

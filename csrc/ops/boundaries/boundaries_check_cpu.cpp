@@ -43,8 +43,9 @@ void launch_check_documents_cpu(const CheckDocumentsParams& p) {
 }
 
 void launch_check_unchanged_cpu(const CheckUnchangedParams& p) {
-  check(p.bytes == 0 || std::memcmp(p.values, p.expected, static_cast<size_t>(p.bytes)) == 0,
-        "values: expected a tensor as it was, got other values");
+  if (p.bytes == 0 || std::memcmp(p.values, p.expected, static_cast<size_t>(p.bytes)) == 0) return;
+  const FaultText text = fault_text(p.fault);
+  fail(text.argument, ": expected ", text.wanted, ", got other values");
 }
 
 }  // namespace packing_ops
