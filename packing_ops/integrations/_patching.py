@@ -212,9 +212,12 @@ def _is_of(function: Callable, package: str) -> bool:
 _STOCK = "_packing_ops_stock"
 
 
-@functools.cache
+_subclasses: weakref.WeakValueDictionary[tuple, type] = weakref.WeakValueDictionary()  # by stock class and forward
+
+
 def subclass_of(stock: type, forward) -> type:
-    """With the name of stock. A copy or a pickle is made by way of the stock class, which pickle finds by name.
+    """With the name of stock: one class as long as a module has it. A copy or a pickle is made by way of the stock class, which
+    pickle finds by name.
 
     Args:
         forward: a function of a module of ours, which pickle finds by name too.
@@ -224,8 +227,13 @@ def subclass_of(stock: type, forward) -> type:
         _, _, state, *_ = stock.__reduce_ex__(self, 2)
         return _new, (stock, forward), state
 
-    parts = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (stock,), {**parts, _STOCK: stock, "__reduce_ex__": __reduce_ex__, "forward": forward})
+    with _lock:
+        found = _subclasses.get((stock, forward))
+        if found is None:
+            parts = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+            parts |= {_STOCK: stock, "__reduce_ex__": __reduce_ex__, "forward": forward}
+            found = _subclasses[stock, forward] = type(stock.__name__, (stock,), parts)
+        return found
 
 
 def stock_of(cls: type) -> type:
@@ -307,3 +315,27 @@ def _something_compiles() -> bool:
     if free:
         lock.release()
     return not free
+
+
+# --- what was found of a class ---
+
+
+def kept_with_class(function):
+    """functools.cache for a function of classes and functions, none of which it keeps alive: a result goes with the first one."""
+    kept = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def of_class(first, *others):
+        results, key = kept.setdefault(first, {}), _weak(others)
+        if key not in results:
+            results[key] = function(first, *others)
+        return results[key]
+
+    of_class.cache_clear = kept.clear
+    return of_class
+
+
+def _weak(value):
+    if isinstance(value, tuple):
+        return tuple(map(_weak, value))
+    return weakref.ref(value) if isinstance(value, (type, types.FunctionType)) else value

@@ -1,12 +1,12 @@
 """Which rotation a function computes: its parameters give a guess, a run beside apply_rotary_qk confirms it."""
 
-import functools
 import inspect
 import itertools
 from typing import NamedTuple
 
 import torch
 
+from packing_ops.integrations._patching import kept_with_class
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
 from packing_ops.rope import apply_rotary_qk
 
@@ -81,7 +81,7 @@ def _to_halves(x, rotary_dim):
     return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), -1)
 
 
-@functools.cache
+@kept_with_class
 @torch.compiler.disable
 def rotation_of(stock) -> Rotation | str:
     """The rotation of a stock function, or why it is not served. Another function in its place has its own entry."""

@@ -165,6 +165,7 @@ STATE = {
     "_batch_cache._tensor_caches",  # goes with its tensors
     "_arguments.warned",  # warnings that were given
     "_invariant._holders",  # who is in the mode of invariant() or apply_packing_ops, and goes with it
+    "integrations._patching._subclasses",  # goes with the modules of these classes
     "integrations._patching._left",  # patches to take back when nothing is compiled
     "integrations.ring_flash_attn.hf._kept",  # update_ring_flash_attn_params, restore_hf_flash_attn
     "integrations.transformers.call.NAMES",  # register, unregister
@@ -195,7 +196,16 @@ def functions():
 
 
 def test_state_of_modules_is_on_the_list():
-    empty = {"{}", "[]", "set()", "dict()", "list()", "weakref.WeakSet()", "weakref.WeakKeyDictionary()"}
+    empty = {
+        "{}",
+        "[]",
+        "set()",
+        "dict()",
+        "list()",
+        "weakref.WeakSet()",
+        "weakref.WeakKeyDictionary()",
+        "weakref.WeakValueDictionary()",
+    }
     found, counters = set(), set()
     for module, tree in MODULES.items():
         for node in tree.body:

@@ -278,7 +278,7 @@ def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
 
 def attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that call the attention that attn_implementation names."""
-    return [module for module in model.modules() if stateful.calls_interface(type(module))]  # type: ignore[arg-type]
+    return [module for module in model.modules() if stateful.calls_interface(type(module))]
 
 
 def why_not_attention(model: torch.nn.Module) -> str | None:
@@ -287,7 +287,7 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
     if not found:
         return "there is no transformers model in it to set attn_implementation on"
     for cls in {type(module) for host in found for module in host.modules()}:
-        if options := sorted(unknown_options(cls)):  # type: ignore[arg-type]
+        if options := sorted(unknown_options(cls)):
             return f"{cls.__name__} has attention with {', '.join(options)}"
     if reasons := [why for module in models_in(model) if (why := not_causal(module))]:
         return reasons[0]
@@ -317,7 +317,7 @@ def _set_attention(model: torch.nn.Module) -> str | None:
 
 def _guard(model: torch.nn.Module, why: str) -> bool:
     """From now on packed rows are an error where no layer keeps documents apart. False if there is no text model."""
-    found = [module for module in models_in(model) if reads_text(type(module))]  # type: ignore[arg-type]
+    found = [module for module in models_in(model) if reads_text(type(module))]
     for module in found:
         has_state = stateful.StateKind.RECURRENT in stateful.layers_of(module).values()
         module.__dict__[GUARD] = Kept(why=why, has_state=has_state)

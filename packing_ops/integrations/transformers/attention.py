@@ -12,7 +12,7 @@ from packing_ops import _ops
 from packing_ops._arguments import dtype_name
 from packing_ops.attention import DTYPES, attend, checked_options
 from packing_ops.integrations import _additions
-from packing_ops.integrations._patching import Patch
+from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations.transformers import (
     continuous_batching,
     fused_loss,
@@ -303,7 +303,7 @@ def why_no_tree(query, key, mask, pattern):
 _CALL = re.compile(rf"\battention_interface\({versions.ARGUMENTS}\)")
 
 
-@functools.cache
+@kept_with_class
 def unknown_options(cls: type) -> frozenset[str]:
     """Options that modules of this class pass to attention by name and ours refuses."""
     calls = _CALL.findall(versions.source_of(cls.forward))

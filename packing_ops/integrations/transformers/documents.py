@@ -4,7 +4,6 @@ It costs one host synchronisation at most. It costs none with explicit cu_seqlen
 positions, and under torch.compile, where sizes are upper bounds instead.
 """
 
-import functools
 import inspect
 import re
 
@@ -15,6 +14,7 @@ from packing_ops import _ops
 from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._batch_cache import dense_cu_seqlens, is_captured, kept_with
 from packing_ops._checks import checked_documents
+from packing_ops.integrations._patching import kept_with_class
 from packing_ops.integrations.transformers.versions import constant, source_of
 
 ROW_EACH = "give each document a row of its own (no packing, padding on the right)"  # what an error advises
@@ -274,7 +274,7 @@ _CODE = {
 _MANY = 2**31  # above any position; times the slots of a row it still fits an int64
 
 
-@functools.cache
+@kept_with_class
 def first_axis(cls: type) -> str | None:
     """TIME, SEQUENCE, or None for a model of this class that takes position_ids of one axis only."""
     source = source_of(inspect.unwrap(cls.forward))

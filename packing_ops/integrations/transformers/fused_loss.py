@@ -15,7 +15,7 @@ import torch
 from packing_ops._arguments import int32_cu_seqlens
 from packing_ops._batch_cache import cu_seqlens_of_rows
 from packing_ops.boundaries import mask_boundary_labels
-from packing_ops.integrations._patching import Patch, WeakPartial, function_of, put
+from packing_ops.integrations._patching import Patch, WeakPartial, function_of, kept_with_class, put
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here
 from packing_ops.integrations.transformers.documents import first_tokens, is_tensor
@@ -113,7 +113,7 @@ def _stock_loss(model):
     return model.loss_function.args[0] if is_fused(model) else model.loss_function
 
 
-@functools.cache
+@kept_with_class
 def _goes_straight(cls, is_capped) -> bool:
     """Whether in its forward the logits go to the loss unchanged, and then to the output alone.
 

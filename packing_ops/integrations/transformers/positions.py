@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
-from packing_ops.integrations._patching import put_around
+from packing_ops.integrations._patching import kept_with_class, put_around
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import NAMES, PATTERN
 from packing_ops.integrations.transformers.documents import (
@@ -61,7 +61,7 @@ class _Found:
         if isinstance(module, PreTrainedModel):
             of_text = reads_text(cls)
             self.has_axes |= first_axis(cls) is not None or hasattr(cls, "get_rope_index")
-        embeds = any(_embeds_positions(name, type(child)) for name, child in inside.items() if child is not None)
+        embeds = any(_embeds_positions(type(child), name) for name, child in inside.items() if child is not None)
         if of_text and (embeds or (not inside and _starts_at_zero(cls))):
             if any("position" in name for name in inspect.signature(cls.forward).parameters):
                 self.needs = self.needs or class_name(module)
@@ -86,12 +86,12 @@ def _found_in(model) -> tuple[str, str, str, bool, int]:
     return found.takes_none, found.needs, found.by_length, found.has_axes, found.first
 
 
-@functools.cache
-def _embeds_positions(name, cls) -> bool:
+@kept_with_class
+def _embeds_positions(cls, name) -> bool:
     return bool(_EMBEDDING.search(name)) and not _RELATIVE.search(f"{name} {cls.__name__}")
 
 
-@functools.cache
+@kept_with_class
 def _starts_at_zero(cls) -> bool:
     """Whether a layer of this class starts a state where a position is 0."""
     given_positions = "position_ids" in inspect.signature(cls.forward).parameters
@@ -106,12 +106,12 @@ def _first_position(module) -> int:
     return int(number[1]) if number else 0
 
 
-@functools.cache
+@kept_with_class
 def _code_of(cls) -> str:
     return source_of(next((base for base in cls.__mro__ if base.__module__.startswith("transformers.")), cls))
 
 
-@functools.cache
+@kept_with_class
 def _scales_along_the_row(cls) -> bool:
     return "Attention" in cls.__name__ and bool(_ALONG_THE_ROW.search(source_of(cls.forward)))
 

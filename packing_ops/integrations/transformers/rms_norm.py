@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._invariant import ANY_ORDER, rms_norm_in_any_order
-from packing_ops.integrations._patching import function_of, put, put_class, stock_of
+from packing_ops.integrations._patching import function_of, kept_with_class, put, put_class, stock_of
 from packing_ops.integrations._trial import agree, alike, attempt, bare, numbers, quiet, with_gradients
 from packing_ops.integrations.transformers.rope import HOSTS
 
@@ -167,7 +167,7 @@ def _not_tried(stock, module) -> str | None:
     return None if any(hasattr(module, name) for name in _EPS_NAMES) else "has no eps"
 
 
-@functools.cache
+@kept_with_class
 @torch.compiler.disable
 def _formula(stock, forward, has_weight, width, eps_names, attributes) -> tuple[str | None, str]:
     """The trial. Cached by forward and by everything that the trial's module is made of."""

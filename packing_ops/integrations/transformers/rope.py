@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
-from packing_ops.integrations._patching import Patch, put_hook, revert_left, stock_of, take_out_hook
+from packing_ops.integrations._patching import Patch, kept_with_class, put_hook, revert_left, stock_of, take_out_hook
 from packing_ops.integrations._rope_trial import Rotation, rotation_of
 from packing_ops.integrations.transformers.call import NAMES
 from packing_ops.integrations.transformers.documents import TIME, first_axis
@@ -115,7 +115,7 @@ def new_patch(module, name: str) -> Patch:
     return Patch(module, name, make)
 
 
-@functools.cache
+@kept_with_class
 def functions_called(cls: type) -> tuple[str, ...]:
     """The names of the rotary functions that forward of this class calls."""
     forward = inspect.unwrap(cls.forward)
@@ -309,7 +309,7 @@ def _served(cls: type) -> bool:
     return bool(rotations) and all(getattr(rotation, "tokens", False) for rotation in rotations)
 
 
-@functools.cache
+@kept_with_class
 def _takes_tables(cls: type, forward) -> bool:
     if not cls.__module__.startswith(HOSTS) or forward.__module__ != cls.__module__:
         return False

@@ -17,7 +17,7 @@ import weakref
 import torch
 
 from packing_ops._batch_cache import unseen
-from packing_ops.integrations._patching import function_of, put_around, take_out_function
+from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
@@ -179,7 +179,7 @@ def _kind_of(layer) -> tuple[StateKind, bool]:
     return kind, not (declared or attends)
 
 
-@functools.cache
+@kept_with_class
 def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
     """(its kind by declaration, else by its code; whether it is declared; whether it calls attention)."""
     # Kept by the forward of the class, too, which another library may replace.
@@ -234,7 +234,7 @@ def calls_attention_inside(module) -> bool:
     return any(calls_interface(type(each)) for each in module.modules())
 
 
-@functools.cache
+@kept_with_class
 def calls_interface(cls: type) -> bool:
     """Its code calls the attention that attn_implementation names."""
     return not issubclass(cls, PreTrainedModel) and bool(
@@ -242,7 +242,6 @@ def calls_interface(cls: type) -> bool:
     )
 
 
-@functools.cache
 def _source_of(cls: type) -> str:
     """The code of a module's class and of those it inherits from, without torch's; empty where there is none."""
     bases = [each for each in cls.__mro__ if issubclass(each, torch.nn.Module)]
@@ -250,7 +249,7 @@ def _source_of(cls: type) -> str:
     return "\n".join(_classes_in(each.__module__).get(each.__qualname__) or source_of(each) for each in bases)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # the text of a file: layers of a model are in one or two
 def _classes_in(module: str) -> dict[str, str]:
     """The code of transformers' classes by name: inspect.getsource would parse the module's file for each of them."""
     if not module.startswith("transformers."):

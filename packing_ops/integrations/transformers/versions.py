@@ -1,7 +1,6 @@
 """What the integration uses of transformers, imported once: torch.compile traces no import inside a forward."""
 
 import ctypes
-import functools
 import inspect
 import re
 import sys
@@ -10,6 +9,7 @@ import torch
 
 import packing_ops
 from packing_ops._arguments import is_new, warned
+from packing_ops.integrations._patching import kept_with_class
 
 OLDEST, NEWEST = "4.57", "5.24"  # that the tests have run with
 
@@ -70,8 +70,8 @@ def not_causal(model) -> str | None:
 
 
 def constant(function):
-    """functools.cache, which torch.compile would look through: to it the result is a constant."""
-    cached = functools.cache(function)
+    """kept_with_class, which torch.compile would look through: to it the result is a constant."""
+    cached = kept_with_class(function)
 
     @torch.compiler.assume_constant_result
     def of_graph(*args):
@@ -113,7 +113,7 @@ def models_in(model) -> list[PreTrainedModel]:
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
-@functools.cache
+@kept_with_class
 def reads_text(cls: type) -> bool:
     return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters)
 

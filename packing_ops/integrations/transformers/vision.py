@@ -6,13 +6,12 @@ that it passes on bring the cu_seqlens of the images to our attention.
 """
 
 import copy
-import functools
 import inspect
 import types
 
 import torch
 
-from packing_ops.integrations._patching import put_class, stock_of, subclass_of
+from packing_ops.integrations._patching import kept_with_class, put_class, stock_of, subclass_of
 from packing_ops.integrations._trial import agree, attempt, bare, numbers, quiet
 from packing_ops.integrations.transformers.attention import register
 from packing_ops.integrations.transformers.call import NAMES
@@ -94,7 +93,7 @@ def _width(child) -> tuple[int, int] | None:
     return (0, 0) if type(child).__name__.endswith(("RMSNorm", "LayerNorm")) else None
 
 
-@functools.cache
+@kept_with_class
 @torch.compiler.disable
 def _tried(stock, forward, attributes, children, config_class) -> str | None:
     """Why one call does not give what the loop gives; None if it does: images of several lengths, float32, on the CPU."""

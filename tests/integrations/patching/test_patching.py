@@ -4,11 +4,13 @@ import gc
 import sys
 import threading
 import types
+import weakref
 
 import pytest
+import torch
 
 from packing_ops.integrations import flash_attn
-from packing_ops.integrations._patching import Patch
+from packing_ops.integrations._patching import Patch, put_class, stock_of
 
 # --- every host, before and after ---
 
@@ -268,3 +270,23 @@ def test_threads():
         thread.join()
     assert not wrong
     assert not patch.is_applied
+
+
+def test_modules_of_a_class_share_a_subclass_that_goes_with_them():
+    class Stock(torch.nn.Identity):
+        pass
+
+    def forward(self, x):
+        return -x
+
+    modules = [Stock(), Stock()]
+    for module in modules:
+        put_class(module, forward)
+    ours = type(modules[0])
+    assert (type(modules[1]), stock_of(ours), ours.__name__) == (ours, Stock, "Stock")
+    assert modules[1](torch.ones(())) == -1
+    classes = [weakref.ref(Stock), weakref.ref(ours)]
+    del module, modules, Stock, ours
+    gc.collect()  # the subclass
+    gc.collect()  # what it was made of
+    assert [reference() for reference in classes] == [None, None]

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from hf_models import tiny_model
 from stateful_case import Decays, in_llama, packed
 from stateful_models import stateful_model
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from packing_ops.integrations.transformers import apply_packing_ops, declare, register
 
@@ -61,3 +62,28 @@ def test_a_model_is_freed_with_its_last_name(kind, without_gc):
     parts = {name: weakref.ref(module) for name, module in model.named_modules()}
     del model
     assert [name for name, part in parts.items() if part() is not None] == []
+
+
+def test_classes_are_freed_with_their_models():
+    """Classes of code from the Hub come again with each load of it."""
+
+    class Declared(Decays):
+        pass
+
+    class Norm(LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states)
+
+    declare(Declared, mixes=True)
+    declare(Norm, mixes=False)
+    register()
+    model = in_llama(Declared())
+    model.model.norm.__class__ = Norm
+    apply_packing_ops(model, rms_norm=True, fused_loss=True)
+    ids, positions, _ = packed("cpu")
+    model(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+    classes = [weakref.ref(cls) for cls in (Declared, Norm)]
+    del model, Declared, Norm
+    gc.collect()  # the subclass
+    gc.collect()  # what it was made of
+    assert [reference() for reference in classes] == [None, None]
