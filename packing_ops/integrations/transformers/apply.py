@@ -128,7 +128,8 @@ def apply_packing_ops(
     RoPE that scales with the length (dynamic NTK, longrope) takes the length of each document, not of the longest. A model
     that is called with ``cu_seq_lens_q`` or a numbered mask alone gets position_ids made from it (with attention=False by
     ``cu_seq_lens_q``, batch 1). So does a multimodal model whose attention is swapped, by ``cu_seq_lens_q``; position_ids
-    ``[batch, seqlen]`` then start its documents as in text models.
+    ``[batch, seqlen]`` then start its documents as in text models, and beside images each document gets the axes that the
+    model's ``get_rope_index`` gives it alone.
 
     Returns:
         Applied.

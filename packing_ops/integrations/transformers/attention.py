@@ -129,6 +129,7 @@ def _begin(model, call, args, kwargs):
         args, kwargs = positions.with_positions(model, call, args, kwargs)
     if call.guard is None or call.guard.has_state:
         stateful.find_documents_of(model, call, args, kwargs)
+    args, kwargs = positions.with_axes_of_images(model, call, args, kwargs)
     return args, fused_loss.without_first_labels(model, call, kwargs)
 
 

@@ -17,6 +17,7 @@ from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import NAMES, PATTERN
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
+    TIME,
     checked_against,
     first_axis,
     first_tokens,
@@ -28,6 +29,7 @@ from packing_ops.integrations.transformers.versions import (
     CACHE,
     PreTrainedModel,
     class_name,
+    constant,
     constant_of_model,
     reads_text,
     source_of,
@@ -216,6 +218,89 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
             "counts along the row"
         )
         call.where_several = batch, message
+
+
+# --- axes of images, beside position_ids of one axis ---
+
+_OF_TEXT = frozenset(
+    ("input_ids", "attention_mask", "mm_token_type_ids")
+)  # the rest of get_rope_index is sizes of images
+
+
+def with_axes_of_images(model, call, args, kwargs):
+    """The arguments of a call. position_ids of one axis are of text: beside images each document gets the axes that the
+    model's get_rope_index gives it alone, as without position_ids."""
+    index, names = call.indices["position_ids"], _names_of_axes(type(model))
+    if not names or call.has_cache or not (is_tensor(call.position_ids, 2) or call.cu_seqlens is not None):
+        return args, kwargs
+    if call.position_ids is not None and call.position_ids.dim() != 2:
+        return args, kwargs
+    given = dict(zip(_parameters_of(type(model)), args, strict=False)) | kwargs
+    given = {name: given[name] for name in names if given.get(name) is not None}
+    sizes = sorted(given.keys() - _OF_TEXT)
+    if not sizes:
+        return args, kwargs
+    axis, why = _axis_of_text(model), _why_no_axes(model, call, given)
+    if axis is None or why:
+        if call.position_ids is None:  # the model counts along the row: the same distances within a document
+            return args, kwargs
+        raise ValueError(
+            f"position_ids: expected several axes beside {sizes[0]}, which get_rope_index of {call.name} gives each "
+            f"document ([4, batch, seqlen], the text's positions in front), got {list(call.position_ids.shape)}{why}"
+        )
+    ids = given["input_ids"]
+    documents = call.documents_of_tokens(ids, call.position_ids)
+    lengths = [length for length in documents.cu_seqlens.diff().tolist() if length]
+    indices = documents.indices
+
+    def rows(values):
+        values = values.flatten(0, 1) if indices is None else values.flatten(0, 1)[indices]
+        return torch.nn.utils.rnn.pad_sequence(values.split(lengths), batch_first=True)
+
+    each = {name: rows(value) if value.shape[:2] == ids.shape else value for name, value in given.items()}
+    real = rows(torch.ones_like(ids))
+    axes = model.get_rope_index(**{**each, "attention_mask": real})[0]
+    if axis == TIME:
+        axes = torch.cat([(real.cumsum(1) - 1)[None], axes])
+    axes = axes[:, real.bool()]
+    if indices is not None:
+        axes = axes.new_zeros(len(axes), ids.numel()).index_copy(1, indices, axes)
+    axes = axes.view(-1, *ids.shape)
+    if index < len(args):
+        return (*args[:index], axes, *args[index + 1 :]), kwargs
+    return args, {**kwargs, "position_ids": axes}
+
+
+@constant
+def _parameters_of(cls) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+@constant
+def _names_of_axes(cls) -> tuple[str, ...]:
+    """The arguments of get_rope_index, of a model that has it."""
+    return tuple(inspect.signature(cls.get_rope_index).parameters)[1:] if hasattr(cls, "get_rope_index") else ()
+
+
+def _why_no_axes(model, call, given) -> str:
+    """Why get_rope_index cannot be asked here, or an empty string."""
+    parameters = inspect.signature(type(model).get_rope_index).parameters.values()
+    known = (*_parameters_of(type(model)), *_OF_TEXT)
+    made = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("self", *known)]
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name != "self"]
+    missing = [name for name in missing if name not in given]
+    if made:
+        return f" (its forward makes {made[0]} itself)"
+    if missing or "input_ids" not in given:
+        return f" without {(missing or ['input_ids'])[0]}"
+    return " in a graph of torch.compile" if call.traced else ""
+
+
+@constant_of_model
+def _axis_of_text(model) -> str | None:
+    """first_axis of the text model in a multimodal one."""
+    inside = (first_axis(type(each)) for each in model.modules() if isinstance(each, PreTrainedModel))
+    return next((axis for axis in inside if axis), None)
 
 
 # --- RoPE that scales with the length: dynamic NTK, longrope ---

@@ -10,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from hf_models import OLD  # noqa: E402
+from hf_towers import TOWERS  # noqa: E402
 from stateful_models import COMMON, FAMILIES  # noqa: E402
 from test_hf_vision import assert_near, tiny_tower_model  # noqa: E402
 
@@ -53,7 +54,7 @@ def axes_of(model, ids, grids):
     return model.model.get_rope_index(ids, mm_token_type_ids=(ids == 151).long(), image_grid_thw=grid)[0]
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", TOWERS)
 def test_documents_of_text_and_images_train_as_each_alone(family, device):
     """By axes that begin at 0 again, by text positions in front of them, by cu_seq_lens_q and by a mask's numbers."""
     model, documents = tiny_tower_model(family).to(device), [document(i, device) for i in range(3)]
@@ -72,6 +73,10 @@ def test_documents_of_text_and_images_train_as_each_alone(family, device):
         {"position_ids": torch.cat([metadata.position_ids[None, None], axes])},
         {"cu_seq_lens_q": metadata.cu_seqlens, "cu_seq_lens_k": metadata.cu_seqlens},
         {"position_ids": axes, "attention_mask": numbers},
+        # Positions of text: the model is asked for the axes of each document.
+        {"position_ids": metadata.position_ids[None]},
+        {"position_ids": metadata.position_ids[None], **metadata.to_transformers()},
+        {"position_ids": metadata.position_ids[None], "attention_mask": numbers},
     ):
         found, gradients = training(model, [{**row, **more}])
         assert_near(found, wanted)
@@ -103,6 +108,43 @@ def test_padded_rows_with_images_in_one_of_them(side, device):
         model.model.rope_deltas = None
         wanted = [model(**each).logits[0] for each in alone]
     assert_near(torch.cat([found[0], found[1, slots]]), torch.cat([wanted[0], wanted[2], wanted[1]]))
+
+
+def test_padded_rows_get_axes_of_their_documents(device):
+    """By positions of text in several rows, with padding behind and between."""
+    model, documents = tiny_tower_model("qwen3_vl").to(device), [document(i, device) for i in range(3)]
+    alone = [batch(ids, grids) for ids, grids in zip(documents, GRIDS, strict=True)]
+    apply_packing_ops(model)
+    first = torch.cat([documents[0], documents[1]], 1)
+    ids = first.new_zeros(2, first.shape[1])
+    mask, positions = torch.zeros_like(ids), torch.zeros_like(ids)
+    ids[0], mask[0] = first, 1
+    positions[0] = torch.cat([torch.arange(each.shape[1]) for each in documents[:2]])
+    slots = torch.arange(documents[2].shape[1], device=device) + 1
+    slots[3:] += 1
+    ids[1, slots], mask[1, slots], positions[1, slots] = documents[2], 1, torch.arange(len(slots), device=device)
+    row = batch(ids, GRIDS[0] + GRIDS[2], attention_mask=mask, position_ids=positions)
+    row["pixel_values"] = torch.cat([alone[0]["pixel_values"], alone[2]["pixel_values"]])
+    with torch.no_grad():
+        found = model(**row).logits
+        model.model.rope_deltas = None
+        wanted = [model(**each).logits[0] for each in alone]
+    assert_near(torch.cat([found[0], found[1, slots]]), torch.cat(wanted))
+
+
+def test_axes_that_cannot_be_asked_for_are_named(device):
+    model, ids = tiny_tower_model("qwen2_vl").to(device), document(0, device)
+    apply_packing_ops(model)
+    row = batch(ids, GRIDS[0], position_ids=torch.arange(ids.shape[1], device=device)[None])
+    del row["mm_token_type_ids"]
+    with pytest.raises(
+        ValueError, match=r"position_ids: expected several axes beside image_grid_thw.*mm_token_type_ids"
+    ):
+        model(**row)
+    embeds = model.get_input_embeddings()(row.pop("input_ids"))
+    types = torch.zeros_like(ids)
+    with pytest.raises(ValueError, match=r"position_ids: expected several axes .* without input_ids"):
+        model(**row, inputs_embeds=embeds, mm_token_type_ids=types)
 
 
 # --- the language models of all families ---
