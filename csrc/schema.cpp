@@ -44,6 +44,14 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("rope_qk(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? position_ids, int[]? sections, int? rotary_dim, bool interleaved, int unsqueeze_dim, bool conjugate) -> (Tensor, Tensor)");
   m.def("rope_qk_(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? position_ids, int[]? sections, int? rotary_dim, bool interleaved, int unsqueeze_dim, bool conjugate) -> ()");
 
+  // conv
+  m.def("causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor? initial_state, bool silu, bool output_final_state) -> (Tensor, Tensor)");
+  m.def("causal_conv1d_backward(Tensor dout, Tensor? dfinal_state, Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor? initial_state, bool silu) -> (Tensor, Tensor, Tensor, Tensor)");
+
+  // scan
+  m.def("gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, float scale, bool use_qk_l2norm, bool output_final_state) -> (Tensor, Tensor)");
+  m.def("gated_delta_rule_backward(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, float scale, bool use_qk_l2norm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
   // attention
   m.def("attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k, SymInt num_heads, SymInt num_kv_heads, SymInt head_dim, bool causal, int window_left, int window_right, SymInt? head_dim_v=None, Tensor? visible_end=None) -> Tensor");
   m.def("varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan, Tensor? visible_end=None) -> (Tensor, Tensor)");

@@ -30,6 +30,7 @@ from packing_ops.boundaries import (
     shift_labels,
     shift_values,
 )
+from packing_ops.conv import causal_conv1d
 from packing_ops.distillation import token_kl
 from packing_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from packing_ops.invariance import Invariance, LayerInvariance, check_invariance, invariant, is_invariant
@@ -48,6 +49,7 @@ from packing_ops.prompts import (
 )
 from packing_ops.rope import apply_rotary_qk
 from packing_ops.router import load_balancing_loss, router_statistics
+from packing_ops.scan import gated_delta_rule
 from packing_ops.segments import gae, segment_broadcast, segment_mean, segment_std, segment_sum
 from packing_ops.visible_ends import (
     visible_end_from_blocks,
@@ -73,6 +75,7 @@ __all__ = [
     "attention_plan",
     "block_causal_mask",
     "build_info",
+    "causal_conv1d",
     "check_invariance",
     "chunked_cross_entropy",
     "compute_prompt_boundaries",
@@ -85,6 +88,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "gae",
+    "gated_delta_rule",
     "invariant",
     "is_invariant",
     "iter_microbatches",

@@ -1,10 +1,12 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts for attention, token_logps and token_kl, forward and backward.
+"""What torch.utils.flop_counter.FlopCounterMode counts for the ops that multiply, forward and backward.
 
 The products alone, as torch counts its own attention: q k^T and p v of 2 * head_dim operations each (v's own in the
 second) for each query head and each pair of a query and a key that it sees; in backward q k^T once more, dq and dk, and
 dout v^T and dv with v's head_dim. Documents, paths of a prefix tree, keys in pages, causality, the window and visible_end
 are counted as they are, from their values, which synchronises on CUDA. Fake tensors have no values: one document of all
 rows, which has as many pairs as there can be.
+
+A token of gated_delta_rule has 3 products with the state of each head of v, in backward 2 to make it again and 6 for gradients.
 """
 
 import importlib
@@ -157,8 +159,34 @@ def _kl_backward(*args, out_val):
     return student * (given["need_hidden"] + given["need_weight"]) + again
 
 
+def _conv_product(given):
+    return 2 * given["x"].numel() * given["weight"].shape[1]
+
+
+def _conv_forward(*args, out_val):
+    return _conv_product(_by_name(torch.ops.packing_ops.causal_conv1d, args))
+
+
+def _conv_backward(*args, out_val):
+    """dx and dweight; with an activation its argument once more."""
+    given = _by_name(torch.ops.packing_ops.causal_conv1d_backward, args)
+    return (2 + given["silu"]) * _conv_product(given)
+
+
+def _scan_product(given):
+    return 2 * given["v"].numel() * given["q"].shape[-1]
+
+
+def _scan_forward(*args, out_val):
+    return 3 * _scan_product(_by_name(torch.ops.packing_ops.gated_delta_rule, args))
+
+
+def _scan_backward(*args, out_val):
+    return 8 * _scan_product(_by_name(torch.ops.packing_ops.gated_delta_rule_backward, args))
+
+
 def register_flop_formulas() -> None:
-    """Let torch's FlopCounterMode count attention, token_logps and token_kl, forward and backward.
+    """Let torch's FlopCounterMode count attention, convolutions, the gated delta rule, token_logps and token_kl.
 
     Attention is that of documents, of prefix trees and of keys in pages. A tree counts the pairs of its rows: what the samples share
     counts once as queries, and as keys for each segment that sees it.
@@ -185,6 +213,10 @@ def register_flop_formulas() -> None:
         counter.register_flop_formula(op, get_raw=True)(_forward(op))
     for op in (ops.varlen_attention_backward, ops.prefix_attention_backward):
         counter.register_flop_formula(op, get_raw=True)(_backward(op))
+    counter.register_flop_formula(ops.causal_conv1d, get_raw=True)(_conv_forward)
+    counter.register_flop_formula(ops.causal_conv1d_backward, get_raw=True)(_conv_backward)
+    counter.register_flop_formula(ops.gated_delta_rule, get_raw=True)(_scan_forward)
+    counter.register_flop_formula(ops.gated_delta_rule_backward, get_raw=True)(_scan_backward)
     counter.register_flop_formula(ops.token_logps, get_raw=True)(_logps_forward)
     counter.register_flop_formula(ops.token_logps_backward, get_raw=True)(_logps_backward)
     counter.register_flop_formula(ops.token_logps_backward_, get_raw=True)(_logps_backward)

@@ -17,7 +17,7 @@ GPUS = ["sm_90", "sm_80", "sm_89", "sm_100"]  # emulator.cpp's
 @functools.cache
 def library(headers: Path) -> ctypes.CDLL:
     os.environ.pop("PACKING_OPS_SM90", None)  # read once, by the first call
-    loaded = ctypes.CDLL(str(compiled(headers)))
+    loaded = ctypes.CDLL(str(compiled(headers, "attention")))
     loaded.emulated_attention.restype = ctypes.c_char_p
     loaded.emulated_plan_size.argtypes = [ctypes.c_int64] * 6
     loaded.emulated_plan_size.restype = ctypes.c_int64

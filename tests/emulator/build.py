@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels of attention for the CPU: python3 tests/emulator/build.py, with no library but Python's own,
+"""Compiles CUDA kernels for the CPU: python3 tests/emulator/build.py, with no library but Python's own,
 so that it runs beside the installation of everything else."""
 
 import fcntl
@@ -15,6 +15,7 @@ from tools.find_cuda import find_cuda_home
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "emulator"
+FAMILIES = {"attention": ["attention"], "hybrid": ["conv", "scan"]}  # of ops, by library
 FLAGS = ["-x", "c++", "-std=c++20", "-O1", "-w", "-fPIC", "-pthread", "-DPACKING_OPS_SM90"]
 # With less shared memory no test transforms the scores, head_dims 64, 128 and 512 aside.
 NOT_TESTED = re.compile(
@@ -45,40 +46,42 @@ def for_the_emulator(source: str) -> str:
     return re.sub(r"(\w+(?:<[\w, ]+>)?)<<<(.*?)>>>\(", r"emulator::launch(\1, \2)(", source)
 
 
-def compiled(headers: Path) -> Path:
-    """The shared library, made once for each state of the sources, by whichever process comes first."""
-    sources = sorted(path for folder in ("core", "ops/attention") for path in (ROOT / "csrc" / folder).rglob("*.*"))
+def compiled(headers: Path, name: str) -> Path:
+    """The shared library of some FAMILIES, made once for each state of the sources, by whichever process comes first."""
+    folders = ["core", *(f"ops/{family}" for family in FAMILIES[name])]
+    sources = sorted(path for folder in folders for path in (ROOT / "csrc" / folder).rglob("*.*"))
     sources = [path for path in sources if path.suffix in (".h", ".cuh", ".cu")]
     ours = [path for path in sorted(HERE.iterdir()) if path.is_file()]
     state = hashlib.sha256(b"".join(path.read_bytes() for path in (*sources, *ours))).hexdigest()
-    library = BUILD / f"attention-{state[:16]}.so"
-    BUILD.parent.mkdir(exist_ok=True)
-    with (BUILD.parent / "emulator.lock").open("w") as lock:
+    library = BUILD / name / f"{name}-{state[:16]}.so"
+    BUILD.mkdir(exist_ok=True, parents=True)
+    with (BUILD / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            shutil.rmtree(BUILD, ignore_errors=True)
+            shutil.rmtree(library.parent, ignore_errors=True)
             compile_into(library, sources, headers)
     return library
 
 
 def compile_into(library: Path, sources: list[Path], headers: Path) -> None:
+    folder = library.parent
     for path in sources:
-        copy = BUILD / path.relative_to(ROOT / "csrc")
+        copy = folder / path.relative_to(ROOT / "csrc")
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(for_the_emulator(path.read_text()))
     for path in HERE.glob("*.cuh"):
-        shutil.copy(path, BUILD / "core" / "ptx" / path.name)
-    instances = sorted(BUILD.glob("ops/attention/cuda/*/instances/*.cu"))
-    units = [BUILD / f"instances_{i}.cpp" for i in range(TOGETHER)]
+        shutil.copy(path, folder / "core" / "ptx" / path.name)
+    instances = sorted(folder.glob("ops/attention/cuda/*/instances/*.cu"))
+    units = [folder / f"instances_{i}.cpp" for i in range(TOGETHER)] if instances else []
     for i, unit in enumerate(units):
-        unit.write_text("".join(f'#include "{path.relative_to(BUILD)}"\n' for path in instances[i::TOGETHER]))
-    units += [path for path in BUILD.glob("ops/attention/**/*.cu") if path not in instances]
-    units += [BUILD / "core" / "launch.cu", HERE / "attention.cpp", HERE / "emulator.cpp"]
+        unit.write_text("".join(f'#include "{path.relative_to(folder)}"\n' for path in instances[i::TOGETHER]))
+    units += [path for path in folder.glob("ops/**/*.cu") if path not in instances]
+    units += [folder / "core" / "launch.cu", HERE / f"{folder.name}.cpp", HERE / "emulator.cpp"]
     compiler = [*([shutil.which("ccache")] if shutil.which("ccache") else []), os.environ.get("CXX", "c++")]
 
     def compile_one(unit: Path) -> Path:
-        target = BUILD / f"{'_'.join(unit.relative_to(ROOT).with_suffix('').parts)}.o"
-        includes = ["-include", HERE / "emulator.h", f"-I{BUILD}", f"-I{headers}"]
+        target = folder / f"{'_'.join(unit.relative_to(ROOT).with_suffix('').parts)}.o"
+        includes = ["-include", HERE / "emulator.h", f"-I{folder}", f"-I{headers}"]
         subprocess.run([*compiler, *FLAGS, *includes, "-c", unit, "-o", target], check=True)
         return target
 
@@ -93,4 +96,5 @@ def compile_into(library: Path, sources: list[Path], headers: Path) -> None:
 if __name__ == "__main__":
     found = cuda_headers()
     if found:
-        compiled(found)
+        for library in FAMILIES:
+            compiled(found, library)

@@ -150,7 +150,7 @@ void run_some_warp(Block& block, std::mt19937& order) {
   here = &block;
   shared = block.memory->bytes;
   unfenced = block.memory->unfenced;
-  blockIdx = dim3(block.index);
+  blockIdx = dim3(block.index % gridDim.x, block.index / gridDim.x, 0);
   const size_t warp = order() % block.left.size();
   std::vector<int>& lanes = block.left[warp];
   for (unsigned patience = order() % 1024; !lanes.empty(); --patience) {
@@ -299,9 +299,10 @@ void run(dim3 grid, dim3 block, const std::function<void()>& thread) {
   gridDim = grid;
   blockDim = block;
   body = &thread;
-  for (unsigned first = 0; first < grid.x; first += 2) {
+  const unsigned blocks = grid.x * grid.y;
+  for (unsigned first = 0; first < blocks; first += 2) {
     std::vector<Block*> running;
-    for (unsigned i = first; i < std::min(first + 2, grid.x); ++i) {
+    for (unsigned i = first; i < std::min(first + 2, blocks); ++i) {
       running.push_back(&multiprocessors[i - first]);
       start_block(*running.back(), i);
     }

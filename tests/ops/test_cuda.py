@@ -72,7 +72,20 @@ def step(x):
     divergence = ops.kl_rows(*heads)
     ops.kl_chunk_backward_(*heads, divergence, x["values"], heads[0])
     ops.kl_scale_kept_(heads[0].clone(), x["values"], heads[0])
+    rows = x["q"].flatten(1)
+    convolved = po.causal_conv1d(rows, rows[:256, :4].contiguous(), None, cu_seqlens, activation="silu")[0]
+    gates = x["values"].abs()[:, None].expand(1024, 4)
+    scanned = po.gated_delta_rule(x["k"], x["k"], x["q"], -gates, gates.sigmoid(), cu_seqlens, use_qk_l2norm=True)[0]
+    gradients = ops.gated_delta_rule_backward(
+        scanned, None, x["k"], x["k"], x["q"], (-gates).contiguous(), gates.contiguous(), cu_seqlens, None, 0.1, True
+    )
     return {
+        "convolved": convolved,
+        "convolved_backward": ops.causal_conv1d_backward(
+            convolved, None, rows, rows[:256, :4].contiguous(), None, cu_seqlens, None, True
+        )[1],
+        "scanned": scanned,
+        **{f"scanned_{i}": gradient for i, gradient in enumerate(gradients)},
         "cu_seqlens": cu_seqlens,
         "position_ids": position_ids,
         "seq_idx": po.seq_idx_from_cu_seqlens(cu_seqlens, 1024),

@@ -27,8 +27,10 @@ def test_every_op_that_data_needs_is_there():
         *(
             "attention",
             "build",
+            "causal",
             "check",
             "checked",
+            "gated",
             "kl",
             "logps",
             "paged",

@@ -13,6 +13,7 @@ from helpers import pytest_of_its_own
 FAMILIES = [
     "boundaries",
     "boundaries_gae",
+    "conv",
     "logps",
     "logps_allowed",
     "logps_torch",
@@ -22,9 +23,10 @@ FAMILIES = [
     "packing_ffd",
     "rope",
     "rope_bits",
+    "scan",
 ]
 # gradcheck and shards of a vocabulary: thousands of calls of kernels that other cases run, and processes of the CPU.
-SUITE = "cuda and not cpu and not opcheck and not compile and not gradcheck and not shards and not 40_000"
+SUITE = "cuda and not cpu and not opcheck and not compile and not gradcheck and not shards and not 40_000 and not long_document"
 ATTENTION = (
     "one_pass or worked or rows_past or sink_alone or minus_infinity or nothing or strided_views or differ or plan "
     "or unaligned or wrong_cu_seqlens or fused_projection or rows_apart or every_class or (one_token and not 65536)"

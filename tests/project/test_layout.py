@@ -12,7 +12,7 @@ from packing_ops import _library
 from tools import generate_instances
 
 CSRC = ROOT / "csrc"
-FAMILIES = ["attention", "boundaries", "logps", "packing", "padding", "rope"]
+FAMILIES = ["attention", "boundaries", "conv", "logps", "packing", "padding", "rope", "scan"]
 NATIVE = sorted(p for p in CSRC.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".cuh"})
 PYTHON = sorted(
     p for folder in ("packing_ops", "tests", "benchmarks", "examples", "tools") for p in (ROOT / folder).rglob("*.py")

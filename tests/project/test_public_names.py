@@ -22,11 +22,13 @@ LAZY = {"packing_ops.integrations.megatron": "megatron", "packing_ops.integratio
 DEPENDING = {
     "apply_rotary_qk",
     "attention",
+    "causal_conv1d",
     "compute_prompt_boundaries",
     "compute_prompt_end_indices",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "gated_delta_rule",
     "packed_alignment",
     "prefix_token_logps",
     "select_attention_backend",

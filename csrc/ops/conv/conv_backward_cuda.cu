@@ -1,0 +1,249 @@
+// The gradients of causal_conv1d, in one pass: a warp takes 32 vectors of channels through a run of rows, and past its
+// end as far as the taps reach. The sums for dweight and dbias of a block's rows go to memory, and are added up in
+// order of the rows.
+#include "ops/conv/conv.cuh"
+
+namespace packing_ops {
+
+namespace conv {
+
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kRun = static_cast<int>(kConvBackwardRows) / kWarps;
+constexpr int kBatch = 4;  // rows whose loads are in flight
+
+__device__ __forceinline__ float silu_slope(float x) {
+  const float gate = sigmoid(x);
+  return gate * (1.0f + x * (1.0f - gate));
+}
+
+template <class T, int kVec, int kTaps>
+struct Sums {
+  float taps[kTaps][kVec] = {};
+  float bias[kVec] = {};
+
+  // d: the gradient of a row's sum.
+  __device__ __forceinline__ void add(const CausalConvParams& p, const Place& place, int64_t channel,
+                                      const float (&d)[kVec], const float (&x)[kVec],
+                                      const float (&rows)[kTaps - 1][kVec]) {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      bias[v] += d[v];
+      taps[0][v] += d[v] * x[v];
+    }
+#pragma unroll
+    for (int i = 1; i < kTaps; ++i) {
+      if (i >= p.width) continue;
+      if (i <= place.before) {
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) taps[i][v] += d[v] * rows[i - 1][v];
+      } else if (p.initial_state) {
+        const T* state = static_cast<const T*>(p.initial_state);
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) {
+          taps[i][v] += d[v] * static_cast<float>(state[state_at(p, place.document, channel + v, i - place.before)]);
+        }
+      }
+    }
+  }
+};
+
+// dx of the row that stands at `place`; later[i] is the gradient of the sum i rows after it.
+template <class T, int kVec, int kTaps>
+__device__ __forceinline__ void finish_row(const CausalConvBackwardParams& p, const Taps<T, kVec, kTaps>& taps,
+                                           const Place& place, int64_t t, int64_t channel,
+                                           const float (&later)[kTaps][kVec]) {
+  const bool inside = place.document < p.documents.num_documents;
+  float dx[kVec] = {};
+#pragma unroll
+  for (int i = 0; i < kTaps; ++i) {
+    if (i >= p.width || i > place.after || !inside) continue;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) dx[v] += taps.at[i][v] * later[kTaps - 1 - i][v];
+  }
+  if (p.dfinal_state && inside && place.after < p.width - 1) {
+    const T* state = static_cast<const T*>(p.dfinal_state);
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      dx[v] += static_cast<float>(state[state_at(p, place.document, channel + v, place.after + 1)]);
+    }
+  }
+  store_row<T, kVec>(dx, static_cast<T*>(p.dx) + t * p.channels + channel);
+}
+
+// The warps' sums in order of their rows, to row blockIdx.x of `partial`.
+template <class T, int kVec, int kTaps>
+__device__ void store_sums(const CausalConvBackwardParams& p, const Sums<T, kVec, kTaps>& sums, int64_t channel) {
+  __shared__ float of_warps[kWarps][kWarp][kVec];
+  const int warp = static_cast<int>(threadIdx.x / kWarp);
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+#pragma unroll
+  for (int i = 0; i <= kTaps; ++i) {
+    if (i > p.width) break;
+    const bool of_bias = i == p.width;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) of_warps[warp][lane][v] = of_bias ? sums.bias[v] : sums.taps[i % kTaps][v];
+    __syncthreads();
+    for (int j = static_cast<int>(threadIdx.x); j < kWarp * kVec; j += kThreads) {
+      float sum = 0.0f;
+      for (int w = 0; w < kWarps; ++w) sum += of_warps[w][j / kVec][j % kVec];
+      const int64_t at = channel - lane * kVec + j;
+      if (at < p.channels) p.partial[(blockIdx.x * (p.width + 1) + i) * p.channels + at] = sum;
+    }
+    __syncthreads();
+  }
+}
+
+template <class T, int kVec, int kTaps>
+__global__ void __launch_bounds__(kThreads) conv_backward_kernel(CausalConvBackwardParams p, FaultFlag fault) {
+  __shared__ Place places[kConvBackwardRows + kTaps];
+  flag_cu_seqlens(p.documents, fault);
+  const int64_t total = p.documents.total;
+  const int64_t tile = int64_t{blockIdx.x} * kConvBackwardRows;
+  find_places<kThreads>(p.documents, tile, static_cast<int>(kConvBackwardRows) + kTaps, places);
+  const int warp = static_cast<int>(threadIdx.x / kWarp);
+  const int64_t channel = (int64_t{blockIdx.y} * kWarp + threadIdx.x % kWarp) * kVec;
+  const int64_t first = tile + warp * kRun;
+  Sums<T, kVec, kTaps> sums;
+  if (channel < p.channels && first < total) {
+    const Taps<T, kVec, kTaps> taps(p, channel);
+    float rows[kTaps - 1][kVec];
+    float later[kTaps][kVec] = {};
+#pragma unroll
+    for (int i = 0; i < kTaps - 1; ++i) {
+      unpack_row(i + 1 < p.width ? load_row<T, kVec>(p.x, p.x_row, first - 1 - i, total, channel) : Vec<T, kVec>{},
+                 rows[i]);
+    }
+    for (int run = 0; run < kRun + kTaps - 1; run += kBatch) {
+      Vec<T, kVec> x_ahead[kBatch], dout_ahead[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t t = first + run + i;
+        x_ahead[i] = load_row<T, kVec>(p.x, p.x_row, t, total, channel);
+        dout_ahead[i] = load_row<T, kVec>(p.dout, p.dout_row, t, total, channel);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t t = first + run + i;
+        float x[kVec], d[kVec], sum[kVec];
+        unpack_row(x_ahead[i], x);
+        unpack_row(dout_ahead[i], d);
+        if (t < total) {
+          const Place place = places[t - tile];
+          if (p.silu) {
+            sum_row<T, kVec, kTaps>(p, taps, place, channel, x, rows, sum);
+#pragma unroll
+            for (int v = 0; v < kVec; ++v) d[v] *= silu_slope(sum[v]);
+          }
+          const bool inside = place.document < p.documents.num_documents;
+          if (run + i < kRun && inside) sums.add(p, place, channel, d, x, rows);
+        }
+        push(x, rows);
+        push(d, later);
+        const int64_t done = t - (kTaps - 1);
+        const bool in_run = run + i >= kTaps - 1 && run + i < kRun + kTaps - 1;
+        if (in_run && done < total) finish_row<T, kVec, kTaps>(p, taps, places[done - tile], done, channel, later);
+      }
+    }
+  }
+  store_sums<T, kVec, kTaps>(p, sums, channel);
+}
+
+// dweight and dbias: warp w adds up rows w, w + 8, ... of the partial sums, and the warps' sums are added in order.
+template <class T>
+__global__ void __launch_bounds__(256) conv_sums_kernel(CausalConvBackwardParams p) {
+  __shared__ float of_warps[8][kWarp];
+  const int warp = static_cast<int>(threadIdx.x / kWarp);
+  const int lane = static_cast<int>(threadIdx.x % kWarp);
+  const int64_t columns = (p.width + 1) * p.channels;
+  const int64_t column = int64_t{blockIdx.x} * kWarp + lane;
+  float sum = 0.0f;
+  const int64_t parts = causal_conv1d_partial_sums(p.documents.total);
+  for (int64_t i = warp; i < parts && column < columns; i += 8) sum += p.partial[i * columns + column];
+  of_warps[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || column >= columns) return;
+  for (int w = 1; w < 8; ++w) sum += of_warps[w][lane];
+  const int64_t tap = column / p.channels;
+  const int64_t channel = column % p.channels;
+  if (tap < p.width) {
+    static_cast<T*>(p.dweight)[channel * p.width + p.width - 1 - tap] = static_cast<T>(sum);
+  } else if (p.dbias) {
+    static_cast<T*>(p.dbias)[channel] = static_cast<T>(sum);
+  }
+}
+
+// The sum of the row at `position` of a document, before the activation.
+template <class T>
+__device__ float sum_at(const CausalConvParams& p, int64_t document, int64_t channel, int64_t position) {
+  const int64_t start = p.documents[document].begin;
+  float sum = p.bias ? static_cast<float>(static_cast<const T*>(p.bias)[channel]) : 0.0f;
+  for (int64_t i = p.width - 1; i >= 0; --i) {
+    const float tap = static_cast<float>(static_cast<const T*>(p.weight)[channel * p.width + p.width - 1 - i]);
+    const int64_t at = position - i;
+    const T x = at >= 0 ? static_cast<const T*>(p.x)[(start + at) * p.x_row + channel]
+                        : static_cast<const T*>(p.initial_state)[state_at(p, document, channel, static_cast<int>(-at))];
+    sum += tap * static_cast<float>(x);
+  }
+  return sum;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) conv_initial_state_kernel(CausalConvBackwardParams p) {
+  const int64_t states = p.width - 1;
+  const int64_t count = p.documents.num_documents * p.channels * states;
+  for (int64_t i = thread_id(); i < count; i += thread_count()) {
+    const int64_t document = i / (p.channels * states);
+    const int64_t channel = i / states % p.channels;
+    const Interval<int64_t> rows = p.documents[document];
+    const int64_t back = states - i % states;  // rows before the first
+    float gradient = 0.0f;
+    for (int64_t tap = back; tap < p.width && tap - back < rows.size(); ++tap) {
+      const int64_t position = tap - back;
+      float d = static_cast<float>(static_cast<const T*>(p.dout)[(rows.begin + position) * p.dout_row + channel]);
+      if (p.silu) d *= silu_slope(sum_at<T>(p, document, channel, position));
+      gradient += d * static_cast<float>(static_cast<const T*>(p.weight)[channel * p.width + p.width - 1 - tap]);
+    }
+    const int64_t place = states - back - rows.size();  // in the final state
+    if (p.dfinal_state && place >= 0) {
+      const int64_t at = (document * p.channels + channel) * states + place;
+      gradient += static_cast<float>(static_cast<const T*>(p.dfinal_state)[at]);
+    }
+    static_cast<T*>(p.dinitial_state)[i] = static_cast<T>(gradient);
+  }
+}
+
+}  // namespace
+
+}  // namespace conv
+
+void launch_causal_conv1d_backward_cuda(const CausalConvBackwardParams& p, const CudaLaunch& launch) {
+  const int64_t bytes = p.dtype == DType::kFloat32 ? 4 : 2;
+  const bool vectors = conv::has_vectors(p.x, p.x_row, bytes) && conv::has_vectors(p.dout, p.dout_row, bytes) &&
+                       conv::has_vectors(p.dx, p.channels, bytes);
+  conv::dispatch_conv(p, vectors, [&](auto zero, auto vec, auto taps) {
+    using T = decltype(zero);
+    const cudaStream_t stream = stream_of(launch);
+    if (p.channels == 0) return;
+    const dim3 grid(static_cast<unsigned>(causal_conv1d_partial_sums(p.documents.total)),
+                    static_cast<unsigned>(ceil_div(p.channels, kWarp * vec)));
+    if (p.documents.total > 0) {
+      const auto kernel = conv::conv_backward_kernel<T, vec, taps>;
+      kernel<<<grid, conv::kThreads, 0, stream>>>(p, launch.fault);
+      check_launch("conv_backward_kernel");
+    }
+    const auto of_sums = conv::conv_sums_kernel<T>;
+    of_sums<<<static_cast<unsigned>(ceil_div((p.width + 1) * p.channels, kWarp)), 256, 0, stream>>>(p);
+    check_launch("conv_sums_kernel");
+    if (p.dinitial_state && p.width > 1) {
+      const int64_t states = p.documents.num_documents * p.channels * (p.width - 1);
+      const auto of_states = conv::conv_initial_state_kernel<T>;
+      of_states<<<grid_for(states, conv::kThreads), conv::kThreads, 0, stream>>>(p);
+      check_launch("conv_initial_state_kernel");
+    }
+  });
+}
+
+}  // namespace packing_ops

@@ -1,0 +1,110 @@
+// Shared memory of the kernel that makes dq, dk, dg and dbeta, and what it reads.
+#pragma once
+
+#include "ops/scan/scan_kernels.cuh"
+
+namespace packing_ops::scan::gradients {
+
+constexpr int kThreads = 256;
+
+// Columns of v at a time.
+template <class T, int kDim>
+constexpr int piece_of() {
+  return sizeof(T) == 4 ? (kDim == 256 ? 16 : 32) : (kDim == 256 ? 32 : 64);
+}
+
+// Sums over a row's columns that go into dg and dbeta. Each of two warps has half of the columns.
+enum RowSum { kOfQueries, kOfKeys, kOfEnd, kOfScores, kOfCorrections, kRowSums };
+
+struct Sums {
+  RowScales scales;
+  float rows[kRowSums][2][kChunk];
+  float columns[4][kChunk];  // of the warps' rows, scores and corrections together
+  float values[kChunk];      // dcorrected . v
+  float through[kThreads / 32];
+};
+
+template <class T, int kDim>
+struct Stage {
+  static constexpr int kPiece = piece_of<T, kDim>();
+  Tile<T, kPiece> rows, corrected, state;
+  static constexpr int kBytes = 2 * Tile<T, kPiece>::bytes(kChunk) + Tile<T, kPiece>::bytes(kDim);
+  __device__ explicit Stage(Room room)
+      : rows(room.take<Tile<T, kPiece>>(kChunk)),
+        corrected(room.take<Tile<T, kPiece>>(kChunk)),
+        state(room.take<Tile<T, kPiece>>(kDim)) {}
+};
+
+template <class T, int kDim>
+struct Shared {
+  Tile<T, kDim> keys, queries;
+  Tile<T, kChunk> dscores, dcorrections;
+  Sums* sums;
+  Room stages;
+  static constexpr int bytes(int stages) {
+    return 2 * Tile<T, kDim>::bytes(kChunk) + 2 * Tile<T, kChunk>::bytes(kChunk) + static_cast<int>(sizeof(Sums)) +
+           stages * Stage<T, kDim>::kBytes;
+  }
+  __device__ explicit Shared(uint8_t* shared) : stages{shared} {
+    keys = stages.take<Tile<T, kDim>>(kChunk);
+    queries = stages.take<Tile<T, kDim>>(kChunk);
+    dscores = stages.take<Tile<T, kChunk>>(kChunk);
+    dcorrections = stages.take<Tile<T, kChunk>>(kChunk);
+    sums = stages.take_array<Sums>(1);
+  }
+  __device__ Stage<T, kDim> stage(int i) const {
+    return Stage<T, kDim>(Room{stages.next + i * Stage<T, kDim>::kBytes});
+  }
+};
+
+// A chunk and a head of v.
+template <class T>
+struct Work {
+  const GatedDeltaBackwardParams& p;
+  const Chunks& chunks;
+  Chunk chunk;
+  int64_t index, head;
+
+  // Of a tensor [total, num_v_heads, head_dim_v].
+  __device__ const T* rows_of(const void* tensor) const {
+    return static_cast<const T*>(tensor) + (chunk.row * p.num_v_heads + head) * p.head_dim_v;
+  }
+  __device__ const T* state_of(const void* states) const {
+    return static_cast<const T*>(states) + index * p.head_dim * p.head_dim_v;
+  }
+};
+
+// Three passes over the columns of v, whose products with a state are summed:
+// 0: dout with the state before the chunk, 1: dcorrected with it, 2: corrected with the gradient of the state after it.
+template <class T, int kDim>
+__device__ __forceinline__ void load_stage(const Work<T>& work, const Stage<T, kDim>& stage, int pass, int column) {
+  const GatedDeltaBackwardParams& p = work.p;
+  const int64_t step = p.num_v_heads * p.head_dim_v;
+  const T* corrected = work.rows_of(work.chunks.corrected) + column;
+  if (pass == 0) {
+    const T* dout = static_cast<const T*>(p.dout.data) + work.chunk.row * p.dout.token + work.head * p.dout.head;
+    load_rows<kThreads, kChunk>(stage.rows, dout + column, p.dout.token, work.chunk.rows);
+  } else {
+    const T* rows = pass == 1 ? work.rows_of(work.chunks.dcorrected) + column : corrected;
+    load_rows<kThreads, kChunk>(stage.rows, rows, step, work.chunk.rows);
+  }
+  if (pass < 2) load_rows<kThreads, kChunk>(stage.corrected, corrected, step, work.chunk.rows);
+  const T* state = work.state_of(pass == 2 ? work.chunks.dstates : work.chunks.states) + column;
+  load_rows<kThreads, kDim>(stage.state, state, p.head_dim_v, kDim);
+  ptx::cp_async_commit();
+}
+
+// The sums of two rows over a warp's columns, to where the other half's are beside them.
+__device__ __forceinline__ void store_row_sums(float upper, float lower, int row, float (&to)[2][kChunk]) {
+  for (int offset = 1; offset < 4; offset *= 2) {
+    upper += __shfl_xor_sync(0xffffffffu, upper, offset);
+    lower += __shfl_xor_sync(0xffffffffu, lower, offset);
+  }
+  const int half = static_cast<int>(threadIdx.x) / 128;
+  if (lane_of() % 4 == 0) {
+    to[half][row + lane_of() / 4] = upper;
+    to[half][row + lane_of() / 4 + 8] = lower;
+  }
+}
+
+}  // namespace packing_ops::scan::gradients

@@ -1,0 +1,165 @@
+// Tiles in shared memory, and products of them by a warp: mma.sync for half types, one after the other in float32.
+#pragma once
+
+#include "core/documents.cuh"
+#include "core/launch.cuh"
+#include "core/ptx/mma.cuh"
+#include "core/vec.cuh"
+
+namespace packing_ops::scan {
+
+// Rows are 16 bytes longer than their elements, so that eight rows of a column hit all banks.
+template <class T, int kColumns>
+struct Tile {
+  static constexpr int kStride = kColumns + 16 / static_cast<int>(sizeof(T));
+  static constexpr int bytes(int rows) { return rows * kStride * static_cast<int>(sizeof(T)); }
+
+  T* data;
+
+  __device__ __forceinline__ T* at(int row, int column) const { return data + row * kStride + column; }
+  __device__ __forceinline__ void set_pair(int row, int column, float first, float second) const {
+    Vec<T, 2> pair;
+    pair.set_pair(0, first, second);
+    *reinterpret_cast<Vec<T, 2>*>(at(row, column)) = pair;
+  }
+  __device__ __forceinline__ Vec<T, 2> pair(int row, int column) const {
+    return *reinterpret_cast<const Vec<T, 2>*>(at(row, column));
+  }
+};
+
+// Hands out a block's shared memory.
+struct Room {
+  uint8_t* next;
+  template <class SomeTile>
+  __device__ SomeTile take(int rows) {
+    const SomeTile tile{reinterpret_cast<decltype(SomeTile::data)>(next)};
+    next += SomeTile::bytes(rows);
+    return tile;
+  }
+  template <class T>
+  __device__ T* take_array(int count) {
+    T* array = reinterpret_cast<T*>(next);
+    next += count * sizeof(T);
+    return array;
+  }
+};
+
+// kRows rows of a tile from memory, `step` elements apart; those from `valid` on become zeros. A copy to commit.
+template <int kThreads, int kRows, class T, int kColumns>
+__device__ __forceinline__ void load_rows(Tile<T, kColumns> tile, const T* from, int64_t step, int valid) {
+  constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+  constexpr int kPieces = kColumns / kPiece;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
+    const int row = i / kPieces;
+    const int column = i % kPieces * kPiece;
+    const bool exists = row < valid;
+    const T* source = exists ? from + row * step + column : from;
+    ptx::cp_async_16(ptx::shared_address(tile.at(row, column)), source, exists);
+  }
+}
+
+// `bytes`, a multiple of 16, one after the other.
+template <int kThreads>
+__device__ __forceinline__ void load_bytes(void* to, const void* from, int bytes) {
+  for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += kThreads * 16) {
+    ptx::cp_async_16(ptx::shared_address(static_cast<uint8_t*>(to) + i), static_cast<const uint8_t*>(from) + i);
+  }
+}
+
+__device__ __forceinline__ int lane_of() {
+  return static_cast<int>(threadIdx.x % 32);
+}
+
+// Over the lanes of a warp.
+__device__ inline float inclusive_sum(float x) {
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const float earlier = __shfl_up_sync(0xffffffffu, x, offset);
+    if (lane_of() >= offset) x += earlier;
+  }
+  return x;
+}
+
+// The 16 x 8 kTiles numbers of a warp from (row, column) on, as mma.sync has them: f(row, column, x, next x).
+template <int kTiles, class F>
+__device__ __forceinline__ void for_each_pair(float (&c)[kTiles][4], int row, int column, const F& f) {
+  const int lane = lane_of();
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      f(row + lane / 4 + 8 * half, column + 8 * tile + lane % 4 * 2, c[tile][2 * half], c[tile][2 * half + 1]);
+    }
+  }
+}
+
+enum class Order { kPlain, kTransposed };
+
+// c += A B over `begin` to `end`, multiples of 16. A's element (row, i) is that of a, or where kA is transposed a's
+// (i, row), and B's element (i, column) that of b or b's (column, i).
+template <Order kA, Order kB, int kTiles, class T, int kAColumns, int kBColumns>
+__device__ __forceinline__ void multiply(float (&c)[kTiles][4], Tile<T, kAColumns> a, int row, Tile<T, kBColumns> b,
+                                         int column, int begin, int end) {
+  const int lane = lane_of();
+  if constexpr (sizeof(T) == 4) {
+    const int first = row + lane / 4;
+    const int left = column + lane % 4 * 2;
+    for (int i = begin; i < end; ++i) {
+      const float a0 = kA == Order::kPlain ? *a.at(first, i) : *a.at(i, first);
+      const float a1 = kA == Order::kPlain ? *a.at(first + 8, i) : *a.at(i, first + 8);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int at = left + 8 * tile;
+        const float b0 = kB == Order::kPlain ? *b.at(i, at) : *b.at(at, i);
+        const float b1 = kB == Order::kPlain ? *b.at(i, at + 1) : *b.at(at + 1, i);
+        c[tile][0] += a0 * b0;
+        c[tile][1] += a0 * b1;
+        c[tile][2] += a1 * b0;
+        c[tile][3] += a1 * b1;
+      }
+    }
+  } else {
+    static_assert(kTiles % 2 == 0);
+    const int matrix = lane / 8;
+    const int low = matrix % 2 * 8;
+    const int high = matrix / 2 * 8;
+    const int line = lane % 8;
+#pragma unroll 4
+    for (int i = begin; i < end; i += 16) {
+      uint32_t left[4];
+      if constexpr (kA == Order::kPlain) {
+        ptx::ldmatrix(left, ptx::shared_address(a.at(row + low + line, i + high)));
+      } else {
+        ptx::ldmatrix_trans(left, ptx::shared_address(a.at(i + high + line, row + low)));
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; tile += 2) {
+        uint32_t right[4];
+        const int at = column + 8 * tile;
+        if constexpr (kB == Order::kPlain) {
+          ptx::ldmatrix_trans(right, ptx::shared_address(b.at(i + low + line, at + high)));
+        } else {
+          ptx::ldmatrix(right, ptx::shared_address(b.at(at + high + line, i + low)));
+        }
+        ptx::mma<T>(c[tile], left, right[0], right[1]);
+        ptx::mma<T>(c[tile + 1], left, right[2], right[3]);
+      }
+    }
+  }
+}
+
+// a [16, i] times b, both as they lie.
+template <int kTiles, class T, int kAColumns, int kBColumns>
+__device__ __forceinline__ void multiply(float (&c)[kTiles][4], Tile<T, kAColumns> a, int row, Tile<T, kBColumns> b,
+                                         int column, int begin, int end) {
+  multiply<Order::kPlain, Order::kPlain>(c, a, row, b, column, begin, end);
+}
+
+template <class T>
+__device__ __forceinline__ void store_pair(T* to, float first, float second) {
+  Vec<T, 2> pair;
+  pair.set_pair(0, first, second);
+  *reinterpret_cast<Vec<T, 2>*>(to) = pair;
+}
+
+}  // namespace packing_ops::scan

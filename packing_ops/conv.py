@@ -1,0 +1,153 @@
+"""The short causal convolution of hybrid models: each channel of a packed row, each document by itself."""
+
+from typing import Any, Literal, overload
+
+import torch
+
+from packing_ops import _ops
+from packing_ops._arguments import check_tensor
+from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+
+
+@overload
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    *,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[False] = False,
+) -> tuple[torch.Tensor, None]: ...
+@overload
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    *,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    *,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Convolve each channel of a document with its taps, looking back. Differentiable.
+
+    Row t of a document becomes ``act(bias + weight[:, W - 1] * x[t] + weight[:, W - 2] * x[t - 1] + ...)``; terms of rows
+    before the document are left out, or taken from ``initial_state``.
+
+    Args:
+        x: float32, float64 (CPU), bfloat16 or float16 ``[total, channels]``, channels next to each other, any stride
+            between rows.
+        weight: ``[channels, W]``, W from 1 to 8, the tap of the row itself last (``conv1d.weight.squeeze(1)``).
+        bias: ``[channels]`` or None.
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
+        activation: "silu" (or its other name "swish"), or None.
+        initial_state: ``[num_documents, channels, W - 1]``, the rows before each document's first, the newest last.
+        output_final_state: also return the last W - 1 rows of each document, in the layout of ``initial_state``.
+
+    Returns:
+        (out, final_state or None). out is ``[total, channels]``, 0 in the padding after the last document. Sums are
+        float32 (float64 for float64). A row's bits depend on its document's rows up to it alone: they are the same in
+        any pack, and where a document comes in several calls, each with the final state of the one before. So one row
+        for each document, with its state, is the step of decoding.
+
+    Gradients:
+        Of x, weight, bias and initial_state, also through final_state. Deterministic: the sums over tokens have a fixed
+        order. There is no second derivative.
+
+    Cost:
+        Reads x and writes out once. No synchronisation.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [2.0], [3.0], [10.0]])
+        >>> out, state = causal_conv1d(
+        ...     x, torch.tensor([[100.0, 1.0]]), None, torch.tensor([0, 3, 4]), output_final_state=True
+        ... )
+        >>> out.flatten().tolist()
+        [1.0, 102.0, 203.0, 10.0]
+        >>> state.flatten().tolist()
+        [3.0, 10.0]
+        >>> step, _ = causal_conv1d(
+        ...     torch.tensor([[4.0], [5.0]]), torch.tensor([[100.0, 1.0]]), None, torch.tensor([0, 1, 2]), initial_state=state
+        ... )
+        >>> step.flatten().tolist()
+        [304.0, 1005.0]
+
+    Raises:
+        ValueError: tensors of another dtype, device or shape than x asks for; a width over 8; another activation;
+            cu_seqlens past the end of x.
+    """
+    check_tensor(x, "x")
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f'activation: expected "silu", "swish" or None, got {activation!r}')
+    cu_seqlens = cu_seqlens_of(cu_seqlens, x.shape[0] if x.dim() else 1, like="x")
+    out, final_state = _ops.causal_conv1d(
+        x, weight, bias, cu_seqlens, initial_state, activation is not None, output_final_state
+    )
+    return out, final_state if output_final_state else None
+
+
+# --- registration: shapes for torch.compile, gradients ---
+
+
+@_ops.register_fake("causal_conv1d")
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    silu: bool,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state = (cu_seqlens.numel() - 1, x.shape[1], weight.shape[1] - 1) if output_final_state else (0,)
+    return x.new_empty(x.shape), x.new_empty(state)
+
+
+@_ops.register_fake("causal_conv1d_backward")
+def _(
+    dout: torch.Tensor,
+    dfinal_state: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    silu: bool,
+) -> tuple[torch.Tensor, ...]:
+    like = (x, weight, bias, initial_state)
+    return tuple(x.new_empty(0 if t is None else t.shape) for t in like)
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.silu, ctx.with_state = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(
+    ctx: Any, dout: torch.Tensor | None, dfinal_state: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    x, weight, bias, cu_seqlens, initial_state = ctx.saved_tensors
+    dout = torch.zeros_like(x) if dout is None else dout
+    dfinal_state = dfinal_state if ctx.with_state else None
+    dx, dweight, dbias, dinitial_state = past_autograd(
+        _ops.causal_conv1d_backward, dout, dfinal_state, x, weight, bias, cu_seqlens, initial_state, ctx.silu
+    )
+    dbias = None if bias is None else dbias
+    return dx, dweight, dbias, None, None if initial_state is None else dinitial_state, None, None
+
+
+register_autograd("causal_conv1d", _backward, setup_context=_context)
+register_no_autograd("causal_conv1d_backward", of="causal_conv1d")

@@ -1,0 +1,84 @@
+"""Oracle of packing_ops.scan: the gated delta rule token by token, and in chunks as models have it in plain torch."""
+
+import itertools
+
+import torch
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def _documents(cu_seqlens: torch.Tensor) -> list[slice]:
+    bounds = cu_seqlens.tolist()
+    return [slice(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    use_qk_l2norm: bool = False,
+    chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, final_state); see packing_ops.gated_delta_rule. With ``chunk`` in chunks of so many tokens, whose products are
+    in the dtype of v. Everything else is in the dtype of g, which is that of the states."""
+    heads = v.shape[1] // q.shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = (x.to(g.dtype) for x in (q, k))
+    if use_qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    q, k = (x.repeat_interleave(heads, 1) for x in (q * scale, k))
+    out, states = torch.zeros_like(v), []
+    for i, rows in enumerate(_documents(cu_seqlens)):
+        shape = v.shape[1], q.shape[-1], v.shape[-1]
+        state = g.new_zeros(shape) if initial_state is None else initial_state[i]
+        given = q[rows], k[rows], v[rows].to(g.dtype), g[rows], beta[rows]
+        found, state = _by_token(given, state) if chunk is None else _by_chunk(given, state, chunk, v.dtype)
+        out = torch.cat([out[: rows.start], found.to(v.dtype), out[rows.stop :]])
+        states.append(state)
+    final_state = torch.stack(states) if states else g.new_zeros(0, v.shape[1], q.shape[-1], v.shape[-1])
+    return out, final_state
+
+
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, g, beta of a document
+
+
+def _by_token(given: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    outs = [given[2][:0]]
+    for q, k, v, g, beta in zip(*given, strict=True):
+        state = state * g.exp()[:, None, None]
+        residual = v - torch.einsum("hkv,hk->hv", state, k)
+        state = state + torch.einsum("hk,hv->hkv", k, beta[:, None] * residual)
+        outs.append(torch.einsum("hkv,hk->hv", state, q)[None])
+    return torch.cat(outs), state
+
+
+def _by_chunk(given: Tokens, state: torch.Tensor, chunk: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula of transformers' torch_chunk_gated_delta_rule, its products in ``dtype``."""
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a.to(dtype) @ b.to(dtype)).to(state.dtype)
+
+    outs = [given[2][:0]]
+    for start in range(0, given[2].shape[0], chunk):
+        q, k, v, g, beta = (x[start : start + chunk].transpose(0, 1) for x in given)
+        decay, size = g.cumsum(-1), v.shape[1]
+        lower = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
+        between = (decay[..., None] - decay[..., None, :]).masked_fill(~lower, 0).exp() * lower
+        corrections = product(k * beta[..., None], k.mT).mul(between).tril(-1)
+        identity = torch.eye(size, dtype=g.dtype, device=v.device)
+        inverse = torch.linalg.solve_triangular(identity + corrections, identity.expand_as(corrections), upper=False)
+        keys = product(inverse, k * (beta * decay.exp())[..., None])
+        new = product(inverse, v * beta[..., None]) - product(keys, state)
+        scores = product(q, k.mT) * between
+        outs.append((product(q * decay.exp()[..., None], state) + product(scores, new)).transpose(0, 1))
+        left = (decay[:, -1:] - decay).exp()[..., None]
+        state = state * decay[:, -1].exp()[:, None, None] + product((k * left).mT, new)
+    return torch.cat(outs), state

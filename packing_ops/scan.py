@@ -1,0 +1,176 @@
+"""Linear attention with a state, over packed rows: the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo-Hybrid."""
+
+from typing import Any, Literal, overload
+
+import torch
+
+from packing_ops import _ops
+from packing_ops._arguments import check_tensor, sum_dtype
+from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+
+
+@overload
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[False] = False,
+    use_qk_l2norm: bool = False,
+) -> tuple[torch.Tensor, None]: ...
+@overload
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[True],
+    use_qk_l2norm: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Read a state with each query, after it has forgotten and learned its key's value. Differentiable.
+
+    The state of a head is a matrix ``S [head_dim, head_dim_v]``, 0 before a document's first token. A token makes of it
+
+        S = exp(g) S
+        S = S + k (beta (v - S^T k))^T
+        out = scale S^T q
+
+    Args:
+        q, k: float32, float64 (CPU), bfloat16 or float16 ``[total, num_heads, head_dim]``. On CUDA head_dim is 64, 128 or
+            256.
+        v: ``[total, num_v_heads, head_dim_v]`` of the same dtype; num_v_heads is a multiple of num_heads, and head h of v
+            has head ``h // (num_v_heads // num_heads)`` of q and k.
+        g: ``[total, num_v_heads]``, the logarithm of the decay, at most 0 in every model; read in float32.
+        beta: like g, how much of the old value a key's new one replaces, 0 to 1 in most models.
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
+        scale: of the queries; ``head_dim ** -0.5`` by default.
+        initial_state: float32 (float64 for float64) ``[num_documents, num_v_heads, head_dim, head_dim_v]``.
+        output_final_state: also return the states after each document's last token.
+        use_qk_l2norm: divide q and k by their norms first: ``x * rsqrt(sum(x ** 2) + 1e-6)``.
+
+    Returns:
+        (out, final_state or None). out is ``[total, num_v_heads, head_dim_v]`` in the dtype of v, 0 in the padding after the
+        last document; final_state is like initial_state. States and sums are float32 (float64 for float64).
+
+        On CUDA a document is walked in chunks of 64 tokens, counted from its first. A row's bits depend on its document's
+        tokens up to it alone: they are the same in any pack, and where a document comes in several calls that begin at
+        multiples of 64, each with the final state of the one before. To decode with these bits, keep the state at the start
+        of the open chunk, and run the rows since then again. NaN and infinity stay in their document.
+
+    Gradients:
+        Of q, k, v, g, beta and initial_state, also through final_state. Deterministic. There is no second derivative.
+
+    Cost:
+        Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds one
+        for each chunk: ``2 * head_dim * head_dim_v * num_v_heads`` numbers of v's dtype for 64 tokens. No synchronisation.
+
+    Example:
+        A key whose value is read back, and then overwritten:
+
+        >>> k = torch.eye(2)[[0, 1, 0]][:, None]
+        >>> v = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])[:, None]
+        >>> g, beta = torch.zeros(3, 1), torch.ones(3, 1)
+        >>> out, state = gated_delta_rule(k, k, v, g, beta, torch.tensor([0, 3]), scale=1.0, output_final_state=True)
+        >>> out[:, 0].tolist()
+        [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+        >>> state[0, 0].tolist()
+        [[5.0, 6.0], [3.0, 4.0]]
+
+    Raises:
+        ValueError: tensors of another dtype, device or shape than q and v ask for; cu_seqlens past the end of q; on CUDA
+            another head_dim.
+
+    Source:
+        Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
+    """
+    for name, tensor in {"q": q, "v": v, "g": g, "beta": beta}.items():
+        check_tensor(tensor, name)
+    cu_seqlens = cu_seqlens_of(cu_seqlens, q.shape[0] if q.dim() else 1, like="q")
+    sums = sum_dtype(v.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None and q.dim() else scale
+    out, final_state = _ops.gated_delta_rule(
+        q, k, v, g.to(sums), beta.to(sums), cu_seqlens, initial_state, scale, use_qk_l2norm, output_final_state
+    )
+    return out, final_state if output_final_state else None
+
+
+# --- registration: shapes for torch.compile, gradients ---
+
+
+@_ops.register_fake("gated_delta_rule")
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    scale: float,
+    use_qk_l2norm: bool,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state = (cu_seqlens.numel() - 1, v.shape[1], q.shape[2], v.shape[2]) if output_final_state else (0,)
+    return v.new_empty(v.shape), g.new_empty(state)
+
+
+@_ops.register_fake("gated_delta_rule_backward")
+def _(
+    dout: torch.Tensor,
+    dfinal_state: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    scale: float,
+    use_qk_l2norm: bool,
+) -> tuple[torch.Tensor, ...]:
+    gradients = (t.new_empty(t.shape) for t in (q, k, v, g, beta))
+    return *gradients, g.new_empty(0 if initial_state is None else initial_state.shape)
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.scale, ctx.use_qk_l2norm, ctx.with_state = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(
+    ctx: Any, dout: torch.Tensor | None, dfinal_state: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    *tensors, cu_seqlens, initial_state = ctx.saved_tensors
+    dout = torch.zeros_like(tensors[2]) if dout is None else dout
+    dfinal_state = dfinal_state if ctx.with_state else None
+    options = cu_seqlens, initial_state, ctx.scale, ctx.use_qk_l2norm
+    *gradients, dinitial_state = past_autograd(_ops.gated_delta_rule_backward, dout, dfinal_state, *tensors, *options)
+    return *gradients, None, None if initial_state is None else dinitial_state, None, None, None
+
+
+register_autograd("gated_delta_rule", _backward, setup_context=_context)
+register_no_autograd("gated_delta_rule_backward", of="gated_delta_rule")
