@@ -10,6 +10,7 @@ import torch
 
 from packing_ops._arguments import at_least, int64_tensor, integer
 from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of, without_rows
+from packing_ops.data._fields import check_fields, document_field, token_fields
 from packing_ops.data.context_parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Strategy, pack_sequences, whole_rows
@@ -45,6 +46,8 @@ class PackedCollator:
         overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, alone in a row. All rows are
             then as wide as this row.
         round_capacity: round the capacity up to a multiple of the alignment.
+        token_fields, document_fields: as PaddingFreeCollator's, in the shapes ``[rows, width, ...]`` and a list of the
+            documents' numbers per row; allowed_ids are those of the rows end to end.
 
     Called with a list of examples, dicts of ``input_ids`` (integers), ``num_actions`` (int: how many tokens at the end
     are trained on), optional ``loss_mask`` (num_actions weights; 1 by default) and optional ``attention_mask`` (must be
@@ -93,11 +96,15 @@ class PackedCollator:
     strategy: Strategy = "ffd"
     overlong: Literal["error", "own"] = "error"
     round_capacity: bool = False
+    token_fields: Sequence[str] = ()
+    document_fields: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name in ("capacity", "dp_size", "tp_size", "cp_size"):
             at_least(getattr(self, name), name, 1)
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
+        self.token_fields = check_fields(self.token_fields, "token_fields")
+        self.document_fields = check_fields(self.document_fields, "document_fields")
         if self.overlong not in ("error", "own"):
             raise ValueError(f"overlong: expected 'error' or 'own', got {self.overlong!r}")
         if self.document_multiple is not None:
@@ -159,7 +166,27 @@ class PackedCollator:
             "sub_seq_lengths": sub_seq_lengths,
             "response_length": width - 1,
             "order": order,
+            **self._fields([examples[index] for index in order], rows, (slots.tolist(), tokens.tolist()), size),
         }
+
+    def _fields(
+        self,
+        examples: Sequence[Mapping[str, Any]],
+        rows: list[list[int]],
+        places: tuple[list[int], list[int]],
+        size: tuple[int, int],
+    ) -> dict[str, Any]:
+        """token_fields and document_fields; ``places``: slots and tokens of each document."""
+        slots, tokens = places
+        found = token_fields(self.token_fields, examples, tokens, slots, math.prod(size))
+        fields: dict[str, Any] = {
+            name: value if name.startswith("allowed_") else value.view(*size, *value.shape[1:])
+            for name, value in found.items()
+        }
+        for name in self.document_fields:
+            values = iter(document_field(name, examples))
+            fields[name] = [[next(values) for _ in row] for row in rows]
+        return fields
 
     def context_parallel_split(self, batch: Mapping[str, Any], cp_rank: int) -> dict[str, Any]:
         """One context-parallel rank's part of a batch, or of some of its rows: two chunks of each document.
@@ -200,6 +227,12 @@ class PackedCollator:
             "loss_mask": torch.nn.functional.pad(batch["loss_mask"], (0, 1)),
         }
         shares = {name: rows.reshape(-1)[slots].view(len(sequences), -1) for name, rows in whole.items()}
+        for name in self.token_fields:
+            if name == "allowed_ids":
+                raise NotImplementedError("token_fields: expected no allowed_ids under context parallelism, got them")
+            value = batch[name]
+            share = value.flatten(0, 1)[slots.to(value.device)]
+            shares[name] = share.view(len(sequences), -1, *value.shape[2:])
         return {**batch, **shares}
 
     def model_inputs(self, batch: Mapping[str, Any], *, ignore_index: int = -100) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, takewhile
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,6 +19,8 @@ from packing_ops.data._examples import (
     tokens_of,
     without_rows,
 )
+from packing_ops.data._fields import check_fields, document_field, token_fields
+from packing_ops.data._selection import BatchSelection, num_fitting
 from packing_ops.data.context_parallel import aligned
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import whole_rows
@@ -56,6 +57,12 @@ class PaddingFreeCollator:
         document_multiple, row_multiple: a document takes its tokens rounded up to a multiple of the first, filled like
             padding behind them; the row is padded to a multiple of the second, or to the largest one in max_seq_length.
             ``packed_alignment(tp=, cp=, fp8=)`` gives both.
+        token_fields: columns with a value for each token, of any shape behind it, such as ``"old_logps"``: returned as
+            ``[1, total, ...]``, int64 or float32, 0 where there is no token. ``"routed_experts"`` (of each layer) are
+            int16 ``[1, total, layers, k]``, -1 there. ``"allowed_ids"``, a list of ids for each token, or all end to end
+            beside ``allowed_offsets``, become allowed_ids and allowed_offsets as token_logps takes them.
+        document_fields: columns with one number for each example, such as ``"advantage"``: float32
+            ``[num_documents]``, 0 for the padding.
 
     Called with a list of examples, dicts of ``input_ids`` and, in all of them or in none, ``labels`` (input_ids by
     default, not shifted) and ``attention_mask`` (must be all 1: examples have no padding). Each is a list, array or
@@ -111,6 +118,8 @@ class PaddingFreeCollator:
     max_sequences_per_bin: int | None = None
     document_multiple: int = field(default=1, kw_only=True)
     row_multiple: int = field(default=1, kw_only=True)
+    token_fields: Sequence[str] = field(default=(), kw_only=True)
+    document_fields: Sequence[str] = field(default=(), kw_only=True)
 
     _prefixes: ClassVar[tuple[str, ...]] = ("",)
 
@@ -125,6 +134,8 @@ class PaddingFreeCollator:
         self.separator_id = integer(self.separator_id, "separator_id")
         at_least(self.document_multiple, "document_multiple", 1)
         at_least(self.row_multiple, "row_multiple", 1)
+        self.token_fields = check_fields(self.token_fields, "token_fields")
+        self.document_fields = check_fields(self.document_fields, "document_fields")
         if self._most_slots is not None and self._most_slots < self.document_multiple:
             raise ValueError(
                 f"document_multiple: expected at most {self._most_slots} slots, got {self.document_multiple}"
@@ -150,10 +161,24 @@ class PaddingFreeCollator:
     ) -> dict[str, Any]:
         features = without_rows(features)
         _check_arguments(features, return_tensors)
-        (documents,), _ = self._documents(features)
-        return self._row(*documents, self._most_slots, separator_id)
+        (documents,), kept = self._documents(features)
+        batch = self._row(*documents, self._most_slots, separator_id)
+        return {**batch, **self._fields([features[i] for i in kept], documents[2], batch["input_ids"])}
 
-    def selection(self, features: Sequence[Mapping[str, Any]]) -> "BatchSelection":
+    def _fields(
+        self, examples: Sequence[Mapping[str, Any]], lengths: list[int], row: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """token_fields and document_fields of the examples in the row."""
+        slots, total = self._slots(lengths), row.shape[1]
+        found = token_fields(self.token_fields, examples, lengths, slots, total)
+        fields = {name: value if name.startswith("allowed_") else value[None] for name, value in found.items()}
+        rest = [0.0] * (total > sum(slots))
+        for name in self.document_fields:
+            values = document_field(name, examples) + rest
+            fields[name] = torch.tensor(values, dtype=torch.float32, device=row.device)
+        return fields
+
+    def selection(self, features: Sequence[Mapping[str, Any]]) -> BatchSelection:
         """Which of the examples a batch would keep, cut, drop or carry over. Nothing is collated.
 
         Args:
@@ -203,7 +228,7 @@ class PaddingFreeCollator:
             raise ValueError(f"{over}; overlong='truncate', 'drop', 'carry' or 'own' accepts them")
         if self.overlong in ("carry", "own"):
             least = 1 if self.overlong == "own" else 0
-            count = max(least, min(_num_fitting(slots, limit), most))
+            count = max(least, min(num_fitting(slots, limit), most))
             kept = lengths[:count]
             kept += [(0,) * len(own) for own in lengths[count:]]
         else:
@@ -233,7 +258,7 @@ class PaddingFreeCollator:
             most -= fits
         return kept
 
-    def _warn(self, chosen: "BatchSelection", num_examples: int) -> None:
+    def _warn(self, chosen: BatchSelection, num_examples: int) -> None:
         if chosen.lost_tokens:
             given = {n: getattr(self, n) for n in ("max_seq_length", "max_sequences_per_bin")}
             limits = ", ".join(f"{name}={most}" for name, most in given.items() if most is not None)
@@ -344,6 +369,9 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
         for name in ("document_multiple", "row_multiple"):
             if self.share_prompt and getattr(self, name) > 1:
                 raise ValueError(f"{name}: expected 1 beside share_prompt, got {getattr(self, name)}")
+        for name in ("token_fields", "document_fields"):
+            if getattr(self, name):
+                raise NotImplementedError(f"{name}: expected none for preference pairs, got {getattr(self, name)}")
 
     def __call__(
         self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
@@ -423,58 +451,7 @@ def count_within_token_budget(
     if not any(name in features[0] for name in names):
         names = ["input_ids"]
     lengths = list(zip(*(sequences(features, name)[1] for name in names), strict=True))
-    return max(1, min(_num_fitting(lengths, max_seq_length), most))
-
-
-@dataclass(frozen=True)
-class BatchSelection:
-    """Which examples a batch keeps, as lists of indices, and how many tokens that is, chosen and rejected together.
-
-    Attributes:
-        kept: in the batch, whole or cut.
-        truncated: those of ``kept`` that are cut.
-        own: those of ``kept`` that are longer than max_seq_length (at most one, alone in the row).
-        dropped: lost.
-        carried: not in this batch, for the caller to put into the next one.
-        num_tokens: tokens in the batch.
-        lost_tokens: tokens that were dropped or cut off.
-        carried_tokens: tokens of ``carried``.
-    """
-
-    kept: list[int]
-    truncated: list[int]
-    own: list[int]
-    dropped: list[int]
-    carried: list[int]
-    num_tokens: int
-    lost_tokens: int
-    carried_tokens: int
-
-    @classmethod
-    def of(
-        cls, lengths: list[tuple[int, ...]], kept: list[tuple[int, ...]], overlong: str, limit: int | None
-    ) -> "BatchSelection":
-        """From the number of tokens that each example has, and that are kept of it, per side."""
-        index = range(len(lengths))
-        left_out = [i for i in index if not any(kept[i])]
-        num_tokens = sum(map(sum, kept))
-        rest, carries = sum(map(sum, lengths)) - num_tokens, overlong in ("carry", "own")
-        return cls(
-            kept=[i for i in index if any(kept[i])],
-            truncated=[i for i in index if any(kept[i]) and kept[i] != lengths[i]],
-            own=[i for i in index if limit is not None and max(kept[i]) > limit],
-            dropped=[] if carries else left_out,
-            carried=left_out if carries else [],
-            num_tokens=num_tokens,
-            lost_tokens=0 if carries else rest,
-            carried_tokens=rest if carries else 0,
-        )
-
-
-def _num_fitting(lengths: list[tuple[int, ...]], limit: float) -> int:
-    """How many of the first examples fit together, on each side."""
-    totals = zip(*map(accumulate, zip(*lengths, strict=True)), strict=True)
-    return sum(1 for _ in takewhile(lambda total: max(total) <= limit, totals))
+    return max(1, min(num_fitting(lengths, max_seq_length), most))
 
 
 def _check_arguments(features: Sequence[Mapping[str, Any]], return_tensors: str | None) -> None:

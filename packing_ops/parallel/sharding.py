@@ -145,6 +145,7 @@ def shard_of(
         row["labels"] = row["shift_labels"]
     fill = {"input_ids": pad_token_id, "labels": ignore_index, "shift_labels": ignore_index}
     fill["seq_idx"] = documents.num_documents
+    fill["routed_experts"] = -1  # of no token
     shard = dict(batch)
     for name, value in row.items():
         shard[name] = _cut(value, padded - total, own, fill.get(name, 0))
