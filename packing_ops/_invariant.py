@@ -65,13 +65,14 @@ def _restore_if_free(before: Before) -> None:
 
 
 class Held:
-    """In a model: the mode is on as long as it is there, in a copy too."""
+    """In a model: the mode is on as long as it is there, in a copy too. unclaimed: why nobody has proven it yet, or empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, unclaimed: str = "") -> None:
+        self.unclaimed = unclaimed
         hold(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Held, ()
+        return Held, (self.unclaimed,)
 
 
 # --- settings for a GPU: cuBLASLt without a workspace cannot split the sums of few rows ---

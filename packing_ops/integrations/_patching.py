@@ -167,8 +167,9 @@ def take_out(module: torch.nn.Module, package: str) -> None:
     for name, value in list(vars(module).items()):
         if name.startswith(PRIVATE):
             del vars(module)[name]
-        elif isinstance(value, WeakPartial) and _is_of(value.func, package):
-            _put_back(module, name)
+        elif isinstance(value, WeakPartial) and is_of(value.func, package):
+            while isinstance(vars(module).get(name), WeakPartial) and is_of(vars(module)[name].func, package):
+                _put_back(module, name)  # one around another
         elif cls is not stock and getattr(value, "__func__", None) is cls.forward:
             vars(module)[name] = types.MethodType(stock.forward, module)  # accelerate keeps the forward that it wraps
     # Class
@@ -176,7 +177,7 @@ def take_out(module: torch.nn.Module, package: str) -> None:
         module.__class__ = stock
     # Hooks
     for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
-        if _is_of(hook, package):
+        if is_of(hook, package):
             take_out_hook(module, hook)
 
 
@@ -205,7 +206,7 @@ def take_out_hook(module: torch.nn.Module, hook: Callable) -> None:
                 each.pop(key, None)
 
 
-def _is_of(function: Callable, package: str) -> bool:
+def is_of(function: Callable | None, package: str) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(f"{package}.")
 
 

@@ -11,7 +11,7 @@ import transformers
 
 from packing_ops import _invariant
 from packing_ops._invariance_refusals import refusals
-from packing_ops.integrations._patching import put_around, take_out
+from packing_ops.integrations._patching import put_around, take_out, take_out_function
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
@@ -123,7 +123,8 @@ def apply_packing_ops(
             names what was not.
 
     A later call adds to an earlier one: False does not undo what was swapped. Apply before torch.compile, which may
-    miss a later change. Copies and pickles of the model keep what was applied. ``print(info(model))`` shows what runs.
+    miss a later change. Copies and pickles of the model keep what was applied; ``save_pretrained`` does not: apply again to what
+    ``from_pretrained`` makes. ``print(info(model))`` shows what runs.
 
     RoPE that scales with the length (dynamic NTK, longrope) takes the length of each document, not of the longest. A model
     that is called with ``cu_seq_lens_q`` or a numbered mask alone gets position_ids made from it (with attention=False by
@@ -349,22 +350,31 @@ def _why_not_invariant(model: torch.nn.Module) -> str | None:
 
 
 def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | None:
-    """The mode from now on; a sentence where its proof fails: the layers differ, or the model could not be run."""
-    vars(model).setdefault(_HELD, _invariant.Held())
+    """The mode from now on, None; else a sentence. It is off where layers differ, on where only the user can run the model."""
+    held = vars(model).setdefault(_HELD, _invariant.Held())
     for module in model.modules():
         on_cpu = any(t.dim() > 1 and t.is_cpu for t in module.parameters(recurse=False))
         if on_cpu and not isinstance(module, torch.nn.Embedding):
             put_around(module, "forward", _by_blocks)
-    by_hand = "call packing_ops.check_invariance(model, run)"
+    by_hand, held.unclaimed = "call packing_ops.check_invariance(model, run)", ""
     if sequence_group is not None:
-        return f"rows lie on several ranks: {by_hand} with rows of shard_packed"
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return f"its parameters are on the meta device: {by_hand} when they are loaded"
-    try:
-        found = check_invariance(model, gradients=False)
-    except Exception as error:  # of any model that is not called with text
-        return f"it could not be run on random text ({type(error).__name__}: {str(error)[:200]}): {by_hand}"
-    return None if found.packs else found.why_not()[0]
+        held.unclaimed = f"rows lie on several ranks: {by_hand} with rows of shard_packed"
+    elif any(parameter.is_meta for parameter in model.parameters()):
+        held.unclaimed = f"its parameters are on the meta device: {by_hand} when they are loaded"
+    else:
+        try:
+            found = check_invariance(model, gradients=False)
+        except Exception as error:  # of any model that is not called with text
+            failed = f"{type(error).__name__}: {str(error)[:200]}"
+            held.unclaimed = f"it could not be run on random text ({failed}): {by_hand}"
+        else:
+            if found.packs:
+                return None
+            _invariant.release(vars(model).pop(_HELD))
+            for module in model.modules():
+                take_out_function(module, _by_blocks)
+            return found.why_not()[0]
+    return held.unclaimed
 
 
 def _by_blocks(module: torch.nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
@@ -386,7 +396,7 @@ def _refuse_graph() -> None:
 
 
 def info(model: torch.nn.Module) -> str:
-    """Whether packing_ops runs in a model: attention, RoPE, RMSNorm, loss, and how documents are found.
+    """Whether packing_ops runs in a model: attention, RoPE, RMSNorm, loss, the invariant mode, how documents are found.
 
     Args:
         model: a model, or a wrapper around one.
@@ -407,6 +417,7 @@ def info(model: torch.nn.Module) -> str:
         rope: packing_ops in 2 modules
         rms_norm: stock in 9 modules, swapped by apply_packing_ops(model, rms_norm=True)
         loss: stock, swapped by apply_packing_ops(model, fused_loss=True)
+        invariant: off, set by apply_packing_ops(model, invariant=True)
         documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the
           number of a document)...
 
@@ -420,7 +431,7 @@ def info(model: torch.nn.Module) -> str:
     lines.append(f"attention: {_attention(model, found)}")
     lines.append(f"rope: {_swapped(rope_patch, model, 'apply_packing_ops(model)')}")
     lines.append(f"rms_norm: {_swapped(rms_norm_patch, model, 'apply_packing_ops(model, rms_norm=True)')}")
-    lines += [f"loss: {_loss(found)}", f"documents: {_documents(found)}"]
+    lines += [f"loss: {_loss(found)}", f"invariant: {_mode(model)}", f"documents: {_documents(found)}"]
     lines += [_last_forward(last) for host in found if (last := last_forward(host)) is not None]
     return "\n".join([*lines, *versions.sdpa_reasons()])
 
@@ -448,13 +459,20 @@ def _swapped(patch: Any, model: Any, swap: str) -> str:
 def _loss(hosts: list[Any]) -> str:
     changed = [fused_loss_patch.since(host) for host in hosts if fused_loss_patch.is_fused(host)]
     if None in changed:
-        return "packing_ops, from hidden states, in training with labels"
+        return next(fused_loss_patch.runs_in(host) for host in hosts if fused_loss_patch.is_fused(host))
     if changed:
         return f"stock: {changed[0]}"
     reasons = [fused_loss_patch.refusal(host) for host in hosts]
     if None in reasons:
         return "stock, swapped by apply_packing_ops(model, fused_loss=True)"
     return f"stock: {reasons[0]}" if reasons else "stock"
+
+
+def _mode(model: torch.nn.Module) -> str:
+    held = next((vars(module)[_HELD] for module in model.modules() if _HELD in vars(module)), None)
+    if held is None:
+        return "off, set by apply_packing_ops(model, invariant=True)"
+    return f"on, but not claimed: {held.unclaimed}" if held.unclaimed else "on, until revert_packing_ops(model)"
 
 
 def _counted(count: int, word: str) -> str:

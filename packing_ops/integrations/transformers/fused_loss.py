@@ -15,7 +15,15 @@ import torch
 from packing_ops._arguments import int32_cu_seqlens
 from packing_ops._batch_cache import cu_seqlens_of_rows
 from packing_ops.boundaries import mask_boundary_labels
-from packing_ops.integrations._patching import Patch, WeakPartial, function_of, kept_with_class, put
+from packing_ops.integrations._patching import (
+    Patch,
+    WeakPartial,
+    function_of,
+    is_of,
+    kept_with_class,
+    put,
+    put_around,
+)
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here
 from packing_ops.integrations.transformers.documents import first_tokens, is_tensor
@@ -61,11 +69,11 @@ def refusal(model: PreTrainedModel) -> str | None:
     if is_fused(model) and not since(model):
         return None
     head = getattr(model, "lm_head", None)
-    if type(head) is not torch.nn.Linear or _is_wrapped(head, _head):
+    if type(head) is not torch.nn.Linear or _in_front(head):
         return "its lm_head is no plain torch.nn.Linear"
     if head._forward_hooks or head._forward_pre_hooks:
         return "its lm_head has hooks, which would see hidden states"
-    if _is_wrapped(model, _forward):
+    if _in_front(model):
         return "its forward is wrapped already"
     if getattr(_stock_loss(model), "__name__", None) != "ForCausalLMLoss":
         return "its loss_function is not transformers' ForCausalLMLoss"
@@ -100,7 +108,7 @@ def apply_to_model(model: PreTrainedModel) -> None:
     stock = _stock_loss(model)
     model.__dict__[_STATE] = model.lm_head.__dict__[_STATE] = _is_capped(model)
     put(model, "_loss_function", _loss, stock)
-    put(model.lm_head, "forward", _head)
+    put_around(model.lm_head, "forward", _head)
     put(model, "forward", _forward)
     functools.wraps(type(model).forward)(model.forward)  # Trainer reads the parameters of forward
 
@@ -134,8 +142,22 @@ def _goes_straight(cls, is_capped) -> bool:
     return "logits" not in re.findall(r"\w+", _RETURNED.sub("", source[found.end() :]))
 
 
-def _is_wrapped(module, ours) -> bool:
-    return "forward" in module.__dict__ and function_of(module.__dict__["forward"]) is not ours
+def _in_front(module):
+    """The function that another library put in place of the module's forward, or None."""
+    function = function_of(module.__dict__["forward"]) if "forward" in module.__dict__ else None
+    return None if is_of(function, __package__) else function or module.__dict__.get("forward")
+
+
+def runs_in(model) -> str:
+    """Where the loss of a fused model runs, which others may have put a forward in front of."""
+    front = _in_front(model)
+    code, where = getattr(front, "__code__", None), getattr(front, "__globals__", {}).get("__name__", "another library")
+    if "fused_lm_head" in getattr(code, "co_varnames", ()):
+        return "TRL's, whose fused LM head is in front: it computes the loss from hidden states itself"
+    behind = (
+        "" if front is None or where.startswith("packing_ops.") else f", in calls that {where} in front of it passes on"
+    )
+    return f"packing_ops, from hidden states, in training with labels{behind}"
 
 
 def _forward(model, *args, **kwargs):
@@ -160,10 +182,10 @@ def _forward(model, *args, **kwargs):
         fuse(outer)
 
 
-def _head(head, hidden):
+def _head(head, before, hidden):
     running = here().fused
     if running is None or running.head is not head:
-        return type(head).forward(head, hidden)
+        return type(head).forward(head, hidden) if before is None else before(hidden)
     if running.targets is None:
         running.hidden = hidden
         return hidden

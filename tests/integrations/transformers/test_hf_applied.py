@@ -152,25 +152,26 @@ def test_info_of_a_swapped_model(monkeypatch):
     before = [f"Qwen3ForCausalLM, transformers {version}", f"attention: {swapped}"]
     before += ["rope: " + STOCK.format("2 modules", ""), "rms_norm: " + STOCK.format("9 modules", ", rms_norm=True")]
     before += ["loss: stock, swapped by apply_packing_ops(model, fused_loss=True)"]
+    before += ["invariant: off, set by apply_packing_ops(model, invariant=True)"]
     before += ["documents: found by transformers, for the attention above"]
     assert info(model).splitlines() == before
     apply_packing_ops(model)
     lines = info(model).splitlines()
     assert lines[1:4] == ["attention: packing_ops in 2 modules", "rope: packing_ops in 2 modules", before[3]]
-    assert lines[5].startswith("documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask")
-    assert len(lines) == 6
+    assert lines[6].startswith("documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask")
+    assert len(lines) == 7
     apply_packing_ops(model, rms_norm=True)
     assert info(torch.nn.Sequential(model)).splitlines()[3] == "rms_norm: packing_ops in 9 modules"
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     model.train()(**packed("cpu"))
-    assert info(model).splitlines()[6:] == [
+    assert info(model).splitlines()[7:] == [
         "last forward: 1 row, 3 documents, found by position_ids",
         "by SDPA so far: dropout 0.1 in attention",
     ]
     revert_packing_ops(model)
-    assert info(model).splitlines()[:6] == before
+    assert info(model).splitlines()[:7] == before
 
 
 def last_forward(model, **arguments):
@@ -211,3 +212,15 @@ def test_info_of_others():
     assert "documents: one in each row" in info(mixer)
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got str"):
         info("llama")
+
+
+def test_what_from_pretrained_makes_has_nothing_of_it(tmp_path):
+    """As the pages say, and as info shows."""
+    model = tiny("qwen3")
+    apply_packing_ops(model, rms_norm=True, fused_loss=True)
+    applied = info(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert info(loaded) == info(tiny("qwen3"))
+    apply_packing_ops(loaded, rms_norm=True, fused_loss=True)
+    assert info(loaded) == applied

@@ -277,3 +277,36 @@ def test_what_cannot_have_it_is_told():
     assert "changes the logits" in applied.skipped["fused_loss"]
     with pytest.raises(ValueError, match=r"strict: .*fused_loss: its forward changes the logits"):
         apply_packing_ops(tiny_model("gemma2"), fused_loss=True, strict=True)
+
+
+# --- what is in front of the model's forward ---
+
+
+def loss_line(model):
+    (line,) = [line for line in info(model).splitlines() if line.startswith("loss: ")]
+    return line
+
+
+def test_info_of_a_loss_that_trl_computes():
+    utils = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this TRL has no fused head")
+    model = tiny_model("qwen3")
+    apply_packing_ops(model, fused_loss=True)
+    assert loss_line(model) == "loss: packing_ops, from hidden states, in training with labels"
+    utils.add_fused_lm_head(model)
+    assert loss_line(model).startswith("loss: TRL's, whose fused LM head is in front")
+
+
+def test_info_of_a_loss_behind_another_forward():
+    model = tiny_model("qwen3")
+    apply_packing_ops(model, fused_loss=True)
+    ours, ids = model.forward, torch.ones(1, 4, dtype=torch.long)
+
+    def forward(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    model.forward = forward
+    assert model.train()(ids, labels=ids).logits is None
+    passes_on = f"in training with labels, in calls that {__name__} in front of it passes on"
+    assert loss_line(model) == f"loss: packing_ops, from hidden states, {passes_on}"

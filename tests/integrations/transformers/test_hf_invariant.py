@@ -16,7 +16,7 @@ import packing_ops as po
 from packing_ops import _invariant
 
 transformers = pytest.importorskip("transformers")
-from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, info, revert_packing_ops  # noqa: E402
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 128}
 _MORE = {
@@ -157,6 +157,9 @@ def test_a_stock_layer_that_breaks_it_is_named():
         applied = apply_packing_ops(model, invariant=True)
     assert "Qwen3NextGatedDeltaNet" in applied.skipped["invariant"]
     assert "model.layers.0.linear_attn" in differs(po.check_invariance(model, gradients=False))
+    assert not po.is_invariant()  # nothing is left of a mode that is not claimed
+    assert not any("_by_blocks" in repr(getattr(module.forward, "func", "")) for module in model.modules())
+    assert "invariant: off, set by apply_packing_ops(model, invariant=True)" in info(model)
     revert_packing_ops(model)
 
 
@@ -207,6 +210,11 @@ def test_a_model_that_cannot_be_run_is_not_claimed():
     model = model_of("llama").to("meta")
     with pytest.warns(UserWarning, match="meta device: call packing_ops.check_invariance"):
         apply_packing_ops(model, invariant=True)
+    assert "invariant: on, but not claimed: its parameters are on the meta device: call packing_ops.check" in info(
+        model
+    )
+    assert "invariant: on, but not claimed: its parameters" in info(copy.deepcopy(model))
+    assert po.is_invariant()
     revert_packing_ops(model)
 
 
@@ -278,6 +286,34 @@ def test_fused_loss():
     out = model(ids, position_ids=positions, labels=ids)
     assert out.logits is None
     out.loss.backward()
+
+
+@pytest.mark.parametrize("first", ["invariant", "fused_loss"])
+def test_fused_loss_in_a_call_of_its_own(first):
+    """A later call adds to an earlier one, and revert takes out both."""
+    ids, found = torch.randint(128, (1, 60)), []
+    positions = torch.cat([torch.arange(n) for n in (33, 7, 20)])[None]
+    for calls in (
+        [{"invariant": True, "fused_loss": True}],
+        sorted([{"invariant": True}, {"fused_loss": True}], key=lambda c: first not in c),
+    ):
+        model = model_of("qwen3")
+        stock = model.train()(ids, position_ids=positions, labels=ids).logits
+        for options in calls:
+            assert apply_packing_ops(model, **options).skipped == {}
+        assert "invariant: on, until revert_packing_ops(model)" in info(model)
+        assert "loss: packing_ops, from hidden states, in training with labels" in info(model)
+        out = model(ids, position_ids=positions, labels=ids)
+        out.loss.backward()
+        claimed(model.eval())
+        logits = model(ids, position_ids=positions).logits
+        found.append([out.loss.detach(), logits.detach(), *(p.grad for p in model.parameters())])
+        assert out.logits is None
+        revert_packing_ops(model)
+        assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+        assert_same(model.train()(ids, position_ids=positions, labels=ids).logits, stock)
+    for together, apart in zip(*found, strict=True):
+        assert_same(together, apart)
 
 
 @pytest.fixture
