@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from packing_ops import _library
 
 _registrations = torch.library.Library("packing_ops", "IMPL")
-# What torch's own registration is made of; a torch that has renamed it gets that one.
+# What torch's own registration is made of. A torch that has renamed it gets that one, and the gate refuses tangents.
 _PARTS = (
     "torch._C._AutoDispatchBelowAutograd",
     "torch._C._after_autograd_keyset",
@@ -40,11 +40,20 @@ _OWN = all(map(_found, _PARTS))
 
 def in_forward_mode() -> bool:
     """Tensors may have tangents: inside torch.func.jvp or forward_ad.dual_level."""
-    return forward_ad._current_level >= 0
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def refuse_lost_tangents(name: str, args: tuple) -> None:
+    """NotImplementedError for tangents where torch's own registration would drop them."""
+    if _OWN:
+        return
+    tensors = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    if any(isinstance(each, torch.Tensor) and has_tangent(each) for each in tensors):
+        raise NotImplementedError(f"packing_ops::{name} has no forward-mode derivative in torch {torch.__version__}")
 
 
 def past_autograd(op: Callable, *args):
@@ -83,9 +92,13 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
     """
     if _library.MISSING:
         return None  # plain torch has its own
-    if not _OWN:
-        return torch.library.register_autograd(f"packing_ops::{name}", backward, setup_context=setup_context)
     op = getattr(torch.ops.packing_ops, name).default
+    if not _OWN:
+        if (
+            op._schema.is_mutable
+        ):  # torch's takes none that writes. Ours are backwards, called where nothing is recorded.
+            return None
+        return torch.library.register_autograd(f"packing_ops::{name}", backward, setup_context=setup_context)
     names = [argument.name for argument in op._schema.arguments]
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
     of_list = "List[Tensor]" in str(op._schema.arguments[0].type)

@@ -18,6 +18,7 @@ import torch
 
 from packing_ops import _library
 from packing_ops._arguments import integer, number, plain, wrong_type
+from packing_ops._autograd import refuse_lost_tangents
 
 _MISTAKE = re.compile(r"[a-z]\w*(, [a-z]\w*)*: expected ")
 _NO_MATCH = re.compile(r"packing_ops::\w+\(\) ")
@@ -25,6 +26,7 @@ _NO_MATCH = re.compile(r"packing_ops::\w+\(\) ")
 
 def _gate(op: torch._ops.OpOverload) -> Callable:
     def call(*args):
+        refuse_lost_tangents(name, args)
         try:
             return op(*args)
         except RuntimeError as error:

@@ -24,7 +24,8 @@ _of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups of 
 
 
 def _after_fork() -> None:
-    _of_parent.update(dist.distributed_c10d._world.pg_map)  # torch has no public list of all groups
+    # torch has no public list of all groups. Without this one a collective of such a group waits, as torch's own does.
+    _of_parent.update(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
 
 
 if hasattr(os, "register_at_fork"):

@@ -286,10 +286,46 @@ def test_torch_without_the_parts_of_own_autograd_gets_its_own(monkeypatch):
     assert registered == [(("packing_ops::rope_qk", "backward"), {"setup_context": "context"})]
 
 
+def test_torch_without_them_has_gradients_and_refuses_tangents(tmp_path):
+    """Its own registration would drop a tangent without a word."""
+    code = """
+import torch, torch._functorch.utils
+part = torch.autograd.function._SingleLevelFunction
+del torch.autograd.function._SingleLevelFunction  # as if renamed
+import packing_ops as po
+torch.autograd.function._SingleLevelFunction = part
+from packing_ops import _autograd
+assert not _autograd._OWN
+cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+x = torch.randn(5, 2, 8, dtype=torch.float64, requires_grad=True)
+calls = {"attention": lambda x: po.varlen_attention(x, x, x, cu_seqlens), "sum": lambda x: po.segment_sum(x, cu_seqlens)}
+for name, call in calls.items():
+    assert torch.autograd.gradcheck(call, x)
+    for make in (lambda: torch.func.jvp(call, (x.detach(),), (x.detach(),)), lambda: dual(call)):
+        try:
+            make()
+            print(name, "dropped a tangent")
+        except NotImplementedError as error:
+            print(name, error)
+"""
+    dual = """
+def dual(call):
+    from torch.autograd import forward_ad
+    with forward_ad.dual_level():
+        return call(forward_ad.make_dual(x.detach(), x.detach()))
+"""
+    printed = fresh_process.run("-c", dual + code, paths=[ROOT], folder=tmp_path).splitlines()
+    assert [line.partition(" in torch")[0] for line in printed] == [
+        *2 * ["attention packing_ops::varlen_attention has no forward-mode derivative"],
+        *2 * ["sum packing_ops::segment_sum has no forward-mode derivative"],
+    ]
+
+
 def test_parts_of_torch_that_own_autograd_needs():
     from packing_ops import _autograd
 
     assert all(map(_autograd._found, _autograd._PARTS))
+    assert _autograd._found("torch.distributed.distributed_c10d._world.pg_map")  # parallel/collectives.py, after a fork
     assert not _autograd._found("torch._C.a_name_that_torch_has_not")
 
 
