@@ -14,12 +14,17 @@ void check_end(const CheckDocumentsParams& p, const IndexView& cu_seqlens, const
 }
 
 void check_positions(const CheckDocumentsParams& p) {
-  const char* wanted = "position_ids: expected to restart where cu_seq_lens_q starts a document and only there, got ";
   for (int64_t t = 0; t + 2 < p.total(); ++t) {
-    check(!p.restarts_in_document(t), wanted, "a restart inside of one at index ", t + 1);
+    check(!p.restarts_in_document(t),
+          "position_ids: expected to restart where cu_seq_lens_q starts a document and only there, got a restart "
+          "inside of one at index ",
+          t + 1);
   }
   for (int64_t i = 0; i < p.num_documents; ++i) {
-    check(!p.goes_on(i), wanted, "one that goes on with the positions before it at index ", p.cu_seqlens_q[i]);
+    check(!p.goes_on(i),
+          "position_ids: expected to restart where cu_seq_lens_q starts a document and only there, got one that goes "
+          "on with the positions before it at index ",
+          p.cu_seqlens_q[i]);
   }
   for (int64_t i = 0; i <= p.num_documents; ++i) {
     check(p.cu_seqlens_k[i] == p.cu_seqlens_q[i],
