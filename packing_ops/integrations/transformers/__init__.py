@@ -16,12 +16,19 @@ apply_packing_ops(model):
     sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.
     rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model.
     _rope_trial.py, one folder up: which rotation a module's functions compute: they are run beside ours.
+    _router_replay.py, one folder up: replay_routing, experts that another program has chosen.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what type checkers and docs/api read
-    from packing_ops.integrations.transformers.apply import Applied, apply_packing_ops, info, revert_packing_ops
+    from packing_ops.integrations.transformers.apply import (
+        Applied,
+        apply_packing_ops,
+        info,
+        replay_routing,
+        revert_packing_ops,
+    )
     from packing_ops.integrations.transformers.attention import register, unregister
     from packing_ops.integrations.transformers.stateful import declare
 
@@ -33,10 +40,20 @@ _MODULES = {
     "declare": "stateful",
     "info": "apply",
     "register": "attention",
+    "replay_routing": "apply",
     "revert_packing_ops": "apply",
     "unregister": "attention",
 }
-__all__ = ["Applied", "apply_packing_ops", "declare", "info", "register", "revert_packing_ops", "unregister"]
+__all__ = [
+    "Applied",
+    "apply_packing_ops",
+    "declare",
+    "info",
+    "register",
+    "replay_routing",
+    "revert_packing_ops",
+    "unregister",
+]
 __getattr__, __dir__ = lazy_names(
     globals(), _MODULES, "transformers", "needs transformers: pip install 'transformers>=4.57'"
 )
