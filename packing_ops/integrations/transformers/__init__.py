@@ -22,13 +22,8 @@ apply_packing_ops(model):
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what type checkers and docs/api read
-    from packing_ops.integrations.transformers.apply import (
-        Applied,
-        apply_packing_ops,
-        info,
-        replay_routing,
-        revert_packing_ops,
-    )
+    from packing_ops.integrations._router_replay import replay_routing
+    from packing_ops.integrations.transformers.apply import Applied, apply_packing_ops, info, revert_packing_ops
     from packing_ops.integrations.transformers.attention import register, unregister
     from packing_ops.integrations.transformers.stateful import declare
 
@@ -40,7 +35,7 @@ _MODULES = {
     "declare": "stateful",
     "info": "apply",
     "register": "attention",
-    "replay_routing": "apply",
+    "replay_routing": "fused_loss",
     "revert_packing_ops": "apply",
     "unregister": "attention",
 }

@@ -12,7 +12,6 @@ import transformers
 from packing_ops import _invariant
 from packing_ops._invariance_refusals import refusals
 from packing_ops.integrations._patching import put_around, take_out, take_out_function
-from packing_ops.integrations._router_replay import replay_routing as replay_routing
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch

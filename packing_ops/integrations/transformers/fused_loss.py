@@ -24,6 +24,7 @@ from packing_ops.integrations._patching import (
     put,
     put_around,
 )
+from packing_ops.integrations._router_replay import replay_routing as replay_routing
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here
 from packing_ops.integrations.transformers.documents import first_tokens, is_tensor
