@@ -90,7 +90,8 @@ def select_attention_backend(
     Returns:
         The name; with ``explain=True`` (name, {backend: why it cannot run, or "" if it can}). Where packing_ops can run,
         the dict also has ``"kernels"``: which of its kernels serve the forward and the backward, "cpu", "fp32" (float32
-        on a GPU), "sm80" (half types, mma.sync) or "sm90" (half types on Hopper, wgmma). The library decides it from
+        on a GPU), "sm80" (half types, mma.sync), "sm90" (half types on Hopper, wgmma) or "sm90 and sm80" (the same, short
+        rows or documents by mma.sync). The library decides it from
         shape, dtype, GPU and ``PACKING_OPS_SM90``, by the rule that the call itself follows.
 
     Example:

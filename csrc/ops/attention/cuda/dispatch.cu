@@ -166,14 +166,23 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
   fail("q: expected bfloat16, float16 or float32 on CUDA, got ", dtype_name(p.dtype));
 }
 
+// has_short: whether short rows or documents run on kernels of sm80/ on a GPU that has those of sm90/ for the others.
+template <class F>
+const char* kernels_of(const VarlenAttentionParams& p, F&& has_short) {
+  if (p.dtype == DType::kFloat32) return "fp32";
+  if (!runs_on_wgmma(p)) return "sm80";
+  const int64_t group = p.num_q_heads / p.num_kv_heads;
+  return has_short(attention_tiles(group, p.head_dim, p.head_dim_v, 0, p.device)) ? "sm90 and sm80" : "sm90";
+}
+
 }  // namespace
 
 const char* attention_forward_kernels_cuda(const VarlenAttentionParams& p) {
-  return p.dtype == DType::kFloat32 ? "fp32" : runs_on_wgmma(p) ? "sm90" : "sm80";
+  return kernels_of(p, [](const AttentionTiles& tiles) { return tiles.resident_max_keys >= 0; });
 }
 
 const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
-  return p.dtype == DType::kFloat32 ? "fp32" : runs_on_wgmma(p) ? "sm90" : "sm80";
+  return kernels_of(p, [](const AttentionTiles& tiles) { return tiles.small_keys > 0 || tiles.single_keys > 0; });
 }
 
 int64_t attention_scratch_cuda(const VarlenAttentionParams& p) {
