@@ -6,6 +6,7 @@
 
 #include "core/documents.cuh"
 #include "core/launch.cuh"
+#include "core/ptx/mma.cuh"
 #include "core/vec.cuh"
 #include "ops/conv/conv.h"
 
@@ -61,8 +62,11 @@ __device__ __forceinline__ void store_row(const float (&values)[kVec], T* to) {
   *reinterpret_cast<Vec<T, kVec>*>(to) = x;
 }
 
+// Half types need no more than a few units in float32's last place.
+template <class T>
 __device__ __forceinline__ float sigmoid(float x) {
-  return 1.0f / (1.0f + expf(-x));
+  if constexpr (sizeof(T) == 4) return 1.0f / (1.0f + expf(-x));
+  return ptx::rcp_approx(1.0f + ptx::exp2_approx(-1.44269504f * x));
 }
 
 // The taps of kVec channels by distance, kTaps of them, those past the width unused.
@@ -134,16 +138,17 @@ __device__ __forceinline__ void unpack_row(const Vec<T, kVec>& from, float (&to)
   for (int v = 0; v < kVec; ++v) to[v] = from.get(v);
 }
 
-// Whether rows of 16 bytes can be moved at once: `row` elements apart, from `data` on.
+// Whether 16 bytes of a row can be moved at once: `row` elements apart, from `data` on.
 inline bool has_vectors(const void* data, int64_t row, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row * bytes % 16 == 0;
 }
 
-// call(T{}, vectors or not, taps) as constants.
-template <class Call>
+// call(T{}, channels of a thread, taps) as constants. kBytes: of a thread's channels; half as many for more taps, which
+// would not fit into registers.
+template <int kBytes, class Call>
 void dispatch_conv(const CausalConvParams& p, bool vectors, const Call& call) {
   const auto with_vec = [&](auto zero, auto taps) {
-    constexpr int kVec = (taps > 4 ? 8 : 16) / sizeof(zero);  // more would not fit into registers
+    constexpr int kVec = (taps > 4 ? kBytes / 2 : kBytes) / sizeof(zero);
     if (vectors) return call(zero, std::integral_constant<int, kVec>{}, taps);
     return call(zero, std::integral_constant<int, 1>{}, taps);
   };

@@ -10,12 +10,13 @@ namespace conv {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / kWarp;
-constexpr int kRun = static_cast<int>(kConvBackwardRows) / kWarps;
-constexpr int kBatch = 4;  // rows whose loads are in flight
+constexpr int kRun = static_cast<int>(kConvBackwardRows);
+constexpr int kSumRows = 32;  // of float32, whose longer sums would show
+constexpr int kBatch = 4;     // rows whose loads are in flight
 
+template <class T>
 __device__ __forceinline__ float silu_slope(float x) {
-  const float gate = sigmoid(x);
+  const float gate = sigmoid<T>(x);
   return gate * (1.0f + x * (1.0f - gate));
 }
 
@@ -23,6 +24,17 @@ template <class T, int kVec, int kTaps>
 struct Sums {
   float taps[kTaps][kVec] = {};
   float bias[kVec] = {};
+
+  // Takes what others have, which are 0 then.
+  __device__ __forceinline__ void take(Sums& others) {
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      bias[v] += others.bias[v];
+#pragma unroll
+      for (int i = 0; i < kTaps; ++i) taps[i][v] += others.taps[i][v];
+    }
+    others = {};
+  }
 
   // d: the gradient of a row's sum.
   __device__ __forceinline__ void add(const CausalConvParams& p, const Place& place, int64_t channel,
@@ -73,82 +85,71 @@ __device__ __forceinline__ void finish_row(const CausalConvBackwardParams& p, co
   store_row<T, kVec>(dx, static_cast<T*>(p.dx) + t * p.channels + channel);
 }
 
-// The warps' sums in order of their rows, to row blockIdx.x of `partial`.
+// To row blockIdx.x of `partial`.
 template <class T, int kVec, int kTaps>
-__device__ void store_sums(const CausalConvBackwardParams& p, const Sums<T, kVec, kTaps>& sums, int64_t channel) {
-  __shared__ float of_warps[kWarps][kWarp][kVec];
-  const int warp = static_cast<int>(threadIdx.x / kWarp);
-  const int lane = static_cast<int>(threadIdx.x % kWarp);
+__device__ __forceinline__ void store_sums(const CausalConvBackwardParams& p, const Sums<T, kVec, kTaps>& sums,
+                                           int64_t channel) {
+  float* to = p.partial + blockIdx.x * (p.width + 1) * p.channels + channel;
 #pragma unroll
-  for (int i = 0; i <= kTaps; ++i) {
-    if (i > p.width) break;
-    const bool of_bias = i == p.width;
+  for (int v = 0; v < kVec; ++v) {
 #pragma unroll
-    for (int v = 0; v < kVec; ++v) of_warps[warp][lane][v] = of_bias ? sums.bias[v] : sums.taps[i % kTaps][v];
-    __syncthreads();
-    for (int j = static_cast<int>(threadIdx.x); j < kWarp * kVec; j += kThreads) {
-      float sum = 0.0f;
-      for (int w = 0; w < kWarps; ++w) sum += of_warps[w][j / kVec][j % kVec];
-      const int64_t at = channel - lane * kVec + j;
-      if (at < p.channels) p.partial[(blockIdx.x * (p.width + 1) + i) * p.channels + at] = sum;
+    for (int i = 0; i < kTaps; ++i) {
+      if (i < p.width) to[i * p.channels + v] = sums.taps[i][v];
     }
-    __syncthreads();
+    to[p.width * p.channels + v] = sums.bias[v];
   }
 }
 
 template <class T, int kVec, int kTaps>
 __global__ void __launch_bounds__(kThreads) conv_backward_kernel(CausalConvBackwardParams p, FaultFlag fault) {
-  __shared__ Place places[kConvBackwardRows + kTaps];
+  __shared__ Place places[kRun + kTaps];
   flag_cu_seqlens(p.documents, fault);
   const int64_t total = p.documents.total;
-  const int64_t tile = int64_t{blockIdx.x} * kConvBackwardRows;
-  find_places<kThreads>(p.documents, tile, static_cast<int>(kConvBackwardRows) + kTaps, places);
-  const int warp = static_cast<int>(threadIdx.x / kWarp);
-  const int64_t channel = (int64_t{blockIdx.y} * kWarp + threadIdx.x % kWarp) * kVec;
-  const int64_t first = tile + warp * kRun;
-  Sums<T, kVec, kTaps> sums;
-  if (channel < p.channels && first < total) {
-    const Taps<T, kVec, kTaps> taps(p, channel);
-    float rows[kTaps - 1][kVec];
-    float later[kTaps][kVec] = {};
+  const int64_t first = int64_t{blockIdx.x} * kRun;
+  find_places<kThreads>(p.documents, first, kRun + kTaps, places);
+  const int64_t channel = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kVec;
+  if (channel >= p.channels) return;
+  Sums<T, kVec, kTaps> sums, finished;
+  const Taps<T, kVec, kTaps> taps(p, channel);
+  float rows[kTaps - 1][kVec];
+  float later[kTaps][kVec] = {};
 #pragma unroll
-    for (int i = 0; i < kTaps - 1; ++i) {
-      unpack_row(i + 1 < p.width ? load_row<T, kVec>(p.x, p.x_row, first - 1 - i, total, channel) : Vec<T, kVec>{},
-                 rows[i]);
+  for (int i = 0; i < kTaps - 1; ++i) {
+    unpack_row(i + 1 < p.width ? load_row<T, kVec>(p.x, p.x_row, first - 1 - i, total, channel) : Vec<T, kVec>{},
+               rows[i]);
+  }
+  for (int run = 0; run < kRun + kTaps - 1; run += kBatch) {
+    if (sizeof(T) == 4 && run % kSumRows == 0) finished.take(sums);
+    Vec<T, kVec> x_ahead[kBatch], dout_ahead[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      x_ahead[i] = load_row<T, kVec>(p.x, p.x_row, first + run + i, total, channel);
+      dout_ahead[i] = load_row<T, kVec>(p.dout, p.dout_row, first + run + i, total, channel);
     }
-    for (int run = 0; run < kRun + kTaps - 1; run += kBatch) {
-      Vec<T, kVec> x_ahead[kBatch], dout_ahead[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int64_t t = first + run + i;
-        x_ahead[i] = load_row<T, kVec>(p.x, p.x_row, t, total, channel);
-        dout_ahead[i] = load_row<T, kVec>(p.dout, p.dout_row, t, total, channel);
-      }
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t t = first + run + i;
+      float x[kVec], d[kVec], sum[kVec];
+      unpack_row(x_ahead[i], x);
+      unpack_row(dout_ahead[i], d);
+      if (t < total && run + i < kRun + kTaps) {
+        const Place place = places[run + i];
+        if (p.silu) {
+          sum_row<T, kVec, kTaps>(p, taps, place, channel, x, rows, sum);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int64_t t = first + run + i;
-        float x[kVec], d[kVec], sum[kVec];
-        unpack_row(x_ahead[i], x);
-        unpack_row(dout_ahead[i], d);
-        if (t < total) {
-          const Place place = places[t - tile];
-          if (p.silu) {
-            sum_row<T, kVec, kTaps>(p, taps, place, channel, x, rows, sum);
-#pragma unroll
-            for (int v = 0; v < kVec; ++v) d[v] *= silu_slope(sum[v]);
-          }
-          const bool inside = place.document < p.documents.num_documents;
-          if (run + i < kRun && inside) sums.add(p, place, channel, d, x, rows);
+          for (int v = 0; v < kVec; ++v) d[v] *= silu_slope<T>(sum[v]);
         }
-        push(x, rows);
-        push(d, later);
-        const int64_t done = t - (kTaps - 1);
-        const bool in_run = run + i >= kTaps - 1 && run + i < kRun + kTaps - 1;
-        if (in_run && done < total) finish_row<T, kVec, kTaps>(p, taps, places[done - tile], done, channel, later);
+        if (run + i < kRun && place.document < p.documents.num_documents) sums.add(p, place, channel, d, x, rows);
       }
+      push(x, rows);
+      push(d, later);
+      const int done = run + i - (kTaps - 1);
+      if (done < 0 || done >= kRun || first + done >= total) continue;
+      finish_row<T, kVec, kTaps>(p, taps, places[done], first + done, channel, later);
     }
   }
-  store_sums<T, kVec, kTaps>(p, sums, channel);
+  finished.take(sums);
+  store_sums<T, kVec, kTaps>(p, finished, channel);
 }
 
 // dweight and dbias: warp w adds up rows w, w + 8, ... of the partial sums, and the warps' sums are added in order.
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kThreads) conv_initial_state_kernel(CausalConv
     for (int64_t tap = back; tap < p.width && tap - back < rows.size(); ++tap) {
       const int64_t position = tap - back;
       float d = static_cast<float>(static_cast<const T*>(p.dout)[(rows.begin + position) * p.dout_row + channel]);
-      if (p.silu) d *= silu_slope(sum_at<T>(p, document, channel, position));
+      if (p.silu) d *= silu_slope<T>(sum_at<T>(p, document, channel, position));
       gradient += d * static_cast<float>(static_cast<const T*>(p.weight)[channel * p.width + p.width - 1 - tap]);
     }
     const int64_t place = states - back - rows.size();  // in the final state
@@ -223,12 +224,12 @@ void launch_causal_conv1d_backward_cuda(const CausalConvBackwardParams& p, const
   const int64_t bytes = p.dtype == DType::kFloat32 ? 4 : 2;
   const bool vectors = conv::has_vectors(p.x, p.x_row, bytes) && conv::has_vectors(p.dout, p.dout_row, bytes) &&
                        conv::has_vectors(p.dx, p.channels, bytes);
-  conv::dispatch_conv(p, vectors, [&](auto zero, auto vec, auto taps) {
+  conv::dispatch_conv<8>(p, vectors, [&](auto zero, auto vec, auto taps) {
     using T = decltype(zero);
     const cudaStream_t stream = stream_of(launch);
     if (p.channels == 0) return;
     const dim3 grid(static_cast<unsigned>(causal_conv1d_partial_sums(p.documents.total)),
-                    static_cast<unsigned>(ceil_div(p.channels, kWarp * vec)));
+                    static_cast<unsigned>(ceil_div(p.channels, conv::kThreads * vec)));
     if (p.documents.total > 0) {
       const auto kernel = conv::conv_backward_kernel<T, vec, taps>;
       kernel<<<grid, conv::kThreads, 0, stream>>>(p, launch.fault);

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRun = 16;  // rows of a warp
+constexpr int kRun = 32;  // rows of a warp
 constexpr int kRows = kWarps * kRun;
 
 template <class T, int kVec, int kTaps>
@@ -46,10 +46,13 @@ __global__ void __launch_bounds__(kThreads, kVec == 1 ? 4 : 2) conv_kernel(Causa
       unpack_row(ahead[i], x);
       sum_row<T, kVec, kTaps>(p, taps, place, channel, x, rows, sum);
       push(x, rows);
+      if (p.silu) {
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        if (p.silu) sum[v] *= sigmoid(sum[v]);
-        if (place.document == p.documents.num_documents) sum[v] = 0.0f;
+        for (int v = 0; v < kVec; ++v) sum[v] *= sigmoid<T>(sum[v]);
+      }
+      if (place.document == p.documents.num_documents) {
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) sum[v] = 0.0f;
       }
       store_row<T, kVec>(sum, out + t * p.channels);
     }
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) conv_state_kernel(CausalConvParams p
 void launch_causal_conv1d_cuda(const CausalConvParams& p, const CudaLaunch& launch) {
   const int64_t bytes = p.dtype == DType::kFloat32 ? 4 : 2;
   const bool vectors = conv::has_vectors(p.x, p.x_row, bytes) && conv::has_vectors(p.out, p.channels, bytes);
-  conv::dispatch_conv(p, vectors, [&](auto zero, auto vec, auto taps) {
+  conv::dispatch_conv<16>(p, vectors, [&](auto zero, auto vec, auto taps) {
     using T = decltype(zero);
     const dim3 grid(static_cast<unsigned>(ceil_div(p.documents.total, conv::kRows)),
                     static_cast<unsigned>(ceil_div(p.channels, kWarp * vec)));
