@@ -3,11 +3,14 @@
 from typing import Any, Literal, overload
 
 import torch
+from torch.nn.functional import pad
 
 from packing_ops import _ops
 from packing_ops._arguments import check_tensor, sum_dtype
 from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+
+KERNEL_DIMS = (64, 128, 256)  # of heads, on CUDA
 
 
 @overload
@@ -60,8 +63,8 @@ def gated_delta_rule(
         out = scale S^T q
 
     Args:
-        q, k: float32, float64 (CPU), bfloat16 or float16 ``[total, num_heads, head_dim]``. On CUDA head_dim is 64, 128 or
-            256.
+        q, k: float32, float64 (CPU), bfloat16 or float16 ``[total, num_heads, head_dim]``. On CUDA head_dim is at
+            most 256, and what is not 64, 128 or 256 is padded with zeros.
         v: ``[total, num_v_heads, head_dim_v]`` of the same dtype; num_v_heads is a multiple of num_heads, and head h of v
             has head ``h // (num_v_heads // num_heads)`` of q and k.
         g: ``[total, num_v_heads]``, the logarithm of the decay, at most 0 in every model; read in float32.
@@ -102,20 +105,35 @@ def gated_delta_rule(
 
     Raises:
         ValueError: tensors of another dtype, device or shape than q and v ask for; cu_seqlens past the end of q; on CUDA
-            another head_dim.
+            a head_dim over 256.
 
     Source:
         Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
-    for name, tensor in {"q": q, "v": v, "g": g, "beta": beta}.items():
+    for name, tensor in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
         check_tensor(tensor, name)
     cu_seqlens = cu_seqlens_of(cu_seqlens, q.shape[0] if q.dim() else 1, like="q")
     sums = sum_dtype(v.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None and q.dim() else scale
-    out, final_state = _ops.gated_delta_rule(
-        q, k, v, g.to(sums), beta.to(sums), cu_seqlens, initial_state, scale, use_qk_l2norm, output_final_state
-    )
+    options = scale, use_qk_l2norm, output_final_state
+    rule = _widened if q.is_cuda and q.dim() == k.dim() == v.dim() == 3 else _ops.gated_delta_rule
+    out, final_state = rule(q, k, v, g.to(sums), beta.to(sums), cu_seqlens, initial_state, *options)
     return out, final_state if output_final_state else None
+
+
+def _widened(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op for heads that its kernels do not have, with columns of zeros up to those that they have: they add nothing."""
+    g, beta, cu_seqlens, initial_state, *options = rest
+    dim, dim_v = q.shape[-1], v.shape[-1]
+    more, more_v = (next((n for n in KERNEL_DIMS if n >= size), size) - size for size in (dim, dim_v))
+    if more or more_v:
+        q, k, v = (pad(x, (0, columns)) for x, columns in ((q, more), (k, more), (v, more_v)))
+        initial_state = None if initial_state is None else pad(initial_state, (0, more_v, 0, more))
+    out, final_state = _ops.gated_delta_rule(q, k, v, g, beta, cu_seqlens, initial_state, *options)
+    if more or more_v:
+        out = out[..., :dim_v]
+        final_state = final_state[..., :dim, :dim_v] if options[-1] else final_state
+    return out, final_state
 
 
 # --- registration: shapes for torch.compile, gradients ---

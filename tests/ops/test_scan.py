@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import packing_ops as po
+import packing_ops.scan
 from packing_ops.reference import scan as oracle
 
 LENGTHS = [1, 63, 0, 64, 65, 129]
@@ -258,9 +259,24 @@ def test_errors(changes, message):
         po.gated_delta_rule(**{**given, **changes})
 
 
+@pytest.mark.parametrize("dims", [(32, 64), (64, 96), (1, 200), (64, 64)], ids=str)
+def test_other_dims_are_padded(device, dims):
+    """The rows that are added to a state add nothing. On the CPU, which has any dims, the sums are of other lengths."""
+    tensors, cu_seqlens = inputs_of(device, torch.float32, dims=dims, lengths=[70, 3])
+    assert_right(tensors, cu_seqlens, use_qk_l2norm=True)
+    options = cu_seqlens, tensors[5], 0.5, True, True
+    found, wanted = (
+        po.scan._widened(*tensors[:5], *options),
+        ours(*tensors[:5], cu_seqlens, initial_state=tensors[5], scale=0.5, use_qk_l2norm=True),
+    )
+    torch.testing.assert_close(found, wanted)
+    if dims == (64, 64):
+        assert_same(found, wanted)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_other_dims_are_refused_on_cuda():
-    for dims, name in (((32, 64), "q"), ((64, 96), "v")):
+def test_wide_heads_are_refused_on_cuda():
+    for dims, name in (((320, 64), "q"), ((64, 300), "v")):
         tensors, cu_seqlens = inputs_of("cuda", torch.bfloat16, dims=dims)
         with pytest.raises(ValueError, match=f"{name}: expected a head_dim of 64, 128 or 256 on CUDA"):
             ours(*tensors[:5], cu_seqlens)

@@ -62,7 +62,7 @@ struct Chunks {
   RowScales* scales;
   void* inverses;    // [64, 64]: of I + A, A[i, j] = beta[i] exp(G[i] - G[j]) k[i] . k[j] for j < i, k normalised
   void* scores;      // [64, 64]: scale exp(G[i] - G[j]) q[i] . k[j] for j <= i
-  void* states;      // [head_dim, head_dim_v]: before the chunk
+  void* states;      // [head_dim_v, head_dim]: before the chunk, transposed
   void* dstates;     // the gradient of the state after it
   void* corrected;   // [total, num_v_heads, head_dim_v]: what a token adds, times its key
   void* dcorrected;  // the gradient of beta (v - S^T k)

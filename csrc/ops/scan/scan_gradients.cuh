@@ -27,12 +27,13 @@ struct Sums {
 template <class T, int kDim>
 struct Stage {
   static constexpr int kPiece = piece_of<T, kDim>();
-  Tile<T, kPiece> rows, corrected, state;
-  static constexpr int kBytes = 2 * Tile<T, kPiece>::bytes(kChunk) + Tile<T, kPiece>::bytes(kDim);
+  Tile<T, kPiece> rows, corrected;
+  Tile<T, kDim> state;
+  static constexpr int kBytes = 2 * Tile<T, kPiece>::bytes(kChunk) + Tile<T, kDim>::bytes(kPiece);
   __device__ explicit Stage(Room room)
       : rows(room.take<Tile<T, kPiece>>(kChunk)),
         corrected(room.take<Tile<T, kPiece>>(kChunk)),
-        state(room.take<Tile<T, kPiece>>(kDim)) {}
+        state(room.take<Tile<T, kDim>>(kPiece)) {}
 };
 
 template <class T, int kDim>
@@ -89,8 +90,8 @@ __device__ __forceinline__ void load_stage(const Work<T>& work, const Stage<T, k
     load_rows<kThreads, kChunk>(stage.rows, rows, step, work.chunk.rows);
   }
   if (pass < 2) load_rows<kThreads, kChunk>(stage.corrected, corrected, step, work.chunk.rows);
-  const T* state = work.state_of(pass == 2 ? work.chunks.dstates : work.chunks.states) + column;
-  load_rows<kThreads, kDim>(stage.state, state, p.head_dim_v, kDim);
+  const T* state = work.state_of(pass == 2 ? work.chunks.dstates : work.chunks.states) + column * kDim;
+  load_rows<kThreads, Stage<T, kDim>::kPiece>(stage.state, state, kDim, Stage<T, kDim>::kPiece);
   ptx::cp_async_commit();
 }
 

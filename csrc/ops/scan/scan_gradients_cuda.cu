@@ -66,7 +66,7 @@ struct Gradients {
       if (kStages == 2 && step + 1 < 3 * pieces) load(step + 1);
       const Stage<T, kDim> stage = shared.stage(step % kStages);
       const int pass = step / pieces;
-      multiply<Order::kPlain, Order::kTransposed>(products, stage.rows, row, stage.state, column, 0, kPiece);
+      multiply(products, stage.rows, row, stage.state, column, 0, kPiece);
       if (pass < 2) {
         auto& pairs = pass == 0 ? of_scores : of_corrections;
         multiply<Order::kPlain, Order::kTransposed>(pairs, stage.rows, row, stage.corrected, pair_column, 0, kPiece);
@@ -99,12 +99,11 @@ struct Gradients {
   }
 
   __device__ __forceinline__ float dot_of_states(const Work<T>& work, const Stage<T, kDim>& stage, int piece) const {
-    const T* states = work.state_of(work.chunks.states) + piece;
+    const T* states = work.state_of(work.chunks.states) + piece * kDim;
     float sum = 0.0f;
     for (int i = 2 * static_cast<int>(threadIdx.x); i < kDim * kPiece; i += 2 * kThreads) {
-      const T* state = states + i / kPiece * work.p.head_dim_v + i % kPiece;
-      const Vec<T, 2> pair = *reinterpret_cast<const Vec<T, 2>*>(state);
-      const Vec<T, 2> other = stage.state.pair(i / kPiece, i % kPiece);
+      const Vec<T, 2> pair = *reinterpret_cast<const Vec<T, 2>*>(states + i);
+      const Vec<T, 2> other = stage.state.pair(i / kDim, i % kDim);
       sum += pair.get(0) * other.get(0) + pair.get(1) * other.get(1);
     }
     return sum;

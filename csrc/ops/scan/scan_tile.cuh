@@ -81,8 +81,8 @@ __device__ inline float inclusive_sum(float x) {
 }
 
 // The 16 x 8 kTiles numbers of a warp from (row, column) on, as mma.sync has them: f(row, column, x, next x).
-template <int kTiles, class F>
-__device__ __forceinline__ void for_each_pair(float (&c)[kTiles][4], int row, int column, const F& f) {
+template <class Number, int kTiles, class F>
+__device__ __forceinline__ void for_each_pair(Number (&c)[kTiles][4], int row, int column, const F& f) {
   const int lane = lane_of();
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -153,6 +153,47 @@ template <int kTiles, class T, int kAColumns, int kBColumns>
 __device__ __forceinline__ void multiply(float (&c)[kTiles][4], Tile<T, kAColumns> a, int row, Tile<T, kBColumns> b,
                                          int column, int begin, int end) {
   multiply<Order::kPlain, Order::kPlain>(c, a, row, b, column, begin, end);
+}
+
+// Which terms of a product's columns from 16 i on are not zero: all, those up to 16 i + 15, those from 16 i on.
+enum class Terms { kAll, kUpTo, kFrom };
+
+// c += a B, where a warp's 16 rows of a lie in its registers as another product left them, rounded to T. For float32
+// `scratch` has room for them in shared memory.
+template <class T, Order kB, Terms kTerms, int kTiles, int kATiles, int kBColumns>
+__device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float (&a)[kATiles][4], Tile<T, kBColumns> b,
+                                              float* scratch) {
+  if constexpr (sizeof(T) == 4) {
+    const Tile<float, 8 * kATiles> rows{scratch};
+    for_each_pair(a, 0, 0, [&](int i, int j, float x, float y) { rows.set_pair(i, j, x, y); });
+    __syncwarp();
+    multiply<Order::kPlain, kB>(c, rows, 0, b, 0, 0, 8 * kATiles);
+    __syncwarp();
+  } else {
+    const int matrix = lane_of() / 8;
+    const int low = matrix % 2 * 8 + (kB == Order::kPlain ? lane_of() % 8 : 0);
+    const int high = matrix / 2 * 8 + (kB == Order::kPlain ? 0 : lane_of() % 8);
+#pragma unroll
+    for (int step = 0; step < kATiles / 2; ++step) {
+      Vec<T, 8> left;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        left.set_pair(2 * i, a[2 * step + i / 2][i % 2 * 2], a[2 * step + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; tile += 2) {
+        if (kTerms == Terms::kUpTo && tile < 2 * step) continue;
+        if (kTerms == Terms::kFrom && tile > 2 * step) continue;
+        uint32_t right[4];
+        if constexpr (kB == Order::kPlain) {
+          ptx::ldmatrix_trans(right, ptx::shared_address(b.at(16 * step + low, 8 * tile + high)));
+        } else {
+          ptx::ldmatrix(right, ptx::shared_address(b.at(8 * tile + high, 16 * step + low)));
+        }
+        ptx::mma<T>(c[tile], left.word, right[0], right[1]);
+        ptx::mma<T>(c[tile + 1], left.word, right[2], right[3]);
+      }
+    }
+  }
 }
 
 template <class T>

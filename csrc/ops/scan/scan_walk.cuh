@@ -1,19 +1,18 @@
-// What the walks over a document's chunks share: a block has a slice of the columns of a head's state, whose float32
-// stays in registers from chunk to chunk. Columns do not meet, so that the slices need nothing of each other.
+// What the walks over a document's chunks share. A warp has 16 columns of a head's state, transposed and in float32, in
+// its registers from chunk to chunk. Columns do not meet: what is made of them goes from product to product in
+// registers, and the warps of a block share what they read of a chunk, no more.
 #pragma once
 
 #include "ops/scan/scan_kernels.cuh"
 
 namespace packing_ops::scan {
 
-constexpr int kWalkThreads = 256;
-constexpr int kWalkWarps = kWalkThreads / 32;
-
-// head_dim 256 in float32 leaves shared memory for half a slice.
+// Warps of a block. head_dim 256 in float32 leaves shared memory for two.
 template <class T, int kDim>
-constexpr int slice_of() {
-  return sizeof(T) == 4 && kDim == 256 ? 16 : 32;
+constexpr int walk_warps() {
+  return sizeof(T) == 4 && kDim == 256 ? 2 : 4;
 }
+constexpr int kWarpColumns = 16;
 
 // The document, head and columns of this block.
 struct Slice {
@@ -55,44 +54,41 @@ struct Slice {
 template <class T, int kColumns>
 __device__ void zero_padding(const GatedDeltaParams& p, const Slice& slice, void* to) {
   const int64_t count = slice.rows.size() * kColumns;
-  for (int64_t i = threadIdx.x; i < count; i += kWalkThreads) {
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
     static_cast<T*>(to)[slice.offset(p, 0, 0) + i / kColumns * p.num_v_heads * p.head_dim_v + i % kColumns] =
         static_cast<T>(0.0f);
   }
 }
 
-// A slice of a state in the registers of the block's warps, as products leave it.
-template <int kDim, int kColumns>
+// A warp's columns of a state: rows of 16 columns, as products leave them.
+template <int kDim>
 struct State {
-  static constexpr int kWarpRows = kDim / 16 < kWalkWarps ? kDim / 16 : kWalkWarps;
-  static constexpr int kParts = kDim / 16 / kWarpRows;
-  static constexpr int kTiles = kColumns / 8 / (kWalkWarps / kWarpRows);
-  float at[kParts][kTiles][4];
+  float at[kDim / 8][4];
 
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
-  __device__ static int row(int part) { return (warp() % kWarpRows + part * kWarpRows) * 16; }
-  __device__ static int column() { return warp() / kWarpRows * kTiles * 8; }
-
+  // f(column, row of the state, x, x of the next row)
   template <class F>
   __device__ __forceinline__ void for_each(const F& f) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) for_each_pair(at[part], row(part), column(), f);
+    for_each_pair(at, 0, 0, f);
   }
-  // From float32 rows, `step` elements apart; zeros without any.
+  // From a float32 matrix whose rows are `step` elements apart; zeros without any.
   __device__ void load(const void* from, int64_t offset, int64_t step) {
-    for_each([&](int i, int j, float& x, float& y) {
-      const float* pair = static_cast<const float*>(from) + offset + i * step + j;
-      x = from ? pair[0] : 0.0f;
-      y = from ? pair[1] : 0.0f;
+    for_each([&](int column, int row, float& x, float& y) {
+      const float* first = static_cast<const float*>(from) + offset + row * step + column;
+      x = from ? first[0] : 0.0f;
+      y = from ? first[step] : 0.0f;
     });
   }
-  template <class T>
   __device__ void store(void* to, int64_t offset, int64_t step) {
-    for_each([&](int i, int j, float x, float y) { store_pair(static_cast<T*>(to) + offset + i * step + j, x, y); });
+    for_each([&](int column, int row, float x, float y) {
+      float* first = static_cast<float*>(to) + offset + row * step + column;
+      first[0] = x;
+      first[step] = y;
+    });
   }
+  // Transposed, as it lies.
   template <class T>
-  __device__ void store(Tile<T, kColumns> tile) {
-    for_each([&](int i, int j, float x, float y) { tile.set_pair(i, j, x, y); });
+  __device__ void keep(T* to) {
+    for_each([&](int column, int row, float x, float y) { store_pair(to + column * kDim + row, x, y); });
   }
   __device__ void scale(float factor) {
     for_each([&](int, int, float& x, float& y) {
@@ -100,23 +96,17 @@ struct State {
       y *= factor;
     });
   }
-  // += rows^T b, over the rows of a chunk.
-  template <class T>
-  __device__ void add_product(Tile<T, kDim> rows, Tile<T, kColumns> b) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      multiply<Order::kTransposed, Order::kPlain>(at[part], rows, row(part), b, column(), 0, kChunk);
-    }
-  }
 };
 
-// What a walk reads of a chunk. `values` are rows of v or of dout.
-template <class T, int kDim, int kColumns>
+// What a walk reads of a chunk. `values` are rows of v or of dout; rows of results leave through them.
+template <class T, int kDim>
 struct Stage {
+  static constexpr int kThreads = walk_warps<T, kDim>() * 32;
+  static constexpr int kColumns = walk_warps<T, kDim>() * kWarpColumns;
   Tile<T, kDim> keys, queries;
   Tile<T, kChunk> inverse, scores;
   Tile<T, kColumns> values;
-  const RowScales* scales;
+  RowScales* scales;
 
   static constexpr int kBytes = 2 * Tile<T, kDim>::bytes(kChunk) + 2 * Tile<T, kChunk>::bytes(kChunk) +
                                 Tile<T, kColumns>::bytes(kChunk) + kWalkScales;
@@ -139,39 +129,29 @@ struct Stage {
     const auto head_rows = [&](const HeadRows& rows, int64_t head) {
       return static_cast<const T*>(rows.data) + row * rows.token + head * rows.head;
     };
-    load_rows<kWalkThreads, kChunk>(keys, head_rows(p.k, slice.k_head), p.k.token, valid);
-    load_rows<kWalkThreads, kChunk>(values, head_rows(of_values, slice.head) + slice.column, of_values.token, valid);
+    load_rows<kThreads, kChunk>(keys, head_rows(p.k, slice.k_head), p.k.token, valid);
+    load_rows<kThreads, kChunk>(values, head_rows(of_values, slice.head) + slice.column, of_values.token, valid);
     const int64_t matrix = index * kChunk * kChunk;
-    load_rows<kWalkThreads, kChunk>(inverse, static_cast<const T*>(chunks.inverses) + matrix, kChunk, kChunk);
+    load_rows<kThreads, kChunk>(inverse, static_cast<const T*>(chunks.inverses) + matrix, kChunk, kChunk);
     if constexpr (kQueries) {
-      load_rows<kWalkThreads, kChunk>(queries, head_rows(p.q, slice.k_head), p.q.token, valid);
-      load_rows<kWalkThreads, kChunk>(scores, static_cast<const T*>(chunks.scores) + matrix, kChunk, kChunk);
+      load_rows<kThreads, kChunk>(queries, head_rows(p.q, slice.k_head), p.q.token, valid);
+      load_rows<kThreads, kChunk>(scores, static_cast<const T*>(chunks.scores) + matrix, kChunk, kChunk);
     }
-    load_bytes<kWalkThreads>(const_cast<RowScales*>(scales), chunks.scales + index, kWalkScales);
+    load_bytes<kThreads>(scales, chunks.scales + index, kWalkScales);
     ptx::cp_async_commit();
   }
 };
 
-// The shared memory of a walk: the state as an operand, three tiles for what goes from product to product, the stages.
-template <class T, int kDim, int kColumns>
+// The shared memory of a walk: in float32 what operands need, then the stages.
+template <class T, int kDim>
 struct WalkShared {
-  Tile<T, kColumns> state;
-  Tile<T, kColumns> first, second, third;
-  Room stages;
+  static constexpr int kScratch = sizeof(T) == 4 ? Tile<float, kDim>::bytes(kWarpColumns) : 0;  // of a warp
+  uint8_t* memory;
 
-  static constexpr int bytes(int stages) {
-    return Tile<T, kColumns>::bytes(kDim) + 3 * Tile<T, kColumns>::bytes(kChunk) +
-           stages * Stage<T, kDim, kColumns>::kBytes;
-  }
-
-  __device__ explicit WalkShared(uint8_t* shared) : stages{shared} {
-    state = stages.take<Tile<T, kColumns>>(kDim);
-    first = stages.take<Tile<T, kColumns>>(kChunk);
-    second = stages.take<Tile<T, kColumns>>(kChunk);
-    third = stages.take<Tile<T, kColumns>>(kChunk);
-  }
-  __device__ Stage<T, kDim, kColumns> stage(int i) const {
-    return Stage<T, kDim, kColumns>(Room{stages.next + i * Stage<T, kDim, kColumns>::kBytes});
+  static constexpr int bytes(int stages) { return walk_warps<T, kDim>() * kScratch + stages * Stage<T, kDim>::kBytes; }
+  __device__ float* scratch() const { return reinterpret_cast<float*>(memory + threadIdx.x / 32 * kScratch); }
+  __device__ Stage<T, kDim> stage(int i) const {
+    return Stage<T, kDim>(Room{memory + walk_warps<T, kDim>() * kScratch + i * Stage<T, kDim>::kBytes});
   }
 };
 
@@ -193,20 +173,76 @@ __device__ __forceinline__ void for_each_chunk(const Shared& shared, int first, 
   }
 }
 
-// Rows and columns of a warp in a product [64, kColumns].
-template <int kColumns>
-struct WarpPart {
-  static constexpr int kTiles = kColumns / 16;
-  int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  int column = static_cast<int>(threadIdx.x) / 128 * kTiles * 8;
-};
+// A warp's columns of a chunk's rows, transposed: 16 columns, and a number for each row.
+using Columns = float[kChunk / 8][4];
+
+// The row of a number of Columns.
+__device__ __forceinline__ int row_of(int tile, int i) {
+  return 8 * tile + lane_of() % 4 * 2 + i % 2;
+}
+
+__device__ __forceinline__ int warp_column() {
+  return static_cast<int>(threadIdx.x) / 32 * kWarpColumns;
+}
+
+template <class T, int kColumns>
+__device__ __forceinline__ void load_columns(Tile<T, kColumns> rows, Columns& to) {
+  if constexpr (sizeof(T) == 4) {
+    for_each_pair(to, warp_column(), 0, [&](int column, int row, float& x, float& y) {
+      x = *rows.at(row, column);
+      y = *rows.at(row + 1, column);
+    });
+  } else {
+    const int matrix = lane_of() / 8;
+#pragma unroll
+    for (int tile = 0; tile < kChunk / 8; tile += 2) {
+      Vec<T, 8> loaded;
+      const int row = 8 * tile + matrix / 2 * 8 + lane_of() % 8;
+      ptx::ldmatrix_trans(loaded.word, ptx::shared_address(rows.at(row, warp_column() + matrix % 2 * 8)));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) to[tile + i / 4][i % 4] = loaded.get(i);
+    }
+  }
+}
+
+// To rows of memory, `step` elements apart, of which there are `valid`. They leave through the warp's columns of
+// `rows`.
+template <class T, int kColumns>
+__device__ __forceinline__ void store_columns(const Columns& from, Tile<T, kColumns> rows, T* to, int64_t step,
+                                              int valid) {
+  constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
+  constexpr int kPieces = kWarpColumns / kPiece;
+  __syncwarp();  // the columns have been read
+  for_each_pair(from, warp_column(), 0, [&](int column, int row, float x, float y) {
+    *rows.at(row, column) = static_cast<T>(x);
+    *rows.at(row + 1, column) = static_cast<T>(y);
+  });
+  __syncwarp();
+#pragma unroll 4
+  for (int i = lane_of(); i < kChunk * kPieces; i += 32) {
+    const int row = i / kPieces;
+    const int column = warp_column() + i % kPieces * kPiece;
+    if (row < valid) {
+      *reinterpret_cast<Vec<T, kPiece>*>(to + row * step + column) =
+          *reinterpret_cast<const Vec<T, kPiece>*>(rows.at(row, column));
+    }
+  }
+}
+
+// x = f(x, row) for all of them.
+template <class F>
+__device__ __forceinline__ void map_columns(Columns& columns, const F& f) {
+  for_each_pair(columns, 0, 0, [&](int, int row, float& x, float& y) {
+    x = f(x, row);
+    y = f(y, row + 1);
+  });
+}
 
 // call(head_dim, stages) as constants.
 template <class T, class Call>
 void dispatch_walk(const GatedDeltaParams& p, const Call& call) {
   const auto with_stages = [&](auto dim) {
-    constexpr int kColumns = slice_of<T, dim>();
-    dispatch_stages<T, WalkShared<T, dim, kColumns>::bytes(2)>([&](auto stages) { call(dim, stages); });
+    dispatch_stages<T, WalkShared<T, dim>::bytes(2)>([&](auto stages) { call(dim, stages); });
   };
   if (p.head_dim == 64) return with_stages(std::integral_constant<int, 64>{});
   if (p.head_dim == 128) return with_stages(std::integral_constant<int, 128>{});

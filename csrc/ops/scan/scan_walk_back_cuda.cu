@@ -9,65 +9,52 @@ namespace {
 
 template <class T, int kDim>
 struct StepBack {
-  static constexpr int kColumns = slice_of<T, kDim>();
-  using Stages = Stage<T, kDim, kColumns>;
   const GatedDeltaBackwardParams& p;
   const Chunks& chunks;
   const Slice& slice;
-  const WalkShared<T, kDim, kColumns>& shared;
-  State<kDim, kColumns>& dstate;
+  State<kDim>& dstate;
+  float* scratch;
 
-  __device__ __forceinline__ void operator()(int chunk, const Stages& stage) const {
-    const WarpPart<kColumns> part;
+  __device__ __forceinline__ void operator()(int chunk, const Stage<T, kDim>& stage) const {
+    const RowScales& scales = *stage.scales;
     const int valid = slice.valid(chunk);
-    const int64_t at = slice.index(p, chunk) * kDim * p.head_dim_v + slice.column;
-    dstate.template store<T>(chunks.dstates, at, p.head_dim_v);
-    float d[part.kTiles][4] = {};
-    multiply(d, stage.keys, part.row, shared.state, part.column, 0, kDim);
-    for_each_pair(d, part.row, part.column, [&](int i, int j, float& x, float& y) {
-      const Vec<T, 2> dout = stage.values.pair(i, j);
-      const float scale = stage.scales->q[i];
-      shared.second.set_pair(i, j, scale * dout.get(0), scale * dout.get(1));
-      x *= stage.scales->to_end[i];
-      y *= stage.scales->to_end[i];
-    });
-    multiply<Order::kTransposed, Order::kPlain>(d, stage.scores, part.row, stage.values, part.column, part.row, kChunk);
-    for_each_pair(d, part.row, part.column, [&](int i, int j, float x, float y) { shared.first.set_pair(i, j, x, y); });
-    __syncthreads();
-    float dcorrected[part.kTiles][4] = {};
-    multiply<Order::kTransposed, Order::kPlain>(dcorrected, stage.inverse, part.row, shared.first, part.column,
-                                                part.row, kChunk);
-    for_each_pair(dcorrected, part.row, part.column, [&](int i, int j, float x, float y) {
-      const float beta = stage.scales->beta[i];
-      const float scale = -beta * stage.scales->k[i];
-      shared.third.set_pair(i, j, scale * x, scale * y);
-      if (i >= valid) return;
-      const int64_t row = slice.offset(p, chunk, i) + j;
-      store_pair(static_cast<T*>(chunks.dcorrected) + row, x, y);
-      store_pair(static_cast<T*>(p.dv) + row, beta * x, beta * y);
-    });
-    __syncthreads();
-    dstate.scale(stage.scales->through[0]);
-    dstate.add_product(stage.queries, shared.second);
-    dstate.add_product(stage.keys, shared.third);
-    dstate.store(shared.state);
+    const int64_t row = p.num_v_heads * p.head_dim_v;
+    const int64_t at = slice.index(p, chunk) * p.head_dim_v + slice.column + warp_column();
+    dstate.keep(static_cast<T*>(chunks.dstates) + at * kDim);
+    Columns dnew = {};
+    multiply_rows<T, Order::kTransposed, Terms::kAll>(dnew, dstate.at, stage.keys, scratch);
+    map_columns(dnew, [&](float x, int i) { return scales.to_end[i] * x; });
+    Columns dout;
+    load_columns(stage.values, dout);
+    multiply_rows<T, Order::kPlain, Terms::kFrom>(dnew, dout, stage.scores, scratch);
+    map_columns(dout, [&](float x, int i) { return scales.q[i] * x; });
+    dstate.scale(scales.through[0]);
+    multiply_rows<T, Order::kPlain, Terms::kAll>(dstate.at, dout, stage.queries, scratch);
+    Columns dcorrected = {};
+    multiply_rows<T, Order::kPlain, Terms::kFrom>(dcorrected, dnew, stage.inverse, scratch);
+    const int64_t offset = slice.offset(p, chunk, 0);
+    store_columns(dcorrected, stage.values, static_cast<T*>(chunks.dcorrected) + offset, row, valid);
+    map_columns(dcorrected, [&](float x, int i) { return scales.beta[i] * x; });
+    store_columns(dcorrected, stage.values, static_cast<T*>(p.dv) + offset, row, valid);
+    map_columns(dcorrected, [&](float x, int i) { return -scales.k[i] * x; });
+    multiply_rows<T, Order::kPlain, Terms::kAll>(dstate.at, dcorrected, stage.keys, scratch);
   }
 };
 
 template <class T, int kDim, int kStages>
-__global__ void __launch_bounds__(kWalkThreads, 1) walk_back_kernel(GatedDeltaBackwardParams p, Chunks chunks) {
+__global__ void __launch_bounds__(walk_warps<T, kDim>() * 32, 1)
+    walk_back_kernel(GatedDeltaBackwardParams p, Chunks chunks) {
   extern __shared__ __align__(128) uint8_t shared[];
-  constexpr int kColumns = slice_of<T, kDim>();
+  constexpr int kColumns = Stage<T, kDim>::kColumns;
   const Slice slice(p, kColumns);
   if (slice.is_padding(p)) return zero_padding<T, kColumns>(p, slice, p.dv);
-  const WalkShared<T, kDim, kColumns> own(shared);
-  State<kDim, kColumns> dstate;
-  dstate.load(p.dfinal_state, slice.state_offset(p), p.head_dim_v);
-  dstate.store(own.state);
-  const StepBack<T, kDim> step{p, chunks, slice, own, dstate};
+  const WalkShared<T, kDim> own{shared};
+  State<kDim> dstate;
+  dstate.load(p.dfinal_state, slice.state_offset(p) + warp_column(), p.head_dim_v);
+  const StepBack<T, kDim> step{p, chunks, slice, dstate, own.scratch()};
   const auto load = [&](const auto& stage, int chunk) { stage.template load<true>(p, chunks, p.dout, slice, chunk); };
   for_each_chunk<kStages, -1>(own, slice.chunks - 1, slice.chunks, load, step);
-  if (p.dinitial_state) dstate.template store<float>(p.dinitial_state, slice.state_offset(p), p.head_dim_v);
+  if (p.dinitial_state) dstate.store(p.dinitial_state, slice.state_offset(p) + warp_column(), p.head_dim_v);
 }
 
 }  // namespace
@@ -75,11 +62,11 @@ __global__ void __launch_bounds__(kWalkThreads, 1) walk_back_kernel(GatedDeltaBa
 template <class T>
 void launch_walk_back(const GatedDeltaBackwardParams& p, const Chunks& chunks, const CudaLaunch& launch) {
   dispatch_walk<T>(p, [&](auto dim, auto stages) {
-    constexpr int kColumns = slice_of<T, dim>();
-    constexpr int kBytes = WalkShared<T, dim, kColumns>::bytes(stages);
+    using Sizes = Stage<T, dim>;
+    constexpr int kBytes = WalkShared<T, dim>::bytes(stages);
     const auto kernel = walk_back_kernel<T, dim, stages>;
     allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
-    kernel<<<walk_grid(p, kColumns), kWalkThreads, kBytes, stream_of(launch)>>>(p, chunks);
+    kernel<<<walk_grid(p, Sizes::kColumns), Sizes::kThreads, kBytes, stream_of(launch)>>>(p, chunks);
     check_launch("walk_back_kernel");
   });
 }

@@ -10,76 +10,64 @@ namespace {
 // One chunk; with kKeep what the backward needs, else out.
 template <class T, int kDim, bool kKeep>
 struct Step {
-  static constexpr int kColumns = slice_of<T, kDim>();
-  using Stages = Stage<T, kDim, kColumns>;
   const GatedDeltaParams& p;
   const Chunks& chunks;
   const Slice& slice;
-  const WalkShared<T, kDim, kColumns>& shared;
-  State<kDim, kColumns>& state;
+  State<kDim>& state;
+  float* scratch;
 
-  __device__ __forceinline__ void operator()(int chunk, const Stages& stage) const {
-    const WarpPart<kColumns> part;
+  __device__ __forceinline__ void operator()(int chunk, const Stage<T, kDim>& stage) const {
+    const RowScales& scales = *stage.scales;
     const int valid = slice.valid(chunk);
-    float held[part.kTiles][4] = {};
-    float out[part.kTiles][4] = {};
+    const int64_t row = p.num_v_heads * p.head_dim_v;
     if constexpr (kKeep) {
-      const int64_t at = slice.index(p, chunk) * kDim * p.head_dim_v + slice.column;
-      state.template store<T>(chunks.states, at, p.head_dim_v);
+      const int64_t at = slice.index(p, chunk) * p.head_dim_v + slice.column + warp_column();
+      state.keep(static_cast<T*>(chunks.states) + at * kDim);
     }
-    multiply(held, stage.keys, part.row, shared.state, part.column, 0, kDim);
-    if constexpr (!kKeep) multiply(out, stage.queries, part.row, shared.state, part.column, 0, kDim);
-    for_each_pair(held, part.row, part.column, [&](int i, int j, float x, float y) {
-      const Vec<T, 2> v = stage.values.pair(i, j);
-      const float beta = stage.scales->beta[i];
-      const float scale = stage.scales->k[i];
-      shared.first.set_pair(i, j, beta * (v.get(0) - scale * x), beta * (v.get(1) - scale * y));
-    });
-    __syncthreads();
-    float corrected[part.kTiles][4] = {};
-    multiply(corrected, stage.inverse, part.row, shared.first, part.column, 0, part.row + 16);
-    for_each_pair(corrected, part.row, part.column, [&](int i, int j, float x, float y) {
-      const float scale = stage.scales->to_end[i];
-      shared.third.set_pair(i, j, scale * x, scale * y);
-      if constexpr (!kKeep) shared.second.set_pair(i, j, x, y);
-      if (kKeep && i < valid) store_pair(static_cast<T*>(chunks.corrected) + slice.offset(p, chunk, i) + j, x, y);
-    });
-    __syncthreads();
-    if constexpr (!kKeep) {
-      for_each_pair(out, part.row, part.column, [&](int i, int, float& x, float& y) {
-        x *= stage.scales->q[i];
-        y *= stage.scales->q[i];
-      });
-      multiply(out, stage.scores, part.row, shared.second, part.column, 0, part.row + 16);
-      for_each_pair(out, part.row, part.column, [&](int i, int j, float x, float y) {
-        if (i < valid) store_pair(static_cast<T*>(p.out) + slice.offset(p, chunk, i) + j, x, y);
-      });
+    Columns held = {};
+    multiply_rows<T, Order::kTransposed, Terms::kAll>(held, state.at, stage.keys, scratch);
+    Columns values;
+    load_columns(stage.values, values);
+#pragma unroll
+    for (int tile = 0; tile < kChunk / 8; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[tile][i] -= scales.k[row_of(tile, i)] * held[tile][i];
     }
-    state.scale(stage.scales->through[0]);
-    state.add_product(stage.keys, shared.third);
-    state.store(shared.state);
+    map_columns(values, [&](float x, int i) { return scales.beta[i] * x; });
+    Columns corrected = {};
+    multiply_rows<T, Order::kTransposed, Terms::kUpTo>(corrected, values, stage.inverse, scratch);
+    if constexpr (kKeep) {
+      T* to = static_cast<T*>(chunks.corrected) + slice.offset(p, chunk, 0);
+      store_columns(corrected, stage.values, to, row, valid);
+    } else {
+      Columns out = {};
+      multiply_rows<T, Order::kTransposed, Terms::kAll>(out, state.at, stage.queries, scratch);
+      map_columns(out, [&](float x, int i) { return scales.q[i] * x; });
+      multiply_rows<T, Order::kTransposed, Terms::kUpTo>(out, corrected, stage.scores, scratch);
+      store_columns(out, stage.values, static_cast<T*>(p.out) + slice.offset(p, chunk, 0), row, valid);
+    }
+    map_columns(corrected, [&](float x, int i) { return scales.to_end[i] * x; });
+    state.scale(scales.through[0]);
+    multiply_rows<T, Order::kPlain, Terms::kAll>(state.at, corrected, stage.keys, scratch);
   }
 };
 
 template <class T, int kDim, int kStages, bool kKeep>
-__global__ void __launch_bounds__(kWalkThreads, 1) walk_kernel(GatedDeltaParams p, Chunks chunks) {
+__global__ void __launch_bounds__(walk_warps<T, kDim>() * 32, 1) walk_kernel(GatedDeltaParams p, Chunks chunks) {
   extern __shared__ __align__(128) uint8_t shared[];
-  constexpr int kColumns = slice_of<T, kDim>();
+  constexpr int kColumns = Stage<T, kDim>::kColumns;
   const Slice slice(p, kColumns);
   if (slice.is_padding(p)) {
     if constexpr (!kKeep) zero_padding<T, kColumns>(p, slice, p.out);
     return;
   }
-  const WalkShared<T, kDim, kColumns> own(shared);
-  State<kDim, kColumns> state;
-  state.load(p.initial_state, slice.state_offset(p), p.head_dim_v);
-  state.store(own.state);
-  const Step<T, kDim, kKeep> step{p, chunks, slice, own, state};
+  const WalkShared<T, kDim> own{shared};
+  State<kDim> state;
+  state.load(p.initial_state, slice.state_offset(p) + warp_column(), p.head_dim_v);
+  const Step<T, kDim, kKeep> step{p, chunks, slice, state, own.scratch()};
   const auto load = [&](const auto& stage, int chunk) { stage.template load<!kKeep>(p, chunks, p.v, slice, chunk); };
   for_each_chunk<kStages, 1>(own, 0, slice.chunks, load, step);
-  if (!kKeep && p.final_state) {
-    state.template store<float>(p.final_state, slice.state_offset(p), p.head_dim_v);
-  }
+  if (!kKeep && p.final_state) state.store(p.final_state, slice.state_offset(p) + warp_column(), p.head_dim_v);
 }
 
 }  // namespace
@@ -87,11 +75,11 @@ __global__ void __launch_bounds__(kWalkThreads, 1) walk_kernel(GatedDeltaParams 
 template <class T>
 void launch_walk(const GatedDeltaParams& p, const Chunks& chunks, bool keep, const CudaLaunch& launch) {
   dispatch_walk<T>(p, [&](auto dim, auto stages) {
-    constexpr int kColumns = slice_of<T, dim>();
-    constexpr int kBytes = WalkShared<T, dim, kColumns>::bytes(stages);
+    using Sizes = Stage<T, dim>;
+    constexpr int kBytes = WalkShared<T, dim>::bytes(stages);
     const auto kernel = keep ? walk_kernel<T, dim, stages, true> : walk_kernel<T, dim, stages, false>;
     allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
-    kernel<<<walk_grid(p, kColumns), kWalkThreads, kBytes, stream_of(launch)>>>(p, chunks);
+    kernel<<<walk_grid(p, Sizes::kColumns), Sizes::kThreads, kBytes, stream_of(launch)>>>(p, chunks);
     check_launch("walk_kernel");
   });
 }
