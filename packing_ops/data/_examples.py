@@ -23,6 +23,12 @@ def check_examples(examples: Sequence[Mapping[str, Any]], name: str) -> None:
 def without_rows(examples: Any) -> Any:
     """Examples as they are; those of rows of a PackedStream, which are lists of examples, one row after the other."""
     if isinstance(examples, list) and examples and all(map(_is_row, examples)):
+        most = getattr(examples[0], "rows_per_batch", len(examples))
+        if len(examples) > most:
+            raise ValueError(
+                f"rows_per_batch: expected the {len(examples)} rows of a batch (the DataLoader's batch_size) in "
+                f"PackedStream, got {most}"
+            )
         return [example for row in examples for example in row]
     return examples
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import random
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 _END: Any = object()
 
-Row = list[Mapping[str, Any]]
+
+class Row(list[Mapping[str, Any]]):
+    """Examples of one row. A collator refuses more of them than ``rows_per_batch``, with which states count batches."""
+
+    def __init__(self, examples: Iterable[Mapping[str, Any]] = (), rows_per_batch: int = 1) -> None:
+        super().__init__(examples)
+        self.rows_per_batch = rows_per_batch
 
 
 @dataclass
@@ -99,7 +105,7 @@ class Reading:
             slots = aligned(sum(item.sizes[0] for item in row), stream.row_multiple)
             self.progress.slots += max(stream.capacity["tokens"], slots)
         self.progress.examples_waiting = len(self.waiting)
-        return [[item.example for item in row] for row in rows]
+        return [Row((item.example for item in row), stream.rows_per_batch) for row in rows]
 
     def _draws(self, row: int) -> random.Random | None:
         seed = self.stream.seed

@@ -36,7 +36,8 @@ class PackedStream(IterableDataset[Row]):
             alone; ``"truncate"`` keeps its first tokens in all columns as long as input_ids (for tokens alone).
         sizes: function of an example that returns its sizes by budget, all but the tokens. By default images are the
             rows of ``image_grid_thw``, patches the products of its rows and those of ``video_grid_thw``.
-        rows_per_batch: the DataLoader's batch_size; 1 for None.
+        rows_per_batch: the DataLoader's batch_size; 1 for None. The collators refuse larger batches: workers and states
+            count by it.
         num_batches: how many batches an epoch has. For examples that differ between ranks (each with dp_size=1): a rank
             whose examples end before raises, in place of one that waits for ever.
         drop_last: at the end, documents of full rows go to ranks without one. Where there are too few, some ranks have

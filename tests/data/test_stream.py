@@ -388,7 +388,7 @@ def test_arguments_that_are_out_of_range(arguments, message):
 
 @pytest.mark.parametrize("batch_size", [None, 1, 3])
 def test_collators_take_rows(batch_size):
-    stream = PackedStream(EXAMPLES, 100, buffer=20)
+    stream = PackedStream(EXAMPLES, 100, buffer=20, rows_per_batch=batch_size or 1)
     loader = DataLoader(stream, batch_size=batch_size, collate_fn=PaddingFreeCollator(return_seq_idx=False))
     found = [batch["input_ids"][0].tolist() for batch in loader]
     together = [itertools.chain(*WHOLE[i : i + (batch_size or 1)]) for i in range(0, len(WHOLE), batch_size or 1)]
@@ -396,6 +396,14 @@ def test_collators_take_rows(batch_size):
     examples = [{**example, "num_actions": 1} for example in EXAMPLES[:20]]
     row = next(iter(PackedStream(examples, 100)))
     assert torch.equal(PackedCollator(100)([row])["sequences"], PackedCollator(100)(row)["sequences"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_more_rows_in_a_batch_than_the_stream_counts_are_refused(num_workers):
+    stream = PackedStream(EXAMPLES, 100, buffer=20, rows_per_batch=2)
+    loader = DataLoader(stream, batch_size=3, collate_fn=PaddingFreeCollator(), num_workers=num_workers)
+    with pytest.raises(ValueError, match=r"rows_per_batch: expected the 3 rows of a batch .* in PackedStream, got 2"):
+        next(iter(loader))
 
 
 class Divided(IterableDataset):
