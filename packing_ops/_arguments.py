@@ -76,6 +76,8 @@ def as_tensor(value) -> torch.Tensor:
         value = value.as_py()
     elif hasattr(value, "__array__"):  # columns: torch would ask a pandas one for its label 0
         value = value.__array__()
+        if not value.dtype.isnative or any(stride < 0 for stride in value.strides):  # which torch does not take
+            value = value.astype(value.dtype.newbyteorder("="), order="C")
         if not value.flags.writeable:  # pyarrow's memory: torch would warn
             return torch.tensor(value, device="cpu")
     return torch.as_tensor(value, device="cpu")

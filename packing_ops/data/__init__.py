@@ -22,11 +22,11 @@ from packing_ops.data.counts import TokenCounts, count_tokens
 from packing_ops.data.losses import masked_loss, sequence_logps
 from packing_ops.data.mini_batches import normalize_advantages, stage_chunks
 from packing_ops.data.packed import PackedCollator
-from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator, count_within_token_budget
+from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator
 from packing_ops.data.rows import empty_like_batch, num_rows, pad_batch_to_multiple, select_rows, slice_batch
 from packing_ops.data.sampler import PackedBatchSampler
 from packing_ops.data.stream import PackedStream, StreamProgress
-from packing_ops.data.token_budget import MicrobatchStatistics, token_budget_microbatches
+from packing_ops.data.token_budget import MicrobatchStatistics, count_within_token_budget, token_budget_microbatches
 from packing_ops.padding_batches import iter_microbatches, trim_padding
 
 __all__ = [

@@ -1,14 +1,18 @@
 """Examples of natural length, as collators get them: 1-D or ``[1, length]`` values in Python lists, arrays or tensors."""
 
+import operator
+import reprlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate, pairwise
 from operator import iadd
 from typing import Any
 
 import torch
 
-from packing_ops._arguments import as_tensor, buffer_tensor, described
+from packing_ops._arguments import as_tensor, buffer_tensor, described, integer, plain
 
 _CODES = {torch.int64: "q", torch.float32: "f"}
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them beside no other dtype
@@ -84,6 +88,233 @@ def optional_column(
     return values
 
 
+# --- columns beside input_ids: docs/columns.md ---
+
+TARGETS = ("loss_mask", "completion_mask", "assistant_masks")  # 1 where a token is trained on
+OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # models get them beside their tokens
+OF_IMAGES = (  # rows of images, videos or sounds, in the order of the examples
+    "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes",
+    "input_features", "feature_attention_mask",
+)  # fmt: skip
+STARTS = ("seq_lengths", "cu_seqlens", "position_ids")  # say where documents begin in an example
+WEIGHTS = (
+    "weight", "weights", "loss_weight", "loss_weights", "sample_weight", "sample_weights", "advantage", "advantages",
+)  # fmt: skip
+_READ = ("input_ids", "labels", "attention_mask", "num_actions", *TARGETS, *OF_TOKENS, *STARTS)
+
+
+@dataclass
+class Documents:
+    """Columns with a value for each token, by name, an entry for each example; and the lengths of its documents."""
+
+    columns: dict[str, list[Any]]
+    lengths: list[list[int]]
+    places: list[tuple[str, int]]  # prefix and example of each entry, for errors
+
+    @property
+    def flat_lengths(self) -> list[int]:
+        return [length for own in self.lengths for length in own]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(sum, self.lengths))
+
+    def cut(self, kept: Sequence[int]) -> "Documents":
+        """The first ``kept[i]`` tokens of each example; examples of 0 are left out."""
+        columns = {
+            name: [value[:n] for value, n in zip(values, kept, strict=True) if n]
+            for name, values in self.columns.items()
+        }
+        lengths = [_first(own, n) for own, n in zip(self.lengths, kept, strict=True) if n]
+        return Documents(columns, lengths, [place for place, n in zip(self.places, kept, strict=True) if n])
+
+    def __add__(self, other: "Documents") -> "Documents":
+        names = [name for name in self.columns if name in other.columns]
+        if missing := (self.columns.keys() | other.columns.keys()) - set(names):
+            raise ValueError(f"{min(missing)}: expected on both sides of a pair, got it on one")
+        columns = {name: self.columns[name] + other.columns[name] for name in names}
+        return Documents(columns, self.lengths + other.lengths, self.places + other.places)
+
+    def flattened(self, name: str, dtype: torch.dtype = torch.int64, **gaps: Any) -> torch.Tensor:
+        return flattened(self.columns[name], name, dtype, places=self.places, **gaps)
+
+
+def documents_of(examples: Sequence[Mapping[str, Any]], prefix: str = "", known: Collection[str] = ()) -> Documents:
+    """The columns of examples that a row of them has; what they have beside these, and ``known``, is refused or no column.
+
+    Raises:
+        ValueError: columns that do not fit input_ids or each other; weights, or a column with a value for each token,
+            that is not ``known``.
+    """
+    input_ids, lengths = tokens_of(examples, prefix)
+    found: set[str] = set().union(*examples)
+    check_columns(examples, found, lengths, {*(prefix + name for name in _READ), *known}, prefix)
+    columns = {"input_ids": input_ids}
+    for name in ("labels", *TARGETS, *OF_TOKENS):
+        if prefix + name in found and not (name == "loss_mask" and prefix + "num_actions" in found):
+            values = optional_column(examples, prefix + name, lengths, prefix + "input_ids")
+            assert values is not None
+            columns[name] = values
+    if prefix + "num_actions" in found:
+        columns["loss_mask"] = _of_actions(examples, prefix, lengths)
+    places = [(prefix, i) for i in range(len(examples))]
+    return Documents(columns, lengths_of_documents(examples, found, lengths, prefix), places)
+
+
+def check_columns(
+    examples: Sequence[Mapping[str, Any]], found: set[str], lengths: list[int], known: Collection[str], prefix: str = ""
+) -> None:
+    """ValueError for a column that says something of each token, or weighs an example, and that would be dropped."""
+    for name in sorted(map(str, found - set(known))):
+        if not name.startswith(prefix):
+            continue
+        values = [example.get(name) for example in examples]
+        each = [None if value is None else _count(value) for value in values]
+        if name.removeprefix(prefix) in (*WEIGHTS, *OF_IMAGES, *_READ) or each == lengths:
+            raise ValueError(
+                f"{name}: expected no column that this collator would drop, got one beside {prefix}input_ids; see "
+                "docs/columns.md for those that it knows, name others in token_fields or document_fields, or take them out "
+                "of the examples (dataset.remove_columns)"
+            )
+
+
+def _count(value: Any) -> int | None:
+    """The length of a sequence of numbers, or of rows of numbers; None for what is none, a text among it."""
+    if isinstance(value, (list, tuple)):
+        first: Any = value
+        while isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        return len(value) if isinstance(first, (int, float)) else None
+    shape = getattr(value, "shape", None)
+    if not shape or getattr(value.dtype, "kind", "i") in "OSU":
+        return None
+    return int(shape[1] if len(shape) == 2 and shape[0] == 1 else shape[0])
+
+
+def _of_actions(examples: Sequence[Mapping[str, Any]], prefix: str, lengths: list[int]) -> list[list[Any]]:
+    """loss_mask of whole examples, of which the last ``num_actions`` tokens are trained on."""
+    actions = num_actions_of(examples, lengths, prefix)
+    masks = optional_column(examples, prefix + "loss_mask", actions, prefix + "num_actions")
+    given = [[1] * count for count in actions] if masks is None else [list(plain(mask)) for mask in masks]
+    return [[0] * (length - len(mask)) + mask for length, mask in zip(lengths, given, strict=True)]
+
+
+def num_actions_of(examples: Sequence[Mapping[str, Any]], lengths: Sequence[int], prefix: str = "") -> list[int]:
+    counts = column(examples, prefix + "num_actions")
+    for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        try:
+            counts[i] = operator.index(count)
+            fits = 0 <= counts[i] <= length
+        except TypeError:  # None, or a fraction
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"{prefix}num_actions: expected 0 to the example's {length} tokens, got {count!r} in example {i}"
+            )
+    return counts
+
+
+def lengths_of_documents(
+    examples: Sequence[Mapping[str, Any]], found: Collection[str], lengths: list[int], prefix: str = ""
+) -> list[list[int]]:
+    """By the columns of STARTS; an example without any is one document."""
+    given = [prefix + name for name in STARTS if prefix + name in found]
+    if not given:
+        return [[length] for length in lengths]
+    answers = {}
+    for name in given:
+        values, _ = sequences(examples, name)
+        kind = name.removeprefix(prefix)
+        answers[name] = [
+            _DOCUMENTS[kind]([integer(each, name) for each in plain(value)], length)
+            for value, length in zip(values, lengths, strict=True)
+        ]
+        for i, (own, length) in enumerate(zip(answers[name], lengths, strict=True)):
+            if sum(own) != length or min(own) < 1:
+                got = plain(values[i])
+                raise ValueError(
+                    f"{name}: expected {_WANTED[kind]} of {length} tokens, got {reprlib.repr(list(got))} in example {i}"
+                )
+    first = answers[given[0]]
+    for name in given[1:]:
+        for i, own in enumerate(answers[name]):
+            if own != first[i]:
+                raise ValueError(
+                    f"{name}: expected the documents of {given[0]}, {first[i]} tokens, got {own} in example {i}"
+                )
+    return first
+
+
+def _by_positions(positions: list[int], length: int) -> list[int]:
+    """[0] for positions that do not count from 0 in each document."""
+    starts = [i for i, position in enumerate(positions) if position == 0]
+    if len(positions) != length or starts[:1] != [0]:
+        return [0]
+    own = [end - start for start, end in zip(starts, [*starts[1:], length], strict=True)]
+    return own if positions == [i for count in own for i in range(count)] else [0]
+
+
+_DOCUMENTS: dict[str, Callable[[list[int], int], list[int]]] = {
+    "seq_lengths": lambda lengths, _: lengths or [0],
+    "cu_seqlens": lambda ends, _: [b - a for a, b in pairwise(ends)] if ends[:1] == [0] and len(ends) > 1 else [0],
+    "position_ids": _by_positions,
+}
+_WANTED = {
+    "seq_lengths": "the lengths of its documents, which make the example",
+    "cu_seqlens": "where its documents begin and end, from 0 to the end of the example",
+    "position_ids": "positions that count from 0 in each document of the example",
+}
+
+
+def trained_on(documents: Documents, name: str, gaps: Sequence[int] | None = None) -> torch.Tensor:
+    """bool ``[total]`` of a column of TARGETS. ValueError for weights, which labels have no place for."""
+    on_cpu = not any(isinstance(value, torch.Tensor) and not value.is_cpu for value in documents.columns[name])
+    # Elsewhere the host would wait to see whether floating ones are 0 and 1: they are refused.
+    flat = documents.flattened(name, torch.float32 if on_cpu else torch.int64, gaps=gaps)
+    wrong = ((flat != 0) & (flat != 1)).nonzero() if on_cpu else flat[:0]
+    if wrong.numel():
+        raise ValueError(
+            f"{name}: expected 0 and 1, since labels have no place for weights, got {flat[wrong[0]].item():g}"
+        )
+    return flat != 0
+
+
+def joined_rows(examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The columns of OF_IMAGES that examples have, one after the other; None in an example that has no image.
+
+    Raises:
+        ValueError: values that do not fit each other.
+    """
+    joined: dict[str, Any] = {}
+    for name in OF_IMAGES:
+        parts = [as_tensor(example[name]) for example in examples if example.get(name) is not None]
+        try:
+            joined.update({name: torch.cat(parts)} if parts else {})
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"{name}: expected rows of one shape in all examples, got {error}") from None
+    return joined
+
+
+def check_pairs(features: Sequence[Mapping[str, Any]], sides: Sequence[Documents]) -> None:
+    """ValueError for columns of pairs that would be dropped, and for a side of several documents."""
+    for name in ("prompt_input_ids", *WEIGHTS):
+        if any(name in example for example in features):
+            why = ", whose tokens chosen_input_ids and rejected_input_ids begin with" if name[0] == "p" else ""
+            raise ValueError(f"{name}: expected no column that this collator would drop, got one beside pairs{why}")
+    for side in sides:
+        for i, own in enumerate(side.lengths):
+            if len(own) > 1:
+                raise ValueError(
+                    f"position_ids: expected one document on each side of a pair, got {len(own)} in example {i}"
+                )
+
+
+def _first(lengths: list[int], count: int) -> list[int]:
+    """The documents of the first ``count`` tokens."""
+    ends = [0, *(min(end, count) for end in accumulate(lengths))]
+    return [b - a for a, b in pairwise(ends) if b > a]
+
+
 def lengths_of(values: Sequence[Any], name: str) -> list[int]:
     try:
         if torch.Tensor in set(map(type, values)):  # len() of one takes several times as long as its size
@@ -114,12 +345,14 @@ def flattened(
     order: Sequence[int] | None = None,
     gaps: Sequence[int] | None = None,
     fill: int = 0,
+    places: Sequence[tuple[str, int]] | None = None,
 ) -> torch.Tensor:
     """``values`` end to end, as one tensor of ``dtype`` where the tensors are, on the CPU for lists.
 
     Args:
         order: which value comes when; as they are by default.
         gaps: how many slots of ``fill`` come after each value of that order.
+        places: what stands in front of ``name`` in an error about a value, and the example that it is of.
 
     Example:
         >>> flattened([[1, 2], [3]], "input_ids", order=[1, 0], gaps=[2, 0])
@@ -137,9 +370,9 @@ def flattened(
             pieces = [part for piece, after in zip(pieces, fillings, strict=True) for part in (piece, *after)]
         flat = torch.cat(pieces)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise _error(values, name, dtype) from error
+        raise _error(values, name, dtype, places) from error
     if flat.dim() != 1 or not _becomes(flat, dtype):
-        raise _error(values, name, dtype)
+        raise _error(values, name, dtype, places)
     return flat.to(dtype)
 
 
@@ -177,15 +410,18 @@ def _dim(value: Any) -> int:
     return value.dim() if isinstance(value, torch.Tensor) else getattr(value, "ndim", 1)
 
 
-def _error(values: Sequence[Any], name: str, dtype: torch.dtype) -> ValueError:
+def _error(
+    values: Sequence[Any], name: str, dtype: torch.dtype, places: Sequence[tuple[str, int]] | None
+) -> ValueError:
     """Names the first value that is no 1-D sequence of the kind, or that is not like the first one."""
     wanted = "numbers" if dtype.is_floating_point else "integers"
-    for i, value in enumerate(values):
+    for (prefix, i), value in zip(places or [("", i) for i in range(len(values))], values, strict=True):
         try:
             tensor = as_tensor(value)
+            got = "" if tensor.dim() == 1 and _becomes(tensor, dtype) else described(tensor)
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {value!r} in example {i}")
-        if tensor.dim() != 1 or not _becomes(tensor, dtype):
-            return ValueError(f"{name}: expected a 1-D sequence of {wanted}, got {described(tensor)} in example {i}")
+            got = repr(value)
+        if got:
+            return ValueError(f"{prefix}{name}: expected a 1-D sequence of {wanted}, got {got} in example {i}")
     devices = sorted({str(as_tensor(value).device) for value in values})
     return ValueError(f"{name}: expected 1-D sequences of {wanted} on one device, got {devices}")

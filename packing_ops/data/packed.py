@@ -1,7 +1,6 @@
 """A collator that packs several documents into each row, for data, tensor and context parallel training."""
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
@@ -9,11 +8,22 @@ from typing import Any, Literal
 import torch
 
 from packing_ops._arguments import at_least, int64_tensor, integer
-from packing_ops.data._examples import check_examples, column, flattened, optional_column, tokens_of, without_rows
+from packing_ops.data._examples import (
+    check_columns,
+    check_examples,
+    flattened,
+    lengths_of_documents,
+    num_actions_of,
+    optional_column,
+    tokens_of,
+    without_rows,
+)
 from packing_ops.data._fields import check_fields, document_field, token_fields
 from packing_ops.data.context_parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Strategy, pack_sequences, whole_rows
+
+_KNOWN = ("input_ids", "attention_mask", "num_actions", "loss_mask", "position_ids")  # columns of its examples
 
 
 @dataclass
@@ -74,9 +84,9 @@ class PackedCollator:
 
     Raises:
         ValueError: fewer examples than dp_size, or than rows are needed for a multiple of it; an example without
-            tokens, or over the capacity with ``overlong="error"``; an unknown overlong; a key that all or some examples
-            lack; lengths that do not fit each other; padding in an attention_mask; weights that are negative or not
-            finite, or whose sum float32 does not hold.
+            tokens, or over the capacity with ``overlong="error"``; a column that would be dropped (docs/columns.md); an
+            unknown overlong; a key that all or some examples lack; lengths that do not fit each other; padding in an
+            attention_mask; weights that are negative or not finite, or whose sum float32 does not hold.
         TypeError: a capacity, size or pad_token_id that is no integer (None: a tokenizer without one); examples that
             are no list of dicts.
 
@@ -131,7 +141,7 @@ class PackedCollator:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         examples = without_rows(examples)
         input_ids, lengths = self._tokens(examples)
-        num_actions = _num_actions(examples, lengths)
+        num_actions = num_actions_of(examples, lengths)
         weights = optional_column(examples, "loss_mask", num_actions, "num_actions")
         rows = self._rows(lengths)
         order = [index for row in rows for index in row]
@@ -284,6 +294,12 @@ class PackedCollator:
         if len(examples) < self.dp_size:
             raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")
         input_ids, lengths = tokens_of(examples)
+        found: set[str] = set().union(*examples)
+        known = {*_KNOWN, *self.token_fields, *self.document_fields, "allowed_offsets"}
+        check_columns(examples, found, lengths, known)
+        for i, own in enumerate(lengths_of_documents(examples, found & {"position_ids"}, lengths)):
+            if len(own) > 1:
+                raise ValueError(f"position_ids: expected one document in each example, got {len(own)} in example {i}")
         longest = max(lengths)
         slots = aligned(aligned(longest, self.alignment), self._width_multiple)
         if slots > self.capacity and self.overlong == "error":
@@ -361,19 +377,6 @@ class PackedCollator:
                 )
             segments += [*zip(row, sub_seq_lengths[r], strict=True), (rest, 0)]
         return [segment for segment in segments if segment[0]]
-
-
-def _num_actions(examples: Sequence[Mapping[str, Any]], lengths: Sequence[int]) -> list[int]:
-    counts = column(examples, "num_actions")
-    for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-        try:
-            counts[i] = operator.index(count)
-            fits = 0 <= counts[i] <= length
-        except TypeError:  # None, or a fraction
-            fits = False
-        if not fits:
-            raise ValueError(f"num_actions: expected 0 to the example's {length} tokens, got {count!r} in example {i}")
-    return counts
 
 
 def _checked_weights(values: list[Any], order: list[int]) -> torch.Tensor:

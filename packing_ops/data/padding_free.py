@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -11,12 +11,17 @@ import torch
 from packing_ops._arguments import at_least, int64_tensor, integer
 from packing_ops.boundaries import cu_seqlens_from_lengths, mask_boundary_labels
 from packing_ops.data._examples import (
+    OF_IMAGES,
+    OF_TOKENS,
+    TARGETS,
+    Documents,
     check_examples,
+    check_pairs,
     column,
-    flattened,
-    optional_column,
-    sequences,
+    documents_of,
+    joined_rows,
     tokens_of,
+    trained_on,
     without_rows,
 )
 from packing_ops.data._fields import check_fields, document_field, token_fields
@@ -40,7 +45,8 @@ class PaddingFreeCollator:
         return_num_targets: beside cu_seq_lens and in packed_metadata return ``num_targets``: the losses of packing_ops
             multiply no more rows. Whoever puts other labels in their place counts them again or drops it. A padded row
             has ``num_tokens`` too. False for exactly the keys of DataCollatorWithFlattening.
-        separator_id: label of each document's first token, which nothing predicts.
+        separator_id: label of each document's first token, which nothing predicts. None leaves the labels as they are:
+            those of the tokens themselves, for masked language models and tags.
         max_seq_length: tokens of the row, None for as many as there are. A shorter row is padded: input_ids with
             pad_token_id, labels with -100. The padding is a document of its own in position_ids, seq_idx and
             cu_seq_lens, so that no other attends to it.
@@ -65,8 +71,9 @@ class PaddingFreeCollator:
             ``[num_documents]``, 0 for the padding.
 
     Called with a list of examples, dicts of ``input_ids`` and, in all of them or in none, ``labels`` (input_ids by
-    default, not shifted) and ``attention_mask`` (must be all 1: examples have no padding). Each is a list, array or
-    tensor ``[length]`` or ``[1, length]``. The collator returns
+    default, not shifted), ``attention_mask`` (must be all 1: examples have no padding) and the columns of
+    docs/columns.md: masks of what is trained on, documents within an example, images. Each is a list, array or tensor
+    ``[length]`` or ``[1, length]``. The collator returns
 
         input_ids, labels, position_ids: int64 ``[1, total]``.
         seq_idx: int32 ``[1, total]``, index of each token's document.
@@ -98,7 +105,7 @@ class PaddingFreeCollator:
 
     Raises:
         ValueError: no examples; one without tokens; a key that only some examples have; labels of another length than
-            input_ids; padding in an attention_mask; more than max_seq_length tokens or max_sequences_per_bin examples
+            input_ids; a column that would be dropped; padding in an attention_mask; more than max_seq_length tokens or max_sequences_per_bin examples
             with ``overlong="error"``, or no example that fits; an unknown overlong; return_tensors other than "pt".
         TypeError: a pad_token_id that is no integer (None: a tokenizer without one); examples that are no list of
             dicts.
@@ -111,7 +118,7 @@ class PaddingFreeCollator:
     return_seq_idx: bool = True
     return_packed_metadata: bool = field(default=False, kw_only=True)
     return_num_targets: bool = field(default=True, kw_only=True)
-    separator_id: int = -100
+    separator_id: int | None = -100
     max_seq_length: int | None = None
     overlong: Literal["error", "truncate", "drop", "carry", "own"] = "error"
     pad_token_id: int = 0
@@ -131,7 +138,7 @@ class PaddingFreeCollator:
         if self.overlong not in ("error", "truncate", "drop", "carry", "own"):
             raise ValueError(f"overlong: expected 'error', 'truncate', 'drop', 'carry' or 'own', got {self.overlong!r}")
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
-        self.separator_id = integer(self.separator_id, "separator_id")
+        self.separator_id = None if self.separator_id is None else integer(self.separator_id, "separator_id")
         at_least(self.document_multiple, "document_multiple", 1)
         at_least(self.row_multiple, "row_multiple", 1)
         self.token_fields = check_fields(self.token_fields, "token_fields")
@@ -161,21 +168,28 @@ class PaddingFreeCollator:
     ) -> dict[str, Any]:
         features = without_rows(features)
         _check_arguments(features, return_tensors)
-        (documents,), kept = self._documents(features)
-        batch = self._row(*documents, self._most_slots, separator_id)
-        return {**batch, **self._fields([features[i] for i in kept], documents[2], batch["input_ids"])}
+        known = {*OF_IMAGES, *self.token_fields, *self.document_fields, "allowed_offsets"}
+        (documents,), kept = self._documents(features, known)
+        examples = [features[i] for i in kept]
+        images = joined_rows(examples)
+        if images and documents.num_tokens < sum(tokens_of(examples)[1]):
+            raise ValueError(f"{min(images)}: expected examples that fit whole, got one that overlong='truncate' cuts")
+        batch = self._row(documents, self._most_slots, separator_id)
+        return batch | images | self._fields(examples, documents, batch["input_ids"])
 
     def _fields(
-        self, examples: Sequence[Mapping[str, Any]], lengths: list[int], row: torch.Tensor
+        self, examples: Sequence[Mapping[str, Any]], documents: Documents, row: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """token_fields and document_fields of the examples in the row."""
-        slots, total = self._slots(lengths), row.shape[1]
+        lengths, total = list(map(sum, documents.lengths)), row.shape[1]
+        slots = self._slots(lengths)
         found = token_fields(self.token_fields, examples, lengths, slots, total)
         fields = {name: value if name.startswith("allowed_") else value[None] for name, value in found.items()}
         rest = [0.0] * (total > sum(slots))
         for name in self.document_fields:
-            values = document_field(name, examples) + rest
-            fields[name] = torch.tensor(values, dtype=torch.float32, device=row.device)
+            by_example = zip(document_field(name, examples), documents.lengths, strict=True)
+            values = [value for value, own in by_example for _ in own]
+            fields[name] = torch.tensor(values + rest, dtype=torch.float32, device=row.device)
         return fields
 
     def selection(self, features: Sequence[Mapping[str, Any]]) -> BatchSelection:
@@ -197,19 +211,19 @@ class PaddingFreeCollator:
         return BatchSelection.of(lengths, self._kept(lengths), self.overlong, self._longest)
 
     def _documents(
-        self, features: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[tuple[list[Any], list[Any], list[int]]], list[int]]:
-        """(input_ids, labels, lengths) of the documents that are kept, for each prefix; and the indices of their examples."""
-        sides = []
-        for prefix in self._prefixes:
-            input_ids, lengths = tokens_of(features, prefix)
-            labels = optional_column(features, prefix + "labels", lengths, prefix + "input_ids")
-            sides.append((input_ids, input_ids if labels is None else labels, lengths))
-        by_example = list(zip(*(own for _, _, own in sides), strict=True))
+        self, features: Sequence[Mapping[str, Any]], known: Collection[str] = ()
+    ) -> tuple[list[Documents], list[int]]:
+        """What is kept, for each prefix, and the indices of its examples. ``known``: columns that are read elsewhere."""
+        sides = [documents_of(features, prefix, known) for prefix in self._prefixes]
+        by_example = list(zip(*(map(sum, side.lengths) for side in sides), strict=True))
+        if self.document_multiple > 1 and any(len(own) > 1 for side in sides for own in side.lengths):
+            raise ValueError(
+                f"document_multiple: expected 1 beside examples of several documents, got {self.document_multiple}"
+            )
         kept = self._kept(by_example)
         if kept != by_example:
             self._warn(BatchSelection.of(by_example, kept, self.overlong, self._longest), len(by_example))
-            sides = [_cut(*side, own) for side, own in zip(sides, zip(*kept, strict=True), strict=True)]
+            sides = [side.cut(own) for side, own in zip(sides, zip(*kept, strict=True), strict=True)]
         return sides, [index for index, own in enumerate(kept) if all(own)]
 
     def _kept(self, lengths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -268,28 +282,54 @@ class PaddingFreeCollator:
                 stacklevel=4,
             )
 
-    def _separated(self, labels: torch.Tensor, cu_seqlens: torch.Tensor, separator_id: int | None) -> torch.Tensor:
-        """separator_id in place of the label of each document's first token."""
+    def _targets(
+        self,
+        documents: Documents,
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        separator_id: int | None,
+        **gaps: Any,
+    ) -> torch.Tensor:
+        """Labels, -100 where a mask says that a token is not trained on, and separator_id at documents' first tokens."""
+        labels = documents.columns.get("labels")
+        targets = tokens
+        if labels is not None or gaps.get("gaps") is not None:
+            targets = documents.flattened("input_ids" if labels is None else "labels", fill=-100, **gaps)
+        for name in TARGETS:
+            if name in documents.columns:
+                targets = targets.masked_fill(~trained_on(documents, name, **gaps), -100)
         separator_id = self.separator_id if separator_id is None else integer(separator_id, "separator_id")
-        return mask_boundary_labels(labels, cu_seqlens, ignore_index=separator_id)
+        if separator_id is None:
+            return targets
+        if labels is not None and targets.is_cpu:  # elsewhere the host would wait
+            self._check_first_labels(targets, tokens, cu_seqlens[:-1].long())
+        return mask_boundary_labels(targets, cu_seqlens, ignore_index=separator_id)
 
-    def _row(
-        self, input_ids: list[Any], labels: list[Any], lengths: list[int], total: int | None, separator_id: int | None
-    ) -> dict[str, Any]:
+    def _check_first_labels(self, targets: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor) -> None:
+        """ValueError for labels that are none of the next token: no token predicts a document's first, which would be lost."""
+        first = targets[starts]
+        wrong = ((first != -100) & (first != self.separator_id) & (first != tokens[starts])).nonzero()
+        if wrong.numel():
+            raise ValueError(
+                "labels: expected -100 or the token itself at a document's first token, which nothing predicts, got "
+                f"{int(first[wrong[0]])}; PaddingFreeCollator(separator_id=None) keeps labels of the tokens themselves "
+                "(masked language models, tags)"
+            )
+
+    def _row(self, documents: Documents, total: int | None, separator_id: int | None) -> dict[str, Any]:
+        lengths = documents.flat_lengths
         slots = self._slots(lengths)
         gaps = (
             [own - length for own, length in zip(slots, lengths, strict=True)] if self.document_multiple > 1 else None
         )
-        tokens = flattened(input_ids, "input_ids", gaps=gaps, fill=self.pad_token_id)
-        same = labels is input_ids and gaps is None
-        targets = tokens if same else flattened(labels, "labels", gaps=gaps, fill=-100)
+        tokens = documents.flattened("input_ids", gaps=gaps, fill=self.pad_token_id)
         if total is not None or self.row_multiple > 1:
             total = max(total or 0, aligned(len(tokens), self.row_multiple))  # longer with overlong="own"
         metadata = PackedMetadata.from_lengths(list(slots), total=total, device=tokens.device)
         if gaps is not None and any(gaps):
             document_tokens = torch.tensor(lengths, dtype=torch.int32, device=tokens.device)
             metadata = replace(metadata, document_tokens=document_tokens)
-        targets = self._separated(targets, metadata.cu_seqlens, separator_id)
+        targets = self._targets(documents, tokens, metadata.cu_seqlens, separator_id, gaps=gaps)
         if self.return_num_targets and targets.is_cpu:  # elsewhere the host would wait
             metadata = replace(metadata, num_targets=int((targets != -100).sum()))
         rest = metadata.total - len(tokens)
@@ -297,6 +337,10 @@ class PaddingFreeCollator:
             "input_ids": torch.cat([tokens, tokens.new_full((rest,), self.pad_token_id)])[None],
             "labels": torch.cat([targets, targets.new_full((rest,), -100)])[None],
         }
+        for name in OF_TOKENS:
+            if name in documents.columns:
+                values = documents.flattened(name, gaps=gaps)
+                batch[name] = torch.cat([values, values.new_zeros(rest)])[None]
         if self.return_position_ids:
             batch["position_ids"] = metadata.position_ids[None]
         if self.return_seq_idx:
@@ -378,27 +422,29 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
     ) -> dict[str, Any]:
         _check_arguments(features, return_tensors)
         sides, kept = self._documents(features)
+        check_pairs(features, sides)
         if self.share_prompt:
-            input_ids, labels, lengths = (chosen + rejected for chosen, rejected in zip(*sides, strict=True))
-            batch = self._tree(input_ids, labels, lengths, separator_id)
+            batch = self._tree(sides[0] + sides[1], separator_id)
         elif self.concatenated:
             total = None if self._most_slots is None else 2 * self._most_slots
-            input_ids, labels, lengths = (chosen + rejected for chosen, rejected in zip(*sides, strict=True))
-            batch = self._row(input_ids, labels, lengths, total, separator_id)
+            batch = self._row(sides[0] + sides[1], total, separator_id)
         else:
             batch = {}
             for prefix, side in zip(self._prefixes, sides, strict=True):
-                row = self._row(*side, self._most_slots, separator_id)
+                row = self._row(side, self._most_slots, separator_id)
                 batch.update({prefix + name: value for name, value in row.items()})
         if any("index" in example for example in features):
             index = column(features, "index")
             batch["index"] = int64_tensor([integer(index[i], "index") for i in kept])
         return batch
 
-    def _tree(
-        self, input_ids: list[Any], labels: list[Any], lengths: list[int], separator_id: int | None
-    ) -> dict[str, Any]:
-        tokens = flattened(input_ids, "input_ids")
+    def _tree(self, documents: Documents, separator_id: int | None) -> dict[str, Any]:
+        if of_tokens := documents.columns.keys() & set(OF_TOKENS):
+            raise ValueError(
+                f"{min(of_tokens)}: expected none beside share_prompt, whose rows are of several documents"
+            )
+        lengths = documents.flat_lengths
+        tokens = documents.flattened("input_ids")
         tree = pack_prefix_tree(tokens, cu_seqlens_from_lengths(lengths)).to(tokens.device)
         batch = {
             "input_ids": tokens[tree.rows][None],
@@ -410,48 +456,9 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
             "segment_parents": tree.parents,  # a tensor: trainers that move tuples rebuild them from one argument
             "row_of_token": tree.row_of_token,
             "sample_cu_seqlens": tree.sample_cu_seqlens,
-            "labels": self._separated(flattened(labels, "labels"), tree.sample_cu_seqlens, separator_id)[None],
+            "labels": self._targets(documents, tokens, tree.sample_cu_seqlens, separator_id)[None],
         }
         return {**batch, "prefix_tree": tree} if self.return_packed_metadata else batch
-
-
-def count_within_token_budget(
-    features: Sequence[Mapping[str, Any]], max_seq_length: int | None, *, max_sequences_per_bin: int | None = None
-) -> int:
-    """How many of the first examples fit into a row of max_seq_length tokens, by the rule of ``overlong="own"``.
-
-    Args:
-        features: dicts with ``input_ids``, or a preference pair with ``chosen_input_ids`` and ``rejected_input_ids``.
-        max_seq_length: tokens of a row, for each side; None for no limit.
-        max_sequences_per_bin: maximum number of examples in a row; None for no limit.
-
-    Returns:
-        The number of examples before the first with which a side would exceed max_seq_length; at least 1 if there is an
-        example. Collate ``features[:count]`` and carry the others over to the next batch.
-
-    Example:
-        >>> pairs = [{"chosen_input_ids": [1] * c, "rejected_input_ids": [2] * r} for c, r in ((3, 4), (2, 3), (1, 1))]
-        >>> count_within_token_budget(pairs, 6), count_within_token_budget(pairs, 7), count_within_token_budget(pairs, 2)
-        (1, 2, 1)
-
-    Raises:
-        ValueError: an example without input_ids, or without one of the first example's; a max_seq_length or
-            max_sequences_per_bin below 1.
-        TypeError: features that are no list of dicts.
-    """
-    check_examples(features, "features")
-    most = len(features) if max_sequences_per_bin is None else integer(max_sequences_per_bin, "max_sequences_per_bin")
-    if most < 1 and features:
-        raise ValueError(f"max_sequences_per_bin: expected at least 1 example or None, got {most}")
-    if max_seq_length is not None and integer(max_seq_length, "max_seq_length") < 1:
-        raise ValueError(f"max_seq_length: expected at least 1 token or None, got {max_seq_length}")
-    if max_seq_length is None or not features:
-        return min(most, len(features))
-    names = [prefix + "input_ids" for prefix in PaddingFreeDPOCollator._prefixes]
-    if not any(name in features[0] for name in names):
-        names = ["input_ids"]
-    lengths = list(zip(*(sequences(features, name)[1] for name in names), strict=True))
-    return max(1, min(num_fitting(lengths, max_seq_length), most))
 
 
 def _check_arguments(features: Sequence[Mapping[str, Any]], return_tensors: str | None) -> None:
@@ -460,15 +467,3 @@ def _check_arguments(features: Sequence[Mapping[str, Any]], return_tensors: str 
     check_examples(features, "features")
     if not features:
         raise ValueError("features: expected at least one example, got none")
-
-
-def _cut(
-    input_ids: list[Any], labels: list[Any], lengths: list[int], kept: Sequence[int]
-) -> tuple[list[Any], list[Any], list[int]]:
-    """The first ``kept[i]`` tokens of each document; documents of 0 are left out."""
-
-    def cut(values: list[Any]) -> list[Any]:
-        return [value[:n] for value, n in zip(values, kept, strict=True) if n]
-
-    own = cut(input_ids)
-    return own, own if labels is input_ids else cut(labels), [n for n in kept if n]

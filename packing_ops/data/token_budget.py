@@ -1,12 +1,14 @@
 """Micro-batches by a budget of tokens: the same number for every rank, of near-equal cost."""
 
 import re
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from packing_ops._arguments import at_least, described, index_tensor
+from packing_ops._arguments import at_least, described, index_tensor, integer
+from packing_ops.data._examples import check_examples, sequences
+from packing_ops.data._selection import num_fitting
 from packing_ops.packing import Cost, cost_coefficients, pack_sequences, whole_rows
 
 
@@ -172,3 +174,42 @@ def _dealt(
     index_of = indices.tolist()
     bins = [[index_of[index] for index in bin if index < len(index_of)] for bin in packing.bins]
     return [bins[rank::ranks] for rank in range(ranks)]
+
+
+def count_within_token_budget(
+    features: Sequence[Mapping[str, Any]], max_seq_length: int | None, *, max_sequences_per_bin: int | None = None
+) -> int:
+    """How many of the first examples fit into a row of max_seq_length tokens, by the rule of ``overlong="own"``.
+
+    Args:
+        features: dicts with ``input_ids``, or a preference pair with ``chosen_input_ids`` and ``rejected_input_ids``.
+        max_seq_length: tokens of a row, for each side; None for no limit.
+        max_sequences_per_bin: maximum number of examples in a row; None for no limit.
+
+    Returns:
+        The number of examples before the first with which a side would exceed max_seq_length; at least 1 if there is an
+        example. Collate ``features[:count]`` and carry the others over to the next batch.
+
+    Example:
+        >>> pairs = [{"chosen_input_ids": [1] * c, "rejected_input_ids": [2] * r} for c, r in ((3, 4), (2, 3), (1, 1))]
+        >>> count_within_token_budget(pairs, 6), count_within_token_budget(pairs, 7), count_within_token_budget(pairs, 2)
+        (1, 2, 1)
+
+    Raises:
+        ValueError: an example without input_ids, or without one of the first example's; a max_seq_length or
+            max_sequences_per_bin below 1.
+        TypeError: features that are no list of dicts.
+    """
+    check_examples(features, "features")
+    most = len(features) if max_sequences_per_bin is None else integer(max_sequences_per_bin, "max_sequences_per_bin")
+    if most < 1 and features:
+        raise ValueError(f"max_sequences_per_bin: expected at least 1 example or None, got {most}")
+    if max_seq_length is not None and integer(max_seq_length, "max_seq_length") < 1:
+        raise ValueError(f"max_seq_length: expected at least 1 token or None, got {max_seq_length}")
+    if max_seq_length is None or not features:
+        return min(most, len(features))
+    names = [prefix + "input_ids" for prefix in ("chosen_", "rejected_")]
+    if not any(name in features[0] for name in names):
+        names = ["input_ids"]
+    lengths = list(zip(*(sequences(features, name)[1] for name in names), strict=True))
+    return max(1, min(num_fitting(lengths, max_seq_length), most))

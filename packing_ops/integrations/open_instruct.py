@@ -9,6 +9,7 @@ import torch
 from packing_ops import PackedMetadata, pack_sequences
 from packing_ops._arguments import at_least, index_tensor
 from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator
+from packing_ops.data._examples import Documents
 
 __all__ = [
     "TensorDataCollatorWithFlattening",
@@ -44,10 +45,12 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
     return_tensors: str = "pt"
     pad_segment: bool = False
 
-    def _row(
-        self, input_ids: list[Any], labels: list[Any], lengths: list[int], total: int | None, separator_id: int | None
-    ) -> dict[str, Any]:
-        batch = super()._row(input_ids, labels, lengths, total, separator_id)
+    def _check_first_labels(self, *_: Any) -> None:
+        """Any labels, as open-instruct's collator takes them."""
+
+    def _row(self, documents: Documents, total: int | None, separator_id: int | None) -> dict[str, Any]:
+        batch = super()._row(documents, total, separator_id)
+        lengths = documents.flat_lengths
         padding = slice(sum(lengths), None)
         if self.return_seq_idx:
             batch["seq_idx"][:, padding] = -1

@@ -161,7 +161,7 @@ def test_the_padding_of_a_packed_collator_s_row_is_one_document_at_its_end():
 def test_a_padding_free_row_with_both_multiples(labels, max_seq_length):
     examples = [{"input_ids": example["input_ids"]} for example in EXAMPLES]
     if labels:
-        examples = [{**example, "labels": [7] * len(example["input_ids"])} for example in examples]
+        examples = [{**example, "labels": [-100] + [7] * (len(example["input_ids"]) - 1)} for example in examples]
     collator = PaddingFreeCollator(document_multiple=4, row_multiple=32, max_seq_length=max_seq_length, pad_token_id=99)
     batch = collator(examples)
     assert batch["input_ids"].shape == (1, 64)

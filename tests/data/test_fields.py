@@ -166,18 +166,19 @@ def test_bad_fields_are_named(changed, message):
     examples = [{**example_of(i, i + 2), **own} for i, own in enumerate(sets)]
     examples[1].update(changed)
     collator = PaddingFreeCollator(
-        token_fields=("routed_experts", "old_logps", "allowed_ids"), document_fields=("advantage",)
+        token_fields=(*FIELDS["token_fields"], "allowed_ids"), document_fields=FIELDS["document_fields"]
     )
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         collator(examples)
 
 
 def test_a_field_that_some_examples_lack_and_names_that_are_none():
-    examples = [example_of(0, 2), {"input_ids": [1]}]
+    examples = [{"input_ids": [1, 2], "old_logps": [0.5, 1.5]}, {"input_ids": [1]}]
     with pytest.raises(ValueError, match=r"^old_logps: expected in every example"):
         PaddingFreeCollator(token_fields=["old_logps"])(examples)
+    weighted = [{"input_ids": [1, 2], "num_actions": 0, "weight": 2.0}, {"input_ids": [1], "num_actions": 0}]
     with pytest.raises(ValueError, match=r"^weight: expected in every example"):
-        PackedCollator(9, document_fields=["weight"])([{**example, "num_actions": 0} for example in examples])
+        PackedCollator(9, document_fields=["weight"])(weighted)
     with pytest.raises(TypeError, match=r"^token_fields: expected names in a tuple, got 'old_logps'"):
         PaddingFreeCollator(token_fields="old_logps")
     with pytest.raises(ValueError, match=r"^document_fields: expected columns that the collator does not make itself"):
@@ -190,6 +191,10 @@ def test_a_field_that_some_examples_lack_and_names_that_are_none():
         collator.context_parallel_split(batch, 0)
 
 
-def test_without_names_no_field_is_returned():
-    batch = PaddingFreeCollator()([example_of(0, 3)])
-    assert not {*FIELDS["token_fields"], *FIELDS["document_fields"]} & {*batch}
+@pytest.mark.parametrize("name", [*FIELDS["token_fields"], *FIELDS["document_fields"]])
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_without_its_name_a_field_is_refused(name, as_lists):
+    """Dropped, a weight would count as 1."""
+    example = {key: value for key, value in example_of(0, 3, as_lists).items() if key in ("input_ids", name)}
+    with pytest.raises(ValueError, match=f"^{name}: expected no column that this collator would drop"):
+        PaddingFreeCollator()([example])

@@ -146,7 +146,7 @@ def test_overlong_truncate_cuts_the_row():
     assert (batch["cu_seq_lens_q"], batch["labels"]) == ([0, 2, 6], [[-100, 2, -100, 4, 5, 6]])
     with pytest.warns(UserWarning, match="0 of 1 examples dropped and 1 cut, 3 of 9 tokens lost"):
         assert plain(collator(documents(9)))["input_ids"] == [[1, 2, 3, 4, 5, 6]]
-    own_labels = [{"input_ids": [1, 2, 3], "labels": [7, 8, 9]}, {"input_ids": [4, 5, 6, 7], "labels": [5, 6, 7, 8]}]
+    own_labels = [{"input_ids": [1, 2, 3], "labels": [-100, 8, 9]}, {"input_ids": [4, 5, 6, 7], "labels": [4, 6, 7, 8]}]
     with pytest.warns(UserWarning, match="0 of 2 examples dropped and 1 cut, 1 of 7 tokens lost"):
         assert plain(collator(own_labels))["labels"] == [[-100, 8, 9, -100, 6, 7]]
 
@@ -268,7 +268,7 @@ def pairs(chosen, rejected, **more):
 def test_pairs_have_a_row_for_each_side():
     examples = pairs([2, 3], [4, 1], chosen_labels=None)
     for example in examples:
-        example["chosen_labels"] = [9] * len(example["chosen_input_ids"])
+        example["chosen_labels"] = [-100] + [9] * (len(example["chosen_input_ids"]) - 1)
     batch = PaddingFreeDPOCollator(max_seq_length=6)(examples)
     assert batch.pop("index").tolist() == [40, 41]
     for side in ("chosen", "rejected"):
