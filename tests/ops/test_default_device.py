@@ -51,7 +51,7 @@ LENGTHS = [5, 0, 3, 7]
 CU_SEQLENS = cu_seqlens_of(LENGTHS)
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
 EXAMPLES = [
-    {"input_ids": [1] * 5, "num_actions": 3, "loss_mask": [1.0, 0.5, 0.0]},
+    {"input_ids": [1] * 5, "num_actions": 3, "loss_mask": [1.0, 1.0, 0.0]},
     {"input_ids": [2] * 7, "num_actions": 4, "loss_mask": [1, 1, 0, 1]},
 ]
 ARRAYS = [{name: np.array(values) for name, values in example.items()} for example in EXAMPLES]
