@@ -122,6 +122,9 @@ class PackedStream(IterableDataset[Row]):
         self._state: Mapping[str, Any] | None = None
         self._pass: Reading | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pass": None}  # an iteration cannot be copied; a DataLoader's workers begin their own
+
     @property
     def longest(self) -> int:
         """Most tokens of an example that fits."""

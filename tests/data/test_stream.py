@@ -1,5 +1,6 @@
 """PackedStream: every example once, whatever ends, raises or is killed; the rows that were left after a checkpoint."""
 
+import copy
 import itertools
 import json
 import os
@@ -211,6 +212,13 @@ def test_truncated_columns_are_as_long_as_the_tokens():
     assert cut["input_ids"].tolist() == [0, 1, 2, 3]
     assert (cut["labels"], cut["completion_mask"]) == ([[0, 1, 2, 3]], (0, 0, 0, 1))
     assert (cut["text"], cut["weight"]) == ("sixsix", 6)
+
+
+def test_copies_begin_anew():
+    stream = PackedStream(EXAMPLES, 100, buffer=20)
+    next(iter(stream))
+    for made in (copy.deepcopy(stream), pickle.loads(pickle.dumps(stream))):
+        assert rows_of(made) == WHOLE
 
 
 # --- states ---

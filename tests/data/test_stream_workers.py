@@ -31,6 +31,12 @@ def test_any_number_of_workers_gives_the_same_batches(num_workers):
     assert list(loader_of(stream_of(), num_workers)) == WHOLE
 
 
+def test_workers_that_are_spawned_after_an_iteration():
+    stream = stream_of()
+    next(iter(stream))
+    assert list(loader_of(stream, 1, multiprocessing_context="spawn")) == WHOLE
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("before", [0, 3])
 def test_resumed_with_any_number_of_workers(num_workers, before):
