@@ -1,14 +1,12 @@
 """Tiny models of the families in Hugging Face transformers that the integration is tested with."""
 
 import inspect
-import sys
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 masking_utils = pytest.importorskip("transformers.masking_utils")
-OLD = transformers.__version__.startswith("4.")  # 4.57, the oldest that is served
 # The keyword of a KV cache, and the attribute of outputs: renamed in 5.24.
 CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 
@@ -39,46 +37,6 @@ FAMILIES = {
     "gemma3": ("Gemma3TextConfig", {**_LAYERS, "query_pre_attn_scalar": 8}),
     "gpt_oss": ("GptOssConfig", {**_LAYERS, **_EXPERTS}),
 }
-
-
-def in_its_words(options):
-    """Of a config: up to 4.57 it takes the scaling of RoPE apart from theta, and longrope's length beside it."""
-    if not OLD or "rope_parameters" not in options:
-        return options
-    scaling = dict(options["rope_parameters"])
-    words = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
-    if scaling["rope_type"] == "longrope":
-        words["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    return {**words, **{name: option for name, option in options.items() if name != "rope_parameters"}}
-
-
-def skip_if_attention_is_its_own(auto, config, inputs):
-    """Or its masks; of models that 4.57 cannot even make under our name."""
-    try:
-        model = auto.from_config(config, attn_implementation="packing_ops")
-    except (KeyError, ValueError):
-        name = type(config).__name__
-        pytest.skip(f"no attn_implementation of transformers {transformers.__version__} names attention of {name}")
-    skip_if_masks_are_its_own(model, inputs)
-
-
-_REFUSALS = r"one document in each row, got several|unexpected keyword argument 'position_ids'|^'packing_ops'$|attention of its own"
-
-
-def skip_if_masks_are_its_own(model, inputs):
-    """Many models of 4.57 ask nobody for their masks: they refuse several documents, or keep their own attention."""
-    source = inspect.getsource(sys.modules[type(model).__module__])
-    if "masking_utils" in source or not OLD:
-        return
-    if model.config._attn_implementation == "packing_ops":
-        with pytest.raises((ValueError, TypeError, KeyError), match=_REFUSALS):
-            model(**inputs)
-    pytest.skip(f"{type(model).__name__} of transformers {transformers.__version__} makes its masks itself")
-
-
-def skip_if_it_cannot_compile(family):
-    if family == "gpt_oss" and OLD:
-        pytest.skip("up to transformers 4.57 its experts are a loop over values, which no graph holds")
 
 
 def tiny_model(family, *, attn_implementation="eager", device="cpu", dtype=torch.float32, seed=0, **overrides):

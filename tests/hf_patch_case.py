@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 import transformers
-from hf_models import in_its_words
 
 from packing_ops.integrations import _patching, _rope_trial
 from packing_ops.integrations.transformers import rope
@@ -55,13 +54,6 @@ MULTIMODAL = [name for name in FAMILIES if name.endswith("_vl")]
 LENGTHS = [5, 3, 8]
 
 
-def skip_if_rope_is_not_known(family):
-    if family not in KNOWN:
-        pytest.skip(
-            f"its RoPE in transformers {transformers.__version__} is not known: up to 4.57 multimodal models have their own"
-        )
-
-
 def module_of(family):
     return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
@@ -70,7 +62,7 @@ def tiny(family, device="cpu", **more):
     """Random weights everywhere: norms of ones and zeros would not tell the formulas apart."""
     prefix, suffix, own = FAMILIES[family]
     kind = "TextConfig" if suffix == "TextModel" or family == "gemma3" else "Config"
-    config = getattr(transformers, prefix + kind)(**in_its_words({**SHAPE, **own, **more}))
+    config = getattr(transformers, prefix + kind)(**{**SHAPE, **own, **more})
     torch.manual_seed(0)
     model = getattr(module_of(family), prefix + suffix)(config)
     for parameter in model.parameters():

@@ -2,7 +2,8 @@
 
 For each Python that this machine has and each torch, from the oldest to the newest: an environment, that torch as pip gives
 it, the wheel, and tests/project/test_quick.py where no source of packing_ops is in the way. Rows of
-benchmarks/results/matrix.csv are replaced by what was run; docs/install.md is made of that file (make readme).
+benchmarks/results/matrix.csv are replaced by what was run; docs/install.md is made of that file (make readme). Then
+tests/integrations/transformers with the oldest transformers of pyproject.toml, in an environment over the one that runs this.
 
 An environment with a CUDA build of torch takes 7 GB and is removed when it passed, unless --keep.
 """
@@ -15,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +103,31 @@ def tried(
     return {**row, "result": re.search(r"\d+ passed", done.stdout)[0]}, done.stdout
 
 
+def oldest_transformers() -> str:
+    return re.search(r'^hf = \["transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+
+
+def tried_with_transformers(version: str, wheel: Path, folder: Path) -> tuple[str, str]:
+    """The result of the integration's tests, and what the last command said. Everything else is of this environment."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    own, below = folder / "venv" / "bin" / "python", sysconfig.get_path("purelib")
+    over = f"import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'below.pth').write_text({below!r})"
+    pip = (own, "-m", "pip", "install", "--quiet", "--no-compile")
+    steps = {
+        "no environment": (sys.executable, "-m", "venv", folder / "venv"),
+        "not over this environment": (own, "-c", over),
+        "no such transformers": (*pip, f"transformers=={version}.*"),
+        "not installed": (*pip, "--no-deps", wheel),
+        "failed": (own, "-m", "pytest", "-q", "tests/integrations/transformers"),
+    }
+    for outcome, command in steps.items():
+        done = run(*command, cwd=ROOT)
+        if done.returncode:
+            return outcome, done.stdout
+    return re.search(r"\d+ passed", done.stdout)[0], done.stdout
+
+
 def commit() -> str:
     """Containers without git name it in PACKING_OPS_COMMIT."""
     told = os.environ.get("PACKING_OPS_COMMIT", "unknown")
@@ -155,7 +182,12 @@ def main() -> None:
                 shutil.rmtree(folder)
             save(rows)
     print(f"written: {RESULTS.relative_to(ROOT)}")
-    sys.exit(any(not row["result"].endswith("passed") for row in rows))
+    version = oldest_transformers()
+    result, said = tried_with_transformers(version, wheel, ROOT / "build" / "matrix" / f"transformers-{version}")
+    print(f"transformers {version}: {result}")
+    if not result.endswith("passed"):
+        print(said[-3000:])
+    sys.exit(any(not each.endswith("passed") for each in (result, *(row["result"] for row in rows))))
 
 
 if __name__ == "__main__":

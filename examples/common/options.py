@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-PACKAGES = {"transformers": "'transformers>=4.57'", "trl": "'trl>=1'", "megatron.core": "'megatron-core>=0.13'"}
+PACKAGES = {"transformers": "'transformers>=5.17'", "trl": "'trl>=1'", "megatron.core": "'megatron-core>=0.13'"}
 
 
 def needs(*modules: str, options: Callable[[], object]) -> None:

@@ -63,7 +63,7 @@ def _loaded(source: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ImportError("tokenizer: it needs transformers: pip install 'transformers>=4.57'") from error
+        raise ImportError("tokenizer: it needs transformers: pip install 'transformers>=5.17'") from error
     try:
         return without_code(AutoTokenizer, source, "tokenizer", local_files_only=is_folder)
     except OSError as error:

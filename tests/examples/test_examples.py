@@ -40,17 +40,17 @@ def test_docstrings(tmp_path):
 
 MODULES = {
     "async_sft": "matplotlib and numpy and rich: pip install matplotlib numpy rich",
-    "ddp_sft": "transformers: pip install 'transformers>=4.57'",
+    "ddp_sft": "transformers: pip install 'transformers>=5.17'",
     "docstrings": None,
-    "fsdp2_sft": "transformers: pip install 'transformers>=4.57'",
-    "grpo_same_bits": "transformers and matplotlib: pip install 'transformers>=4.57' matplotlib",
-    "grpo_tree": "transformers and matplotlib: pip install 'transformers>=4.57' matplotlib",
-    "hf_sft": "transformers and matplotlib and rich: pip install 'transformers>=4.57' matplotlib rich",
+    "fsdp2_sft": "transformers: pip install 'transformers>=5.17'",
+    "grpo_same_bits": "transformers and matplotlib: pip install 'transformers>=5.17' matplotlib",
+    "grpo_tree": "transformers and matplotlib: pip install 'transformers>=5.17' matplotlib",
+    "hf_sft": "transformers and matplotlib and rich: pip install 'transformers>=5.17' matplotlib rich",
     "megatron_sft": "megatron.core and matplotlib and rich: pip install 'megatron-core>=0.13' matplotlib rich",
     "rl_mini_batches": None,
-    "same_bits": "transformers and matplotlib: pip install 'transformers>=4.57' matplotlib",
+    "same_bits": "transformers and matplotlib: pip install 'transformers>=5.17' matplotlib",
     "train_packed": "matplotlib and rich: pip install matplotlib rich",
-    "trl_sft": "transformers and trl and datasets: pip install 'transformers>=4.57' 'trl>=1' datasets",
+    "trl_sft": "transformers and trl and datasets: pip install 'transformers>=5.17' 'trl>=1' datasets",
 }
 # Each example in turn, in a process that has what the base installation brings: torch.
 BASE_ONLY = """
@@ -161,10 +161,8 @@ def test_the_batches_of_the_page_are_made():
 
 def test_both_ways_into_the_mode_of_the_page(capsys):
     pytest.importorskip("transformers")
-    from hf_models import OLD, tiny_model
+    from hf_models import tiny_model
 
-    if OLD:
-        pytest.skip("the mode is tried with transformers 5")
     from packing_ops.integrations.transformers import revert_packing_ops
 
     host = tiny_model("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=16)

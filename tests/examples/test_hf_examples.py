@@ -8,16 +8,11 @@ import fresh_process
 import pytest
 import torch
 from helpers import ROOT
-from hf_models import OLD, tiny_model
+from hf_models import tiny_model
 
 from packing_ops.integrations.transformers import continuous_batching
 
-in_order = pytest.mark.skipif(
-    OLD, reason="the Trainer of transformers 4.57 takes no train_sampling_strategy, it shuffles"
-)
 
-
-@in_order
 def test_hf_sft(tmp_path):
     command = "examples/hf_sft.py", "--documents", 40, "--capacity", 1024, "--out", tmp_path
     fresh_process.run(*command, folder=tmp_path)
@@ -64,7 +59,6 @@ def chats(tmp_path):
     return file
 
 
-@in_order
 def test_hf_sft_of_a_saved_model_on_chats(tmp_path, chats, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     model = tiny_model("qwen3", vocab_size=258, initializer_range=0.02, max_position_embeddings=512)
@@ -100,7 +94,6 @@ def test_trl_sft_on_chats(tmp_path, chats):
     assert result["losses"][-1] < result["losses"][0]
 
 
-@in_order
 def test_two_processes_train_as_one(tmp_path):
     command = "examples/ddp_sft.py", "--documents", 37, "--capacity", 768, "--out", tmp_path
     fresh_process.run(*command, folder=tmp_path)
@@ -128,7 +121,6 @@ def test_fsdp2_processes_train_to_the_losses_of_one(tmp_path):
         assert many["parameter_norm"] == pytest.approx(one["parameter_norm"], rel=1e-5)
 
 
-@pytest.mark.skipif(OLD, reason="trees are tried with transformers 5")
 def test_grpo_tree(tmp_path):
     """Loss and gradients of both steps are the same, and the tree computes fewer rows."""
     small = "--prompt", 260, "--answer", 20, "--samples", 3, "--repeat", 1
@@ -155,7 +147,6 @@ def test_grpo_same_bits(tmp_path):
     assert (tmp_path / "grpo_same_bits_cpu.png").stat().st_size > 10_000
 
 
-@pytest.mark.skipif(OLD, reason="the mode is tried with transformers 5")
 def test_same_bits(tmp_path):
     """The ratio is 1 in every layout with the mode; without it some samples of 3 and 5 tokens are off."""
     fresh_process.run("examples/same_bits.py", "--out", tmp_path, folder=tmp_path)

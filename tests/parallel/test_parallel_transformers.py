@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 import torch.nn.functional as F
 import transformers
-from hf_models import OLD, tiny_model
+from hf_models import tiny_model
 from processes import message_of, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -138,7 +138,7 @@ def refusals():
     apply_packing_ops(model)
     found["reverted"] = message_of(lambda: model(**batch))
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    scaled = tiny_model("llama", **({"rope_scaling": dynamic} if OLD else {"rope_parameters": dynamic}))
+    scaled = tiny_model("llama", rope_parameters=dynamic)
     found["rope"] = message_of(lambda: apply_packing_ops(scaled, sequence_group=group))
     return found
 

@@ -65,6 +65,24 @@ def test_a_row_that_passed(monkeypatch, tmp_path):
     assert (tmp_path / "cell" / "tests" / "test_quick.py").exists()
 
 
+@pytest.mark.parametrize("failing", ["venv", "-c", "transformers==5.17.*", "--no-deps", "pytest", None])
+def test_the_oldest_transformers(monkeypatch, tmp_path, failing):
+    assert matrix.oldest_transformers() == "5.17"
+    commands = []
+
+    def run(*command, cwd):
+        commands.append([str(part) for part in command])
+        return subprocess.CompletedProcess(command, failing in commands[-1], "1 skipped, 12 passed in 3 s\n")
+
+    monkeypatch.setattr(matrix, "run", run)
+    result, said = matrix.tried_with_transformers("5.17", Path("x.whl"), tmp_path / "cell")
+    assert (result == "12 passed") == (failing is None)
+    assert said
+    assert failing is None or failing in commands[-1]
+    if failing is None:
+        assert commands[-1][-1] == "tests/integrations/transformers"
+
+
 def test_a_later_run_takes_the_place_of_a_row(monkeypatch, tmp_path):
     monkeypatch.setattr(matrix, "RESULTS", tmp_path / "matrix.csv")
     row = {"torch": "2.11.0", "python": "3.10.4", "gpu": "", "result": "failed"}

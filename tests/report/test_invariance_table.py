@@ -9,7 +9,6 @@ import torch
 from packing_ops.__main__ import main
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(transformers.__version__.startswith("4."), reason="tried with transformers 5")
 SIZES = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 16},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "dtype": "float32"},

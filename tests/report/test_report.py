@@ -341,7 +341,7 @@ def test_a_bar_shows_how_far_reading_is(monkeypatch):
         ("datasets", "folder", [], "datasets"),
         ("numpy", "ids.jsonl", [], "numpy"),
         ("matplotlib.figure", "a.jsonl", ["--plot", "p.png"], "matplotlib"),
-        ("transformers", "a.jsonl", ["--tokenizer", "folder"], "'transformers>=4.57'"),
+        ("transformers", "a.jsonl", ["--tokenizer", "folder"], "'transformers>=5.17'"),
     ],
 )
 def test_a_missing_library_is_named_with_its_command(tmp_path, monkeypatch, capsys, library, file, options, package):

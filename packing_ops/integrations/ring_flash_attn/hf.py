@@ -79,7 +79,7 @@ def _table() -> Any:
     try:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     except ImportError as error:
-        raise ImportError("substitute_hf_flash_attn needs transformers: pip install 'transformers>=4.57'") from error
+        raise ImportError("substitute_hf_flash_attn needs transformers: pip install 'transformers>=5.17'") from error
     return ALL_ATTENTION_FUNCTIONS
 
 

@@ -50,5 +50,5 @@ __all__ = [
     "unregister",
 ]
 __getattr__, __dir__ = lazy_names(
-    globals(), _MODULES, "transformers", "needs transformers: pip install 'transformers>=4.57'"
+    globals(), _MODULES, "transformers", "needs transformers: pip install 'transformers>=5.17'"
 )

@@ -20,7 +20,7 @@ from packing_ops.integrations.transformers import stateful, versions
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import in_tables, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, NAMES, LastForward, guard_of, last_forward, mixes_tokens
-from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, not_causal, reads_text
+from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, reads_text
 from packing_ops.invariance import check_invariance
 
 # --- Applied ---
@@ -118,7 +118,7 @@ def apply_packing_ops(
             and micro-batch. check_invariance runs the model once to prove it. ``skipped`` names the layer for which it
             cannot be claimed, and what to set. On a GPU RMSNorm is swapped too, whose stock formula depends on the number
             of rows. Layers that are compiled afterwards, on a GPU and without max-autotune, keep it if check_invariance says
-            so of them. On the CPU each product has 16 rows, and torch.compile of the model is an error.
+            so of them. On the CPU each product that adds terms up has 16 rows, and torch.compile of the model is an error.
         strict: if anything cannot be swapped, raise and change nothing. Otherwise the rest is swapped, and a warning
             names what was not.
 
@@ -136,7 +136,7 @@ def apply_packing_ops(
         Applied.
 
     Raises:
-        ImportError: transformers is missing (``pip install 'transformers>=4.57'``).
+        ImportError: transformers is missing (``pip install 'transformers>=5.17'``).
         TypeError: model is not a torch.nn.Module, for example a class.
         ValueError: ``strict``, and something cannot be swapped. A sequence_group, and attention cannot be swapped, or
             rows cannot lie on several ranks (images, RoPE that scales with the longest position of a row). In a forward
@@ -291,8 +291,6 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
     for cls in {type(module) for host in found for module in host.modules()}:
         if options := sorted(unknown_options(cls)):
             return f"{cls.__name__} has attention with {', '.join(options)}"
-    if reasons := [why for module in models_in(model) if (why := not_causal(module))]:
-        return reasons[0]
     if not any(attentions(host) for host in found) or any(in_tables(type(module)) for module in models_in(model)):
         return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation of ours reaches"
     return None

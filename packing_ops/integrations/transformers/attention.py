@@ -91,7 +91,7 @@ def register(name: str = "packing_ops") -> None:
     for patch in continuous_batching.PATCHES:
         patch.apply()
     AttentionInterface.register(name, packing_ops_attention)
-    AttentionMaskInterface.register(name, masks.mask_function())
+    AttentionMaskInterface.register(name, masks.packing_ops_mask)
     # PreTrainedModel.__call__ is left alone where transformers defines one itself. What another library put over an
     # earlier wrapper of ours is wrapped again.
     if _CALLS.pinned or _CALLS.covered or PreTrainedModel.__call__ is torch.nn.Module.__call__:
@@ -332,8 +332,6 @@ def why_not(query, value, dropout):
 
 # --- SDPA of transformers, for calls that varlen attention does not serve ---
 
-_SDPA_OPTIONS = inspect.signature(sdpa_attention_forward).parameters  # no position_bias up to transformers 4.57
-
 
 def _dense_mask(documents, query, options, pattern):
     """bool ``[batch, 1, queries, keys]``, True where visible. Windows count slots, as transformers' own masks do."""
@@ -354,9 +352,7 @@ def _by_sdpa(module, query, key, value, mask, options, dropout, given):
     """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula."""
     # SDPA where it has every option.
     causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
-    biased = given.get("position_bias") is not None and "position_bias" not in _SDPA_OPTIONS
-    if not softcap and sinks is None and not biased:
-        causal = causal and mask is None and query.shape[2] > 1  # up to transformers 4.57 it is torch's option
+    if not softcap and sinks is None:
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **given
         )

@@ -28,7 +28,6 @@ from packing_ops.integrations.transformers.documents import (
 from packing_ops.integrations.transformers.versions import (
     CACHE,
     constant,
-    not_causal,
     reads_text,
 )
 from packing_ops.prefix_attention import check_same, kept_paths, positions_of_paths
@@ -341,10 +340,6 @@ def watched(begin, stock):
             if "position_ids" in kwargs and (outer := current()) is not None:
                 outer.reached(None, kwargs["position_ids"])  # by an implementation that finds documents itself
             return stock(self, *args, **kwargs)
-        if ours and (why := not_causal(self)):
-            raise NotImplementedError(
-                f"attn_implementation: expected 'eager', got {self.config._attn_implementation!r}; {why}"
-            )
         check_keywords(type(self), kwargs)
 
         # The call, and what masks and layers below ask of it.

@@ -283,7 +283,6 @@ def first_axis(cls: type) -> str | None:
 
 def are_axes(position_ids, axis) -> bool:
     """Of several axes and no text positions in front, which such a model takes apart itself."""
-    # Of any model: Qwen3-VL of 4.57 gives mask and layers the time, which stands still in an image.
     return is_tensor(position_ids, 3) and (position_ids.shape[0] == 3 or axis == SEQUENCE)
 
 

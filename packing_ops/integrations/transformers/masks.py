@@ -287,8 +287,6 @@ def ends_of_blocks(documents, blocks):
 _KNOWN = (
     ["config", "inputs_embeds", "attention_mask", "cache", "position_ids", "layer_idx"],
     ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"],  # up to 5.23
-    # 4.57, where cache_position says where the queries stand; here the mask function has the signature of version 5
-    ["config", "input_embeds", "attention_mask", "cache_position", "past_key_values", "position_ids", "layer_idx"],
 )
 
 
@@ -307,30 +305,12 @@ def patch_of(owner) -> Patch:
 PATCH = patch_of(masking_utils)
 
 
-def mask_function():
-    """packing_ops_mask as this transformers calls it."""
-    called_with = inspect.signature(masking_utils.sdpa_mask).parameters
-    return packing_ops_mask_4 if "cache_position" in called_with else packing_ops_mask
-
-
-def packing_ops_mask_4(batch_size, cache_position, kv_length, kv_offset=0, **kwargs):
-    """For transformers 4. cache_position: int64 ``[q_length]``, where the queries stand among the keys; not read on the host."""
-    q_length = cache_position.shape[0]
-    from_the_start = q_length == kv_length and isinstance(kv_offset, int) and kv_offset == 0
-    # Masks with a function mixed in, and those of static caches, must not be skipped.
-    kwargs["use_vmap"] = not kwargs.get("allow_is_causal_skip", True)
-    q_offset = 0 if from_the_start else cache_position[0]
-    return packing_ops_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, cache_position=cache_position, **kwargs
-    )
-
-
 def _wrapped(original, names):
     cache_name = "cache" if "cache" in names else "past_key_values"
 
     def prepare(*args, **kwargs):
         given = dict(zip(names, args, strict=False), **kwargs)
-        config, inputs_embeds, attention_mask = given["config"], given[names[1]], given["attention_mask"]
+        config, inputs_embeds, attention_mask = given["config"], given["inputs_embeds"], given["attention_mask"]
         cache, position_ids = given[cache_name], given["position_ids"]
         now, nested = here(), here().preparing
 

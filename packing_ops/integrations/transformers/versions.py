@@ -11,14 +11,14 @@ import packing_ops
 from packing_ops._arguments import is_new, warned
 from packing_ops.integrations._patching import kept_with_class
 
-OLDEST, NEWEST = "4.57", "5.24"  # that the tests have run with
+OLDEST, NEWEST = "5.17", "5.24"  # that the tests have run with
 
 
 def refusal(version: str | None) -> str:
     """What to say of a transformers that is not served, with its version and ours."""
     here = f"transformers {version} is here" if version else "there is none"
     ours = f"packing_ops {packing_ops.__version__} serves {OLDEST} and later (tested to {NEWEST})"
-    return f"transformers: {ours}, {here}: pip install 'transformers>=4.57'"
+    return f"transformers: {ours}, {here}: pip install 'transformers>={OLDEST}'"
 
 
 def check(version: str) -> None:
@@ -57,13 +57,6 @@ __all__ = [
     "masking_utils",
     "sdpa_attention_forward",
 ]
-
-
-def not_causal(model) -> str | None:
-    """Why a model would run without its causal mask under every attn_implementation but its eager one."""
-    if version.startswith("4.") and model.config.model_type == "decision_transformer":
-        return f"the attention of {type(model).__name__} in transformers {version} is causal in its eager form alone"
-    return None
 
 
 # --- constants of a graph ---

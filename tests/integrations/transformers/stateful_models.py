@@ -1,6 +1,5 @@
 """Tiny causal language models with layers that carry a state along the sequence, one of each kind of layer."""
 
-import pytest
 import torch
 import transformers
 
@@ -60,19 +59,10 @@ FAMILIES = {  # gated delta net, convolution, Mamba 1 beside and without attenti
         "router_hidden_size": 8,
     },
 }
-# In transformers 4.57, where they are none of ours to serve.
-OTHERWISE_IN_4 = {
-    "bamba": "makes its masks itself, and refuses several documents",
-    "jamba": "has attention of its own, which no attn_implementation of ours reaches",
-    "recurrent_gemma": "keeps its state in the model from call to call, and its graph",
-    "xlstm": "calls a tensor where it has no kernels",
-}
 SERVED = [name for name in FAMILIES if name in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES]
 
 
 def stateful_model(family, *, attn_implementation="packing_ops", device="cpu", seed=0, **more):
-    if transformers.__version__.startswith("4.") and family in OTHERWISE_IN_4:
-        pytest.skip(f"{family} of transformers {transformers.__version__} {OTHERWISE_IN_4[family]}")
     config = transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **more})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)

@@ -486,7 +486,7 @@ def test_missing_transformers_names_the_extra(name, monkeypatch):
     for module in [module for module in sys.modules if module.startswith(integration.__name__)]:
         monkeypatch.delitem(sys.modules, module)
     again = importlib.import_module(integration.__name__)  # works without
-    with pytest.raises(ImportError, match=r"pip install 'transformers>=4.57'"):
+    with pytest.raises(ImportError, match=r"pip install 'transformers>=5.17'"):
         getattr(again, name)
 
 

@@ -9,8 +9,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD  # noqa: E402
-from hf_towers import TOWERS  # noqa: E402
 from stateful_models import COMMON, FAMILIES  # noqa: E402
 from test_hf_vision import assert_near, tiny_tower_model  # noqa: E402
 
@@ -18,7 +16,6 @@ import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, documents, register  # noqa: E402
 
 GRIDS = [[[1, 4, 6]], [], [[1, 2, 2], [2, 4, 4]]]  # of the images of each document
-pytestmark = pytest.mark.skipif(OLD, reason="up to 4.57 these configs are of another form")
 
 
 def document(number, device):

@@ -10,7 +10,7 @@ from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE, OLD, tiny_model  # noqa: E402
+from hf_models import CACHE, tiny_model  # noqa: E402
 
 import packing_ops  # noqa: E402
 from packing_ops import _arguments  # noqa: E402
@@ -83,8 +83,6 @@ def test_it_is_refused(kind, cache, length, device):
         more(model, copy.deepcopy(kept), length=length)
     with pytest.raises(ValueError, match=REFUSED):
         more(model, kept, length=length, call=model.forward)
-    if OLD and cache == "dynamic":
-        pytest.skip("a DynamicCache of transformers 4.57 that was reset keeps its length; the refusals are tested")
     kept.reset()
     if kept.get_seq_length() == 0:  # transformers 5.17 sets the keys of a growing cache to zero, and keeps them
         more(model, kept, length=4)
@@ -164,8 +162,6 @@ def test_generate_with_a_mask_reads_them_once(prompt, device, reads):
 def test_a_compiled_model_refuses_it(device, fresh_compile):
     if device == "cuda":
         pytest.skip("the assertion of a compiled graph ends the process's use of the GPU")
-    if OLD:
-        pytest.skip("transformers 4.57 counts along a static cache by its values, which no whole graph can")
     model = tiny_model("llama", attn_implementation="packing_ops", num_hidden_layers=1)
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     for kind in ("one document", "positions"):

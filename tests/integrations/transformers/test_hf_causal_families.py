@@ -5,11 +5,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD  # noqa: E402
-
-if OLD:
-    pytest.skip("causal_families.json is of transformers 5", allow_module_level=True)
-
 import causal_families  # noqa: E402
 from causal_families import APART  # noqa: E402
 from stateful_models import FAMILIES  # noqa: E402

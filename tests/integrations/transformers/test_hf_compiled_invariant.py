@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from helpers import assert_error_within, assert_same, cu_seqlens_of, non_contiguous
-from hf_models import OLD, tiny_model
+from hf_models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
@@ -18,7 +18,6 @@ transformers = pytest.importorskip("transformers")
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch  # noqa: E402
 
-pytestmark = pytest.mark.skipif(OLD, reason="the mode is tried with transformers 5")
 norm_of = rms_norm_in_any_order
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

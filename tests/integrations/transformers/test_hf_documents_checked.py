@@ -6,7 +6,7 @@ from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD, tiny_model  # noqa: E402
+from hf_models import tiny_model  # noqa: E402
 
 from packing_ops import _arguments, _ops  # noqa: E402
 from packing_ops.integrations.transformers import register  # noqa: E402
@@ -123,7 +123,6 @@ def compiled(model):
     return torch.compile(model, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.skipif(OLD, reason="up to transformers 4.57 no attn_implementation names their attention")
 @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
 def test_compiled_models_whose_layers_are_not_given_them(family, device, fresh_compile):
     """Positions are made of cu_seqlens: counted along the row, those in the mask would make one document of all."""
@@ -153,7 +152,6 @@ def test_a_compiled_model_refuses_what_contradicts(device, fresh_compile):
         model(ids, position_ids=positions, **tell(cu_seqlens_of([3, 9, 4], device)))
 
 
-@pytest.mark.skipif(OLD, reason="up to transformers 4.57 DeBERTa takes no cu_seq_lens_q")
 def test_a_compiled_model_that_tells_no_attention(device, fresh_compile):
     config = transformers.DebertaV2Config(**SIZES)
     model = transformers.AutoModel.from_config(config, attn_implementation="packing_ops").eval().to(device)
@@ -163,7 +161,6 @@ def test_a_compiled_model_that_tells_no_attention(device, fresh_compile):
     torch.compile(model, backend="eager")(ids, **tell(cu_seqlens[[0, -1]]))
 
 
-@pytest.mark.skipif(OLD, reason="up to transformers 4.57 no attn_implementation names its attention")
 def test_a_compiled_encoder_whose_layers_are_given_them(device, fresh_compile):
     config = transformers.BertConfig(**SIZES)
     model = transformers.AutoModel.from_config(config, attn_implementation="packing_ops").eval().to(device)

@@ -8,7 +8,6 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from hf_families import KINDS, NONE, PAGE, lines_of_page, made, mappings, page_of, row_of, row_of_module, tiny_config  # noqa: E402
-from hf_models import OLD, skip_if_masks_are_its_own  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations._patching import stock_of  # noqa: E402
@@ -30,8 +29,6 @@ NOT_RUN = {
     "gemma4_unified_assistant",  # drafts from the keys of another model
 }
 IN_DOUBLE = {"dory"}  # its gradients are a hundred times its weights, and so is what is rounded
-if OLD:  # Mamba asks for kernels of a GPU; a state that stays in the model, with its graph
-    NOT_RUN |= {"jamba", "zamba", "recurrent_gemma"}
 
 
 def loss_and_gradients(model, batches):
@@ -123,26 +120,12 @@ def assert_trains_packed(model, device):
         "use_cache": False,
     }
     row["position_ids"] = metadata.position_ids[None]
-    skip_what_4_57_has_otherwise(model, row)
     applied = apply_packing_ops(model)
     assert applied.rope
     assert applied.attention
     found = loss_and_gradients(model, [row])
     revert_packing_ops(model)
     assert_same_training(found, wanted)
-
-
-def skip_what_4_57_has_otherwise(model, row=None, **options):
-    """What it leaves as it is has a reason; models that make their masks themselves refuse several documents."""
-    if not OLD:
-        return
-    try:
-        apply_packing_ops(model, strict=True, **options)
-    except ValueError as error:
-        pytest.skip(f"transformers {transformers.__version__}: {error}")
-    if row is not None:
-        skip_if_masks_are_its_own(model, row)
-    revert_packing_ops(model)
 
 
 def test_layers_of_gemma_4_that_share_keys_train_packed(device):
@@ -179,7 +162,6 @@ def test_encoders_train_packed(model_type, device):
     positions = po.PackedMetadata.from_lengths(LENGTHS, device=device).position_ids
     offset = 1 if model_type == "roberta" else 0  # it counts from the padding's index on
     options = {"rope": "modern" in model_type or model_type == "eurobert", "rms_norm": False}
-    skip_what_4_57_has_otherwise(model, **options)
     applied = apply_packing_ops(model, **options)
     assert applied.attention == 2
     found = trained([{"input_ids": torch.cat(documents)[None], "position_ids": positions[None] + offset}])

@@ -11,7 +11,7 @@ from helpers import cu_seqlens_of
 
 pytest.importorskip("transformers")
 
-from hf_models import OLD, tiny_model, transformers
+from hf_models import tiny_model, transformers
 
 from packing_ops.data import PaddingFreeCollator
 from packing_ops.integrations.transformers import apply_packing_ops, fused_loss, info, revert_packing_ops
@@ -178,12 +178,11 @@ def test_refusals():
 
 
 def test_logits_that_are_read_for_more_are_refused():
-    """Bamba's z-loss, and Florence-2's labels, which are shifted already, and which 4.57 shifts once more."""
+    """Bamba's z-loss, and Florence-2's labels, which are shifted already."""
     assert not fused_loss._goes_straight(transformers.BambaForCausalLM, False)
-    assert fused_loss._goes_straight(transformers.Florence2ForConditionalGeneration, False) == OLD
+    assert not fused_loss._goes_straight(transformers.Florence2ForConditionalGeneration, False)
 
 
-@pytest.mark.skipif(OLD, reason="up to transformers 4.57 Mamba has a loss of its own: refused")
 def test_logits_that_are_cast_to_float(device):
     config = transformers.MambaConfig(vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=1, use_cache=False)
     torch.manual_seed(0)

@@ -10,10 +10,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD  # noqa: E402
-
-if OLD:
-    pytest.skip("sizes of these families are those of transformers 5", allow_module_level=True)
 
 import causal_families  # noqa: E402
 from causal_families import APART, LENGTHS, REFUSED  # noqa: E402

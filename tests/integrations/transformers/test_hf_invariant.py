@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from helpers import assert_same, rows_of_products
-from hf_models import OLD, tiny_model
+from hf_models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +34,6 @@ QWEN3_NEXT = {
     **{"layer_types": ["linear_attention", "full_attention"], "vocab_size": 128, "hidden_size": 64},
 }
 OTHERS = {"deepseek_v3": DEEPSEEK, "qwen3_next": QWEN3_NEXT}
-pytestmark = pytest.mark.skipif(OLD, reason="the mode is tried with transformers 5")
 
 
 @pytest.fixture(autouse=True)

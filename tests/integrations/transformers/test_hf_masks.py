@@ -1,6 +1,5 @@
 """What models get as their masks: overlays, documents that a model does not tell of, models that read masks themselves."""
 
-import inspect
 import re
 import threading
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE, OLD, skip_if_attention_is_its_own, skip_if_masks_are_its_own  # noqa: E402
+from hf_models import CACHE  # noqa: E402
 
 import packing_ops  # noqa: E402
 from packing_ops import _arguments  # noqa: E402
@@ -51,8 +50,6 @@ def tiny(name, implementation, *, auto=transformers.AutoModel, device="cpu", **s
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     config = getattr(transformers, name)(**sizes)
-    if OLD and name in {encoder for encoder, _ in ENCODERS.values()}:
-        skip_if_attention_is_its_own(auto, config, packed("cpu"))
     torch.manual_seed(0)
     model = auto.from_config(config, attn_implementation=implementation).eval()
     for parameter in model.parameters():
@@ -224,8 +221,6 @@ def test_documents_that_reach_no_attention_are_refused(family, given, device):
         layout = packing_ops.PackedMetadata.from_lengths(LENGTHS, device=device).to_transformers()
         inputs = {"input_ids": inputs["input_ids"], **layout}
     error, why = ValueError, f"{given}: expected (one document in each row|a row of its own documents)"
-    if OLD and "kwargs" not in inspect.signature(type(model).forward).parameters and given == "cu_seq_lens_q":
-        error, why = TypeError, "unexpected keyword argument"
     with pytest.raises(error, match=why):
         model(**inputs)
     model(**one)
@@ -243,7 +238,6 @@ def test_padding_between_documents_hides_none_of_them(device):
         model(torch.full((1, 8), 5, device=device), **inputs)
 
 
-@pytest.mark.skipif(OLD, reason="up to transformers 4.57 no attn_implementation names their attention")
 @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
 def test_cu_seqlens_that_a_model_keeps_to_itself(family, device):
     """No layer is given them. The mask has positions that are made of them, not those that the model counts for itself."""
@@ -361,7 +355,6 @@ def test_readers_get_a_mask(family, kind, device):
     model, stock = tiny(name, "packing_ops", **build), tiny(name, "eager", **build)
     inputs = packed(device)
     if kind == "packed":
-        skip_if_masks_are_its_own(model, inputs)
         return torch.testing.assert_close(model(**inputs, use_cache=False)[0], alone(stock, inputs), **CLOSE)
     inputs = {"input_ids": inputs["input_ids"].view(2, 8), "use_cache": False}
     real = torch.ones_like(inputs["input_ids"])
@@ -371,7 +364,6 @@ def test_readers_get_a_mask(family, kind, device):
     torch.testing.assert_close(model(**inputs)[0][real > 0], stock(**inputs)[0][real > 0], **CLOSE)
 
 
-@pytest.mark.skipif(OLD, reason="PaliGemma of transformers 4.57 makes its masks itself")
 def test_masks_that_an_outer_model_has_made(device, served):
     text = {**GROUPED, "model_type": "gemma"}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -390,16 +382,11 @@ def test_positions_that_tell_no_documents(device):
     inputs = {name: torch.randn(1, 6, width, device=device) for name, width in widths}
     inputs |= {"timesteps": torch.arange(6, device=device)[None], "attention_mask": torch.ones(1, 6, device=device)}
     stock, model = (tiny("DecisionTransformerConfig", how, device=device, **sizes) for how in ("eager", "packing_ops"))
-    if OLD:
-        for call in (lambda: model(**inputs), lambda: apply_packing_ops(stock, strict=True)):
-            with pytest.raises((NotImplementedError, ValueError), match="is causal in its eager form alone"):
-                call()
-    else:
-        torch.testing.assert_close(model(**inputs)[0], stock(**inputs)[0], **CLOSE)
+    torch.testing.assert_close(model(**inputs)[0], stock(**inputs)[0], **CLOSE)
 
 
 def test_a_pattern_has_the_shape_of_its_mask(device):
-    """Layers beside attention ask whether they got a mask of two dimensions: transformers 4.57, LFM2."""
+    """Layers beside attention ask whether they got a mask of two dimensions: LFM2."""
     pattern = masks.packing_ops_mask(2, 8, 8, mask_function=transformers.masking_utils.causal_mask_function)
     assert pattern.shape == pattern.size() == (2, 1, 8, 8)
     assert (pattern.dim(), pattern.ndim, pattern.size(-1)) == (4, 4, 8)
@@ -466,7 +453,7 @@ def test_options_of_the_installed_models():
     known = {"attention_mask", "query", "key", "value", "dropout", "scaling", "is_causal", "sliding_window", "softcap"}
     known |= {"s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"} | HARMLESS | SDPA
     assert len(passed) > 10
-    refused = {"block_indices", "indices", "sinks", *(["head_mask"] if OLD else [])}
+    refused = {"block_indices", "indices", "sinks"}
     assert passed.keys() - known <= refused
 
 

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE, FAMILIES, skip_if_masks_are_its_own, tiny_model  # noqa: E402
+from hf_models import CACHE, FAMILIES, tiny_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, register, versions  # noqa: E402
@@ -188,7 +188,6 @@ def test_models_that_count_by_their_mask_get_ones(device):
     del inputs["position_ids"]
     expected = model(**inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}).logits
     model.set_attn_implementation("packing_ops")
-    skip_if_masks_are_its_own(model, inputs)
     inputs["attention_mask"] = torch.full_like(inputs["input_ids"], 2)  # one document
     torch.testing.assert_close(model(**inputs).logits, expected, **CLOSE)
 
@@ -206,7 +205,6 @@ def test_models_that_read_their_masks(name, device):
     stock = copy.deepcopy(model)
     stock.set_attn_implementation("eager")
     inputs = batch_of(ROWS["two rows"], "row", device)
-    skip_if_masks_are_its_own(model, inputs)
     assert_each_alone(model(**inputs, use_cache=False).logits, stock, inputs)
 
 
@@ -216,7 +214,6 @@ def test_an_encoder(device, warnings):
     stock = copy.deepcopy(model)
     model.set_attn_implementation("packing_ops")
     inputs = batch_of(ROWS["two rows"], "documents", device)
-    skip_if_masks_are_its_own(model, inputs)
     assert_each_alone(model(**inputs).last_hidden_state, stock, inputs)
     assert not warnings
 
@@ -247,7 +244,6 @@ def test_another_sequence_is_refused(device):
     model.set_attn_implementation("packing_ops")
     inputs = batch_of([[1] * 4 + [2] * 6], device=device)
     inputs["decoder_input_ids"] = inputs["input_ids"]
-    skip_if_masks_are_its_own(model, inputs)
     with pytest.raises(ValueError, match=r"^attention_mask: expected one document in each row, .* decoder of T5Model"):
         model(**inputs)
     if model.decoder.config._attn_implementation == "packing_ops":  # up to 5.17 it is set for the whole model alone

@@ -7,13 +7,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, register  # noqa: E402
-
-if OLD:
-    pytest.skip("models of 4.57 that make their masks themselves refuse several documents", allow_module_level=True)
 
 LENGTHS = [5, 3, 7]
 PACKED = po.PackedMetadata.from_lengths(LENGTHS)

@@ -5,7 +5,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import register, unregister  # noqa: E402
@@ -26,9 +25,6 @@ NEED_POSITIONS = {
     "reformer": "ReformerEmbeddings",
     "roberta": "RobertaEmbeddings",
 }
-
-if OLD:
-    pytest.skip("models of 4.57 that make their masks themselves refuse several documents", allow_module_level=True)
 
 
 from causal_families import class_of, config_of  # noqa: E402

@@ -27,7 +27,6 @@ from hf_patch_case import (  # noqa: E402, F401
     nothing_left_in_modules,
     outputs,
     packed,
-    skip_if_rope_is_not_known,
     tiny,
 )
 
@@ -52,7 +51,6 @@ def attended(monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_the_stock_ones(family, device, calls):
-    skip_if_rope_is_not_known(family)
     model, inputs = tiny(family, device), packed(device)
     attributes = [dict(vars(module)) for module in model.modules()]
     wanted, wanted_grads = outputs(model, inputs), gradients(model, inputs)
@@ -73,7 +71,6 @@ def test_outputs_and_gradients_are_the_stock_ones(family, device, calls):
 
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_positions_of_images(family, device, calls):
-    skip_if_rope_is_not_known(family)
     model, inputs = tiny(family, device), packed(device)
     axes = torch.randint(0, 9, (2, *inputs["position_ids"].shape), device=device)
     three = torch.cat([inputs["position_ids"][None], axes])
@@ -114,7 +111,7 @@ def test_packed_documents_with_images_stay_apart(family, given, device, attended
 
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_axes_of_images_tell_no_documents(family, device, attended):
-    """The slots of an image share a time, the first axis, which Qwen3-VL of transformers 4.57 gives its mask."""
+    """The slots of an image share a time, the first axis, which tells no documents."""
     model, inputs = tiny(family, device), packed(device)
     time = torch.tensor([0, 1, 2, 3, 3, 3, 3, 3, 3, 7, 8, 9, 10, 11, 12, 13], device=device)[None]
     across = torch.tensor([0, 1, 2, 3, 4, 5, 3, 4, 5, 7, 8, 9, 10, 11, 12, 13], device=device)[None]

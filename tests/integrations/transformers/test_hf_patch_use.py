@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounter
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import skip_if_it_cannot_compile  # noqa: E402
 from hf_patch_case import (  # noqa: E402, F401
     LENGTHS,
     NAMED,
@@ -23,7 +22,6 @@ from hf_patch_case import (  # noqa: E402, F401
     nothing_left_in_modules,
     outputs,
     packed,
-    skip_if_rope_is_not_known,
     tiny,
 )
 
@@ -34,8 +32,6 @@ from packing_ops.integrations.transformers.apply import apply_packing_ops, rever
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_vl"])  # the rest: test_hf_support.py
 def test_compile_fullgraph(family, device, fresh_compile):
-    skip_if_it_cannot_compile(family)
-    skip_if_rope_is_not_known(family)
     more = {"experts_implementation": "batched_mm"} if family == "gpt_oss" else {}
     model, inputs = tiny(family, device, **more), packed(device)
     wanted, wanted_grads = outputs(model, inputs), gradients(model, inputs)

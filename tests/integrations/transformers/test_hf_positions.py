@@ -9,13 +9,10 @@ from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD, tiny_model  # noqa: E402
+from hf_models import tiny_model  # noqa: E402
 
 from packing_ops import _arguments, _ops  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, register, revert_packing_ops, versions  # noqa: E402
-
-if OLD:
-    pytest.skip("configs of transformers 5", allow_module_level=True)
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_models import OLD, tiny_model
+from hf_models import tiny_model
 
 import packing_ops as po
 from packing_ops.data import PaddingFreeDPOCollator
 from packing_ops.integrations.transformers import register, unregister
 
-pytestmark = pytest.mark.skipif(OLD, reason="trees are tried with transformers 5")
 FORWARD = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "segment_parents")  # fmt: skip
 
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from hf_models import CACHE, FAMILIES, OLD, tiny_model, transformers
+from hf_models import CACHE, FAMILIES, tiny_model, transformers
 
 import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, info, register, revert_packing_ops, unregister
 
-pytestmark = pytest.mark.skipif(OLD, reason="trees are tried with transformers 5")
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,

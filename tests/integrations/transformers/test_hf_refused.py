@@ -13,7 +13,7 @@ from helpers import ROOT
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD, tiny_model  # noqa: E402
+from hf_models import tiny_model  # noqa: E402
 from hf_patch_case import tiny, tiny_gpt2  # noqa: E402
 from hf_towers import tiny_tower_model  # noqa: E402
 
@@ -38,8 +38,6 @@ def state(model):
 
 def tower_with_projections_inside():
     """Attention of its vision tower that no trial has a module for."""
-    if OLD:
-        pytest.skip("up to 4.57 its config is of another form")
     model = tiny_tower_model("qwen2_vl")
     for block in model.model.visual.blocks:
         block.attn.qkv = torch.nn.Sequential(block.attn.qkv)

@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers")
 
 import causal_families  # noqa: E402
 import stateful_models  # noqa: E402
-from hf_models import OLD, tiny_model  # noqa: E402
+from hf_models import tiny_model  # noqa: E402
 from hf_towers import tiny_tower_model  # noqa: E402
 
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
@@ -39,8 +39,6 @@ def llama_with_accelerate():
 
 
 def qwen2_vl():
-    if OLD:
-        pytest.skip("up to 4.57 its config is of another form")
     return tiny_tower_model("qwen2_vl")
 
 

@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from hf_models import OLD
 
 import packing_ops as po
 from packing_ops.data import PackedCollator, PaddingFreeCollator
@@ -36,8 +35,7 @@ def made(family, device):
         "initializer_range": 0.3,
     }
     config = getattr(transformers, f"{name}Config")(**sizes, **own, output_router_logits=True)
-    if not OLD:
-        config._experts_implementation = "eager"
+    config._experts_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(device)
     stock = importlib.import_module(type(model).__module__).load_balancing_loss_func
@@ -163,8 +161,7 @@ def test_balance_loss_of_a_model(device, family, form, kind):
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_fused_and_compiled(device, kind, fresh_compile):
     model, stock, tokens, metadata = made("qwen3_moe", device)
-    if not OLD:
-        model.config._experts_implementation = "batched_mm"  # a loop over experts breaks the graph at each
+    model.config._experts_implementation = "batched_mm"  # a loop over experts breaks the graph at each
     documents = tokens[0, : sum(LENGTHS)].split(LENGTHS)
     expected = expected_loss(model, stock, documents, kind)
     apply_packing_ops(model, balance_loss=kind, fused_loss=True)
@@ -248,7 +245,6 @@ def test_the_loss_of_trls_fused_head_is_balanced_too(device, family):
     torch.testing.assert_close(model(**row, labels=tokens, fused_lm_head=True).aux_loss, wanted)
 
 
-@pytest.mark.skipif(OLD, reason="Qwen3-VL's mixture of experts is newer")
 def test_images_with_as_many_patches_as_the_text_has_slots():
     """Documents are those of the text: 2 images of 16 patches beside 2 rows of 16 slots."""
     from hf_towers import TEXT, TOKENS, TOWERS

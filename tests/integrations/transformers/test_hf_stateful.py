@@ -9,9 +9,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE, OLD, tiny_model  # noqa: E402
+from hf_models import CACHE, tiny_model  # noqa: E402
 from stateful_case import CLOSE, LENGTHS, Blur, alone, assert_apart, behind_attention, in_llama, logits, packed  # noqa: E402
-from stateful_models import COMMON, FAMILIES, SERVED, stateful_model  # noqa: E402
+from stateful_models import SERVED, stateful_model  # noqa: E402
 
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
@@ -69,22 +69,6 @@ def test_loss_and_gradients_are_those_of_each_document_alone(family, checkpointi
         if ours.grad is not None:
             scale = theirs.grad.abs().max().item()
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4 * scale + 1e-7, msg=name)
-
-
-@pytest.mark.skipif(not OLD, reason="transformers 4 alone")
-@pytest.mark.parametrize("family", ["bamba", "jamba"])
-def test_what_4_57_does_not_serve_is_refused(family, device):
-    ids, positions, _ = packed(device)
-    config = transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
-
-    def call():
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="packing_ops")
-        model(ids, position_ids=positions)
-
-    with pytest.raises(
-        (KeyError, ValueError), match=r"attention of its own|got several, and Bamba.* passes them to no att"
-    ):
-        call()
 
 
 # --- one of them ---
@@ -372,7 +356,6 @@ def test_a_layer_without_results_by_token_is_refused(device):
         model(ids, position_ids=positions)
 
 
-@pytest.mark.skipif(OLD, reason="transformers 5 alone")
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_attention_of_its_own_follows_a_mask_that_there_is(family, device):
     """Without a mask it is refused, see causal_families.json."""
@@ -435,8 +418,6 @@ def test_kernels_that_take_boundaries_get_them(tmp_path):
     import subprocess
     import sys
 
-    if OLD:
-        pytest.skip("up to transformers 4.57 layers hand no boundaries on")
     (tmp_path / "causal_conv1d.py").write_text(CAUSAL_CONV1D)
     path = os.pathsep.join([str(tmp_path), *(each for each in sys.path if each)])
     command = [sys.executable, "-c", WITH_KERNELS]

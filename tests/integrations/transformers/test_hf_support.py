@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import ROOT
-from hf_models import FAMILIES, skip_if_it_cannot_compile, tiny_model
+from hf_models import FAMILIES, tiny_model
 
 import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, versions
@@ -50,8 +50,6 @@ def loss_and_gradients(call, model, batches, num_targets):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trains_as_document_by_document(family, feature, device, monkeypatch, fresh_compile):
     """Attention and RoPE swapped: loss and every gradient equal those of the stock model, one document at a time."""
-    if feature == "compile":
-        skip_if_it_cannot_compile(family)
     told = []
     monkeypatch.setattr(versions, "warn_once", torch.compiler.assume_constant_result(lambda why: told.append(why)))
     documents = [torch.randint(3, 61, (length,), device=device) for length in LENGTHS]

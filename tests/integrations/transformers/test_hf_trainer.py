@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from common.hf_setup import byte_tokenizer  # noqa: E402
-from hf_models import OLD, tiny_model  # noqa: E402
+from hf_models import tiny_model  # noqa: E402
 
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
@@ -68,8 +68,6 @@ def trained(model, collator, folder, device):
 
 @pytest.mark.parametrize("collator", COLLATORS)
 def test_steps_are_those_of_the_stock_model_on_padded_batches(collator, device, tmp_path):
-    if OLD:
-        pytest.skip("the Trainer of transformers 4.57 takes no train_sampling_strategy, it shuffles")
     stock = tiny_model("qwen3", device=device, vocab_size=258)
     wanted, wanted_loss = trained(stock, padded(), tmp_path, device)
     model = tiny_model("qwen3", device=device, vocab_size=258)

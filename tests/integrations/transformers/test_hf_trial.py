@@ -76,7 +76,7 @@ def test_each_form_is_told(form):
 
 
 def test_sections_of_an_image():
-    """As Qwen2-VL of transformers 4.57 takes its angles from three axes."""
+    """As Qwen2-VL took its angles from three axes."""
 
     def apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
         cos, sin = (

@@ -5,14 +5,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE, OLD, skip_if_masks_are_its_own  # noqa: E402
+from hf_models import CACHE  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 from packing_ops import _arguments  # noqa: E402
 from packing_ops.integrations.transformers import attention, masks, register  # noqa: E402
 from packing_ops.reference import attention as oracle  # noqa: E402
-
-served = pytest.mark.skipif(OLD, reason="transformers 4.57 makes these masks of functions of the models")
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 IMAGE = [97] * 4
@@ -92,7 +90,7 @@ def loss_of(logits, labels):
     ids=["gemma3", "gemma3, a window in the images", "the same, compiled", "paligemma"],
 )
 def test_loss_and_gradients_are_those_of_documents_alone(family, compiled, device, calls, fresh_compile):
-    """By visible_end; by a mask of the documents' images and SDPA in a graph, and with transformers 4.57."""
+    """By visible_end; by a mask of the documents' images and SDPA in a graph."""
     documents, images = (DOCUMENTS, IMAGES) if family is not paligemma else (DOCUMENTS[::2], IMAGES[::2])
     inputs = row_of(family, documents, device)
     pixels = torch.randn(sum(images), 3, 8, 8, device=device)
@@ -100,7 +98,6 @@ def test_loss_and_gradients_are_those_of_documents_alone(family, compiled, devic
     stock, ours = built(family, "eager", device), built(family, "packing_ops", device)
     mode = torch.nn.Module.train if family is paligemma else torch.nn.Module.eval
     mode(stock), mode(ours)
-    skip_if_masks_are_its_own(ours, {**inputs, "pixel_values": pixels, "use_cache": False})
     call = torch.compile(ours, backend="aot_eager") if compiled else ours
     wanted, logits = 0.0, []
     for i, row in enumerate(zip(*(t.split(lengths, 1) for t in inputs.values()), strict=True)):
@@ -114,9 +111,8 @@ def test_loss_and_gradients_are_those_of_documents_alone(family, compiled, devic
     found = call(**{**inputs, "labels": None}, pixel_values=pixels, use_cache=False).logits
     torch.testing.assert_close(found, torch.cat(logits, 1), **CLOSE)
     ends = [each for each in calls[served_by_towers:] if each is not None]
-    by_sdpa = compiled or OLD
-    assert len(ends) == (0 if by_sdpa else TEXT["num_hidden_layers"]), "the text's layers"
-    assert any("SDPA" in reason for reason in _arguments.warned) == by_sdpa
+    assert len(ends) == (0 if compiled else TEXT["num_hidden_layers"]), "the text's layers"
+    assert any("SDPA" in reason for reason in _arguments.warned) == compiled
     by_document = zip(found.split(lengths, 1), inputs["labels"].split(lengths, 1), strict=True)
     loss = sum(loss_of(*each) for each in by_document)
     torch.testing.assert_close(loss, wanted, **CLOSE)
@@ -134,7 +130,6 @@ def test_loss_and_gradients_are_those_of_documents_alone(family, compiled, devic
             )
 
 
-@served
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches(side, device, calls):
     """Two rows with padding, as a processor makes them."""
@@ -172,7 +167,6 @@ def blocks_layer(device, blocks, window=None):
     return results
 
 
-@served
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(
     ("blocks", "runs"),
@@ -187,7 +181,6 @@ def test_blocks_that_are_no_runs_fall_back(window, blocks, runs, device, calls):
     assert any("no runs of neighbours" in reason for reason in _arguments.warned) == (not runs)
 
 
-@served
 def test_a_compiled_model_gets_the_mask(device, fresh_compile, calls):
     inputs = row_of(gemma3, DOCUMENTS, device)
     inputs.pop("labels")
@@ -231,7 +224,6 @@ def dense(pattern, positions):
 SERVED = {("create_causal_mask", overlay) for overlay in OVERLAYS}
 
 
-@served
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("maker", ["create_causal_mask", "create_sliding_window_causal_mask"])
 def test_overlays_are_those_of_each_document(overlay, maker):
@@ -255,7 +247,6 @@ def test_overlays_are_those_of_each_document(overlay, maker):
     assert torch.equal(mask[0, 0], torch.block_diag(*of_documents).bool())
 
 
-@served
 @pytest.mark.parametrize("filler", [0, 1])
 def test_padding_inside_a_document_starts_none(filler):
     """Whatever positions it has, in masks that transformers makes."""

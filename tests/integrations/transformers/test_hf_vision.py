@@ -13,7 +13,6 @@ from helpers import assert_same
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD  # noqa: E402
 from hf_towers import TOWERS, tiny_tower_model  # noqa: E402
 
 from packing_ops.integrations.transformers import (  # noqa: E402
@@ -25,7 +24,6 @@ from packing_ops.integrations.transformers import (  # noqa: E402
 )
 
 GRID = [[1, 16, 16], [1, 8, 16], [2, 4, 8]]  # two images and a video of two frames: four rows of patches
-pytestmark = pytest.mark.skipif(OLD, reason="up to 4.57 these configs are of another form")
 
 
 def images(device, grid=GRID):

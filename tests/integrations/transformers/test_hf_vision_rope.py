@@ -10,7 +10,6 @@ from helpers import assert_same
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD  # noqa: E402
 
 from packing_ops.integrations import _rope_trial  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
@@ -21,7 +20,6 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     vision,
 )
 
-pytestmark = pytest.mark.skipif(OLD, reason="up to 4.57 these configs are of another form")
 LENGTHS = [5, 1, 6]
 ATTENTIONS = {  # family: class of attention, class of config, and its config
     "qwen2_vl": ("VisionAttention", "Qwen2VLVisionConfig", {"embed_dim": 32, "hidden_size": 32}),

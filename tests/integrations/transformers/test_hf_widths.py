@@ -6,7 +6,6 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from helpers import assert_same  # noqa: E402
-from hf_models import OLD  # noqa: E402
 
 import packing_ops  # noqa: E402
 from packing_ops.integrations.transformers import attention, register, versions  # noqa: E402
@@ -31,8 +30,6 @@ FAMILIES = {
 def model_of(family, implementation, device):
     if not hasattr(transformers, family):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    if OLD:
-        pytest.skip("models of transformers 4 make other masks: see test_hf_masks.py")
     torch.manual_seed(0)
     config = getattr(transformers, family)(**FAMILIES[family][0])
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to(device).train()

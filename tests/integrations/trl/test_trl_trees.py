@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from hf_models import FAMILIES, OLD, tiny_model, transformers
+from hf_models import FAMILIES, tiny_model, transformers
 
 packing = pytest.importorskip("trl.experimental.async_grpo.packing")
 if not hasattr(packing, "TreeRow"):
     pytest.skip("this TRL has no trees", allow_module_level=True)
 from packing_ops.integrations.trl import disable_tree_attention, enable_tree_attention  # noqa: E402
-
-pytestmark = pytest.mark.skipif(OLD, reason="trees are tried with transformers 5")
 
 
 @pytest.fixture(autouse=True)

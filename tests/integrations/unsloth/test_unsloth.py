@@ -469,11 +469,9 @@ def test_batches_are_those_of_unsloth_itself_and_it_reads_ours(unsloth_packing, 
 @transformers_installed
 def test_trainer_and_model_of_transformers(tmp_path):
     """The batches reach a model whose attention reads them from position_ids; the loss is that of the documents."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, __version__
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if __version__.startswith("4."):  # with a cache SDPA does not look for documents there
-        sizes["use_cache"] = False
     model = LlamaForCausalLM(LlamaConfig(vocab_size=10, attn_implementation="sdpa", **sizes))
     arguments = TrainingArguments(tmp_path, per_device_train_batch_size=3, report_to=[], use_cpu=True)
     trainer = enable_packing(Trainer(model, arguments, data_collator=padded, train_dataset=EXAMPLES))
