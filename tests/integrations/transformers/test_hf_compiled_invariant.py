@@ -213,7 +213,7 @@ def test_the_check_compiles_beyond_torch_s_limit(monkeypatch, fresh_compile):
     model = model_of()
     apply_packing_ops(model, invariant=True)
     for layer in model.model.layers:
-        layer.compile(backend="eager")
+        layer.input_layernorm.compile(backend="eager")  # products that are compiled are an error on the CPU
     model(torch.randint(128, (1, 7)))
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         assert po.check_invariance(model, rows=[2, 5]).packs

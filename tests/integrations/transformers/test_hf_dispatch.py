@@ -40,6 +40,8 @@ def layer_of(kind, device):
     given |= metadata.to_transformers() if kind == "kwargs" else {}
     mask = torch.ones(1, metadata.total, dtype=torch.bool, device=device) if kind == "mask" else None
     patterns = [MaskPattern(True, window, metadata.total, mask, given["position_ids"]) for window in [(-1, -1), (4, 0)]]
+    for pattern in patterns if kind != "plain" else []:  # as where transformers makes the mask
+        pattern.find(rows[0][..., 0, 0][:, None], (given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")))
     module = SimpleNamespace(num_key_value_groups=2, training=True)
 
     def layer(pattern=patterns[0], leaves=leaves, dropout=0.0):
