@@ -353,6 +353,20 @@ def refuse_one_result(model, call, kwargs, position_ids, batch) -> None:
         refuse_where(call.several(batch, position_ids), message)
 
 
+def refuse_packed_choices(model, call, tokens, kwargs) -> None:
+    """The same for rows ``[batch, choices, seqlen]``, each of which has one score: the model inside gets them flat."""
+    if call.outer is not None or tokens.dim() < 3 or not _has_one_result(type(model)):
+        return
+    for name in ("position_ids", "attention_mask"):
+        rows = kwargs.get(name)
+        if is_tensor(rows, 3) and rows.shape == tokens.shape[:3] and rows.dtype != torch.bool:
+            rows = rows.flatten(0, 1)
+            several = several_in(rows) if name == "position_ids" else several_in(numbers=rows)
+            refuse_where(
+                several, f"{name}: expected one document in each choice of {call.name}, got several; {ROW_EACH}"
+            )
+
+
 @constant
 def _names_of(cls) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]

@@ -23,6 +23,7 @@ from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
     refuse_encoder_decoder,
     refuse_one_result,
+    refuse_packed_choices,
     refuse_where,
 )
 from packing_ops.integrations.transformers.positions import refuse_own_positions
@@ -267,7 +268,10 @@ def find_documents_of(model, call, args, kwargs) -> None:
     refuse_encoder_decoder(model, call, args, kwargs)
     # A call without a sequence, or inside one that has looked already.
     tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
-    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
+        return
+    refuse_packed_choices(model, call, tokens, kwargs)
+    if tokens.shape[1] < 2:
         return
     batch, seqlen = tokens.shape[:2]
     outer = getattr(call.outer, "row_documents", None)

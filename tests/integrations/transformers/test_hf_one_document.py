@@ -199,6 +199,19 @@ def test_targets_of_a_row_are_refused(name, targets):
     assert model(IDS, **more, **dict.fromkeys(targets, torch.zeros(1, dtype=torch.long))).loss > 0
 
 
+@pytest.mark.parametrize("form", ["position_ids", "attention_mask"])
+@torch.no_grad()
+def test_choices_of_several_documents_are_refused(form):
+    """Rows [batch, choices, seqlen], which the model inside gets flat."""
+    model, choices = applied("BertForMultipleChoice", "BertConfig", **_LLAMA), IDS[None].expand(1, 2, -1)
+    with pytest.raises(ValueError, match=f"{form}: expected one document in each choice of BertForMultipleChoice"):
+        model(choices, **{form: FORMS[form][form][None].expand(1, 2, -1)})
+    mask = torch.ones_like(choices)
+    mask[0, 1, 9:] = 0
+    alone = torch.stack([model(IDS[None, :, :length]).logits for length in (15, 9)], 1).flatten()
+    torch.testing.assert_close(model(choices, attention_mask=mask).logits.flatten(), alone, rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_in_a_graph(fresh_compile):
     model = applied("LlamaForSequenceClassification", "LlamaConfig", **_LLAMA)
