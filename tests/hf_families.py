@@ -84,6 +84,7 @@ MORE = {  # what the recipe does not guess
     "squeezebert": {"embedding_size": 32},
     "esm": {"position_embedding_type": "rotary"},
     "lfm3": _FOUR,
+    "llama4_text": {"attention_chunk_size": 6, "floor_scale": 4, "no_rope_layers": [1, 0]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
     "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},

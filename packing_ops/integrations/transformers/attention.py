@@ -126,9 +126,11 @@ def _begin(model, call, args, kwargs):
         _additions.watch_peft()  # which may have been imported since
     if call.guard is None:
         _additions.noise_by_document(model, call)
-        args, kwargs = positions.with_positions(model, call, args, kwargs)
     if call.guard is None or call.guard.has_state:
+        args, kwargs = positions.with_positions(model, call, args, kwargs)
         stateful.find_documents_of(model, call, args, kwargs)
+    else:  # before a row that is longer than its table of positions fails
+        call.refuse_if_lost()
     args, kwargs = positions.with_axes_of_images(model, call, args, kwargs)
     return args, fused_loss.without_first_labels(model, call, kwargs)
 

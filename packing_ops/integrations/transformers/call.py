@@ -78,6 +78,7 @@ class PackedCall:
         mask = _argument("attention_mask", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.needs_positions = positions is None  # of models that otherwise count along the row
+        self.counting = None  # what in the model counts along the row, see positions.py
         self.where_several = None  # (batch, what to say at the end where a row has several documents), see documents.py
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         if REQUESTS in kwargs:  # a dict: the cache of a layer knows which

@@ -63,7 +63,8 @@ class _Found:
         if isinstance(module, PreTrainedModel):
             of_text = reads_text(cls)
             self.has_axes |= first_axis(cls) is not None or hasattr(cls, "get_rope_index")
-        embeds = any(_embeds_positions(type(child), name) for name, child in inside.items() if child is not None)
+        embeds = [name for name, child in inside.items() if child is not None and ("pos" in name or name == "wpe")]
+        embeds = any(_embeds_positions(type(inside[name]), name) for name in embeds)
         if of_text and (embeds or (not inside and _starts_at_zero(cls))):
             if any("position" in name for name in inspect.signature(cls.forward).parameters):
                 self.needs = self.needs or class_name(module)
@@ -73,10 +74,10 @@ class _Found:
         if _looks_at_length(module):
             self.by_length = class_name(module)
             put_around(module, "forward", _by_length)
-        elif _scales_along_the_row(cls):
+        elif "Attention" in cls.__name__ and _scales_along_the_row(cls):
             put_around(module, "forward", _scaled_by_position)
-        for child in inside.values():
-            if child is not None:
+        for child in inside.values():  # not most modules: this runs in every call of a model
+            if child is not None and (child._modules or "rope_type" in vars(child) or _starts_at_zero(type(child))):
                 self.look(child, of_text)
 
 
@@ -115,7 +116,7 @@ def _code_of(cls) -> str:
 
 @kept_with_class
 def _scales_along_the_row(cls) -> bool:
-    return "Attention" in cls.__name__ and bool(_ALONG_THE_ROW.search(source_of(cls.forward)))
+    return bool(_ALONG_THE_ROW.search(source_of(cls.forward)))
 
 
 # --- the positions of a call ---
@@ -123,7 +124,8 @@ def _scales_along_the_row(cls) -> bool:
 
 def with_positions(model, call, args, kwargs):
     """The call's arguments, with position_ids where they are missing or count from 0 in a model that starts elsewhere."""
-    _, needs, _, has_axes, first = _found_in(model)
+    call.counting = _found_in(model)
+    _, needs, _, has_axes, first = call.counting
     if call.outer is None and first and is_tensor(call.position_ids, 2):
         if sequence_group.of(model) is not None:
             raise ValueError(
@@ -202,7 +204,7 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
 
     Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
     """
-    takes_none, needs, by_length, has_axes, _ = _found_in(model)
+    takes_none, needs, by_length, has_axes, _ = call.counting
     if takes_none or (by_length and has_axes):
         why = f"{takes_none} counts positions along the row and takes none"
         if not takes_none:
@@ -308,7 +310,7 @@ def _axis_of_text(model) -> str | None:
 
 def _looks_at_length(module) -> bool:
     """Whether a rotary embedding of transformers takes its frequencies by the largest position of the batch."""
-    kinds = getattr(module, "rope_type", None)
+    kinds = vars(module).get("rope_type")
     kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -26,7 +27,9 @@ from packing_ops.integrations.transformers import apply_packing_ops
 # {family: [sha256 of its modelling module, what was seen with attn_implementation, and after apply_packing_ops]}
 RESULTS = Path(__file__).with_suffix(".json")
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-LENGTHS = [5, 7, 4]
+LENGTHS, SHORT = [30, 41, 9], [5, 7, 4]  # the first in all more than a table of positions has
+BUFFERS = {"big_bird", "git", "gpt_neo", "megatron-bert", "reformer", "rembert", "xlm"}  # as long as a row, or an error
+WAYS = ["beside cu_seq_lens_q", "by cu_seq_lens_q alone", "by numbers"]
 MOST = 5_000_000  # parameters of a model that is run
 APART, REFUSED = "apart", "refused: "
 NOT_PACKED = {  # neither served nor refused, and why that is no leak
@@ -48,7 +51,18 @@ def digest_of(family):
 
 def config_of(family):
     config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
-    return hf_families.tiny_config_of(config_class.model_type, config_class, class_of(family))
+    config = hf_families.tiny_config_of(config_class.model_type, config_class, class_of(family))
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        _lower_thresholds(getattr(part, "rope_parameters", None) or {})
+    return config
+
+
+def _lower_thresholds(rope):
+    """Positions from which angles or queries are scaled: documents are longer."""
+    if rope.get("original_max_position_embeddings"):
+        rope["original_max_position_embeddings"] = 4
+    for of_layers in (value for value in rope.values() if isinstance(value, dict)):
+        _lower_thresholds(of_layers)
 
 
 def model_on_meta(family):
@@ -67,6 +81,8 @@ def model_of(family, attn_implementation):
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15, generator=numbers)
+        else:  # weights of norms among them, none of which is as good as another
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=numbers)
     return model
 
 
@@ -74,34 +90,29 @@ def model_of(family, attn_implementation):
 def seen_in(family):
     """What is seen with attn_implementation="packing_ops", and after apply_packing_ops(model).
 
-    Each is 'apart', 'refused: why', which of them by position_ids and which beside cu_seq_lens_q, or what is wrong.
+    Each is 'apart', 'refused: why', or what is wrong: by position_ids, and in each other WAY in which it is something else.
     Apart: tokens of one document change nothing in the others, and logits are those of the stock model, one document at a
     time.
     """
     stock = model_of(family, "eager")
     takes = "position_ids" in inspect.signature(stock.forward).parameters
-    ids = torch.randint(3, 50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
-    alone = [
-        stock(
-            input_ids=document,
-            use_cache=False,
-            **({"position_ids": torch.arange(document.shape[1])[None]} if takes else {}),
-        ).logits
-        for document in ids.split(LENGTHS, 1)
-    ]
-    packed = po.PackedMetadata.from_lengths(LENGTHS)
-    positions = {"position_ids": packed.position_ids[None]}
-    batches = positions, {**(positions if takes else {}), **packed.to_transformers()}
+    lengths = SHORT if family in BUFFERS else LENGTHS
+    ids = torch.randint(3, 50, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    alone = [stock(input_ids=document, use_cache=False).logits for document in ids.split(lengths, 1)]
+    packed = po.PackedMetadata.from_lengths(lengths)
+    positions, told = {"position_ids": packed.position_ids[None]}, packed.to_transformers()
+    batches = positions, {**(positions if takes else {}), **told}, told, {"attention_mask": packed.seq_idx[None] + 1}
 
     def seen(way):
         try:
             model = way()
         except ValueError as error:
             return f"{REFUSED}{error}"
-        found = [seen_by(model, ids, torch.cat(alone, 1), arguments) for arguments in batches]
+        first, *others = [seen_by(model, ids, torch.cat(alone, 1), arguments, lengths[0]) for arguments in batches]
         # Two refusals differ in the argument that they name.
-        same = found[0] == found[1] or all(each.startswith(REFUSED) for each in found)
-        return found[0] if same else f"{found[0]}; beside cu_seq_lens_q {found[1]}"
+        kind = first.startswith(REFUSED)
+        others = [(way, what) for way, what in zip(WAYS, others, strict=True) if what != first]
+        return first + "".join(f"; {way} {what}" for way, what in others if not (kind and what.startswith(REFUSED)))
 
     def named():
         model = model_of(family, "packing_ops")
@@ -117,16 +128,17 @@ def seen_in(family):
     return seen(named), seen(applied)
 
 
-def seen_by(model, ids, alone, arguments):
-    other = torch.cat([(ids[:, : LENGTHS[0]] + 7) % 50 + 3, ids[:, LENGTHS[0] :]], 1)
+def seen_by(model, ids, alone, arguments, first=LENGTHS[0]):
+    """first: the length of the first document."""
+    other = torch.cat([(ids[:, :first] + 7) % 50 + 3, ids[:, first:]], 1)
     try:
-        first, second = (model(input_ids=row, use_cache=False, **arguments).logits for row in (ids, other))
+        one, two = (model(input_ids=row, use_cache=False, **arguments).logits for row in (ids, other))
     except (ValueError, NotImplementedError) as error:
         return f"{REFUSED}{error}"
-    far = (first - second)[:, LENGTHS[0] :].abs().max().item()  # experts' matrices have other shapes: not to the bit
+    far = (one - two)[:, first:].abs().max().item()  # experts' matrices have other shapes: not to the bit
     if far > 1e-4:
         return "LEAK"
-    return APART if (first - alone).abs().max() <= 1e-4 * alone.abs().max().clamp(min=1) else "DIFFERS from alone"
+    return APART if (one - alone).abs().max() <= 1e-4 * alone.abs().max().clamp(min=1) else "DIFFERS from alone"
 
 
 def tried(family):
@@ -140,7 +152,7 @@ def tried(family):
 
 def is_told(what):
     """Whether documents are apart, or else an error names the argument and what was expected of it."""
-    each = what.split("; beside cu_seq_lens_q ")
+    each = re.split(f"; (?:{'|'.join(WAYS)}) ", what)
     return all(part == APART or (part.startswith(REFUSED) and ": expected " in part) for part in each)
 
 

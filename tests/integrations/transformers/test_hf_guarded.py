@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 
 import causal_families  # noqa: E402
-from causal_families import APART, LENGTHS, REFUSED  # noqa: E402
+from causal_families import APART, REFUSED  # noqa: E402
+from causal_families import SHORT as LENGTHS  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
@@ -90,7 +91,7 @@ def test_packed_rows_are_served_or_an_error(family, way, rows):
         return
     model = way(family)
     model.load_state_dict(stock.state_dict())
-    seen = causal_families.seen_by(model, IDS, alone(stock), ROWS[rows])
+    seen = causal_families.seen_by(model, IDS, alone(stock), ROWS[rows], LENGTHS[0])
     if family in SERVED:
         assert seen == APART
     else:

@@ -1,5 +1,7 @@
 """Models whose packed documents would get wrong positions or no boundaries in silence: each is an error that says why."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 
 import packing_ops as po  # noqa: E402
-from packing_ops.integrations.transformers import register, unregister  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, register, unregister  # noqa: E402
 
 TOLD = po.PackedMetadata.from_lengths([5, 7, 4])
 COUNTS = r"got several, and {} counts positions along the row and takes none; give each document a row of its own"
@@ -27,6 +29,7 @@ NEED_POSITIONS = {
 }
 
 
+import hf_families  # noqa: E402
 from causal_families import class_of, config_of  # noqa: E402
 
 
@@ -204,6 +207,28 @@ def test_rows_may_be_longer_than_the_table_of_positions(family):
         told.append({"attention_mask": packed.seq_idx[None] + 1})
     for given in told:
         torch.testing.assert_close(model(row, use_cache=False, **given).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+# Encoders whose positions start at padding_idx + 1, or at 2; the second have an attention of their own.
+SERVED = ["camembert", "data2vec-text", "jina_embeddings_v3", "roberta", "roberta-prelayernorm", "xlm-roberta"]
+OF_THEIR_OWN = ["ibert", "mpnet", "mra", "nystromformer", "yoso"]
+
+
+@pytest.mark.parametrize("family", [*SERVED, *OF_THEIR_OWN])
+@torch.no_grad()
+def test_encoders_get_the_positions_of_each_document_or_refuse_several(family):
+    config_class, cls = hf_families.mappings()["MASKED_LM"][family]
+    model, _ = hf_families.made(family, config_class, cls)
+    wanted = torch.cat([model(document).logits for document in ids().split([5, 7, 4], 1)], 1)
+    with warnings.catch_warnings(action="ignore"):  # what keeps its attention says so
+        apply_packing_ops(model, rope=False)
+    positions, told = {"position_ids": TOLD.position_ids[None]}, TOLD.to_transformers()
+    for given in (positions, told, {**positions, **told}, {"attention_mask": TOLD.seq_idx[None] + 1}):
+        if family in OF_THEIR_OWN:
+            with pytest.raises(ValueError, match="keeps its attention"):
+                model(ids(), **given)
+        else:
+            torch.testing.assert_close(model(ids(), **given).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_patches_of_bytes_are_refused_in_packed_rows():

@@ -117,6 +117,11 @@ def gemma3(device):
 def test_longrope_of_families(make, device):
     model, stock = make(device), make(device)
     apply_packing_ops(model)
+    try:
+        for _ in range(2):
+            stock(torch.ones(1, 17, dtype=torch.long, device=device))
+    except UnboundLocalError:
+        pytest.skip("this transformers computes longrope of a kind of layers once")
     for lengths in ([5, 17, 8, 9], [3, 4]):
         assert_alone(model, lambda: stock, lengths, device)
 
