@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 from packing_ops.integrations.transformers import (
     apply,
     apply_packing_ops,
+    linear_attention,
     rms_norm,
     rope,
 )
@@ -203,6 +204,7 @@ class Row(NamedTuple):
     attention: str
     rope: str
     rms_norm: str
+    state: str
 
 
 def row_of(model) -> Row:
@@ -216,7 +218,13 @@ def row_of(model) -> Row:
         reason = applied.skipped.get(option, "")
         nothing = reason.startswith(("no rotary embedding", "it has no RMSNorm"))
         verdicts.append(NONE if nothing else (f"yes, but {reason}" if reason else "yes") if count else reason)
-    return Row(own or "yes", *verdicts)
+    return Row(own or "yes", *verdicts, state_of(linear_attention.layers_in(model).values()))
+
+
+def state_of(reasons) -> str:
+    """Returns the verdict over layers that carry a state by functions which ours may replace."""
+    reasons = [*reasons]
+    return "; ".join(dict.fromkeys(filter(None, reasons))) or ("yes" if reasons else NONE)
 
 
 def formula_of_class(cls: type) -> tuple[str | None, str]:
@@ -255,14 +263,16 @@ def row_of_module(model_class) -> Row:
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type)]
     norms = [value for value in classes if value.__module__ == name and rms_norm.is_norm(value)]
     reasons = [reason for formula, reason in map(formula_of_class, norms) if formula is None]
-    return Row("not tried", refusal_of_module(name) or "yes", "; ".join(reasons) or ("yes" if norms else NONE))
+    layers = [cls for cls in classes if cls.__module__ == name and linear_attention.functions_called(cls)]
+    states = state_of(linear_attention.why_not_class(cls) for cls in layers)
+    return Row("not tried", refusal_of_module(name) or "yes", "; ".join(reasons) or ("yes" if norms else NONE), states)
 
 
 def page_of(rows: dict[tuple[str, str], Row]) -> str:
     """The page's table, and the version that it is of."""
     lines = [f"With transformers {transformers.__version__}:", ""]
     for kind, title in KINDS.items():
-        lines += [f"## {title}", "", "| model_type | attention | RoPE | RMSNorm |", "|---|---|---|---|"]
+        lines += [f"## {title}", "", "| model_type | attention | RoPE | RMSNorm | state |", "|---|---|---|---|---|"]
         for (found, model_type), row in rows.items():
             if found == kind:
                 lines.append(f"| {model_type} | " + " | ".join(cell.replace("|", "/") for cell in row) + " |")

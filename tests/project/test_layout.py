@@ -84,7 +84,7 @@ def test_nothing_imports_integrations():
 def test_folders_of_integrations_are_small():
     folders = [path for path in (ROOT / "packing_ops" / "integrations").rglob("*") if path.is_dir()]
     sizes = {name_of(path): len([*path.glob("*.py")]) for path in folders}
-    assert {name: size for name, size in sizes.items() if size > 16} == {}
+    assert {name: size for name, size in sizes.items() if size > 20} == {}
 
 
 def imported(path):

@@ -13,6 +13,7 @@ from packing_ops import _invariant
 from packing_ops._invariance_refusals import refusals
 from packing_ops.integrations._patching import put_around, take_out, take_out_function
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
+from packing_ops.integrations.transformers import linear_attention as linear_attention_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
@@ -34,6 +35,7 @@ class Applied:
         attention, rope, rms_norm: the number of modules that were swapped.
         fused_loss: the number of models that compute their loss from hidden states.
         vision: the number of attention modules in vision and audio towers that take all images in one call.
+        linear_attention: the number of layers whose convolution or gated delta rule was swapped.
         skipped: {part: why all or some of it was not swapped}.
     """
 
@@ -42,10 +44,12 @@ class Applied:
     rms_norm: int = 0
     fused_loss: int = 0
     vision: int = 0
+    linear_attention: int = 0
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return self.attention + self.rope + self.rms_norm + self.fused_loss + self.vision > 0
+        swapped = self.attention + self.rope + self.rms_norm + self.fused_loss + self.vision + self.linear_attention
+        return swapped > 0
 
 
 def _name_of(model: torch.nn.Module) -> str:
@@ -78,6 +82,7 @@ def apply_packing_ops(
     *,
     rope: bool = True,
     attention: bool = True,
+    linear_attention: bool = True,
     rms_norm: bool = False,
     fused_loss: bool = False,
     balance_loss: Literal["batch", "document", False] = False,
@@ -98,6 +103,9 @@ def apply_packing_ops(
             after a warning. A call of it with several documents in a row is an error from then on, unless layers with
             a state (Mamba, RWKV) keep them apart. With False such a call is no error: the model's own attention must
             then keep documents apart.
+        linear_attention: short convolutions and gated delta rules of hybrid models (Qwen3-Next, Qwen3.5, OLMo-Hybrid,
+            LFM2) run by causal_conv1d and gated_delta_rule, which get the documents of the rows. It needs attention,
+            which finds them. Layers that call another recurrence run as before, each document as a row of a batch.
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
             and Mistral rounds twice: the normalised value, then its product with the weight. This one rounds once.
             Gemma and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes stay those of stock.
@@ -197,6 +205,7 @@ def apply_packing_ops(
         sequence_patch.apply_to_model(model, attentions(model), sequence_group, sequence_scheme)
     # RoPE, RMSNorm, loss
     rotated = rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0
+    scanned = linear_attention_patch.apply_to_model(model) if linear_attention and attends else 0
     claimed = invariant and "invariant" not in skipped
     if claimed and any(p.is_cuda for p in model.parameters()):
         rms_norm = True  # the stock formula's mean has other bits in fewer than 16 rows
@@ -213,7 +222,7 @@ def apply_packing_ops(
         _refuse(model, skipped, strict)
     _warn(model, skipped)
     attending = len(attentions(model)) if attends else 0
-    return Applied(attending, rotated, normed, len(losses), vision, skipped)
+    return Applied(attending, rotated, normed, len(losses), vision, scanned, skipped)
 
 
 def revert_packing_ops(model: torch.nn.Module) -> None:
@@ -232,6 +241,7 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
     for module in model.modules():
         take_out(module, PACKAGE)
     rope_patch.release(model)
+    linear_attention_patch.release(model)
     for host, before in befores.items():
         host.set_attn_implementation(before)
 
@@ -429,6 +439,8 @@ def info(model: torch.nn.Module) -> str:
     lines.append(f"attention: {_attention(model, found)}")
     lines.append(f"rope: {_swapped(rope_patch, model, 'apply_packing_ops(model)')}")
     lines.append(f"rms_norm: {_swapped(rms_norm_patch, model, 'apply_packing_ops(model, rms_norm=True)')}")
+    if linear_attention_patch.layers_in(model):
+        lines.append(f"linear_attention: {_swapped(linear_attention_patch, model, 'apply_packing_ops(model)')}")
     lines += [f"loss: {_loss(found)}", f"invariant: {_mode(model)}", f"documents: {_documents(found)}"]
     lines += [_last_forward(last) for host in found if (last := last_forward(host)) is not None]
     return "\n".join([*lines, *versions.sdpa_reasons()])

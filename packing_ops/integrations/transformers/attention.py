@@ -16,6 +16,7 @@ from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations.transformers import (
     continuous_batching,
     fused_loss,
+    linear_attention,
     masks,
     positions,
     sequence_group,
@@ -32,6 +33,7 @@ from packing_ops.integrations.transformers.call import (
     watched,
 )
 from packing_ops.integrations.transformers.documents import can_read, is_tensor
+from packing_ops.integrations.transformers.linear_attention import DOCUMENTS
 from packing_ops.integrations.transformers.versions import (
     CACHE,
     AttentionInterface,
@@ -132,7 +134,8 @@ def _begin(model, call, args, kwargs):
     else:  # before a row that is longer than its table of positions fails
         call.refuse_if_lost()
     args, kwargs = positions.with_axes_of_images(model, call, args, kwargs)
-    return args, fused_loss.without_first_labels(model, call, kwargs)
+    kwargs = fused_loss.without_first_labels(model, call, kwargs)
+    return args, linear_attention.with_documents(model, call, kwargs)
 
 
 _CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin))
@@ -267,7 +270,7 @@ HARMLESS = frozenset({
     "input_ids", "inputs_embeds", "k_cache", "labels", "logits_indices", "logits_processor_args", "logits_to_keep", "margin", "max_length_k", "max_length_q",
     "mm_token_type_ids", "num_items_in_batch", "num_targets", "num_tokens", "output_hidden_states", "output_router_logits",
     "packed_seq_lengths", "past_key_values", "read_index", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
-    "use_cache", "v_cache", REQUESTS,
+    "use_cache", "v_cache", REQUESTS, DOCUMENTS,
 })  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import torch
 
 from packing_ops._batch_cache import unseen
 from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
+from packing_ops.integrations.transformers import linear_attention
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
@@ -287,7 +288,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
     # Layers that cannot have several documents in a row.
     refuse_one_result(model, call, kwargs, position_ids, batch)
     refuse_own_positions(model, call, position_ids, batch)
-    stateful, has_attention, unknown = prepare(model, call.padding is not None)
+    stateful, has_attention, unknown = prepare(model, call.padding is not None, call.segment_parents is not None)
     if unknown:
         refuse_where(
             call.several(batch, position_ids),
@@ -304,7 +305,8 @@ def find_documents_of(model, call, args, kwargs) -> None:
         return
     parents = call.segment_parents
     paths = None if parents is None else kept_paths(documents.cu_seqlens, parents, seqlen, None)
-    call.row_documents = RowDocuments(documents.document_ids(batch, seqlen), has_attention, paths)
+    seq_idx = documents.document_ids(batch, seqlen)
+    call.row_documents = RowDocuments(seq_idx, documents.cu_seqlens, documents.indices, has_attention, paths)
     for name in CACHES.intersection(kwargs):
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
         if isinstance(cached, int) and cached > 0:
@@ -322,17 +324,21 @@ _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules who
 
 
 @constant_of_model
-def prepare(model, masked=False) -> tuple[bool, bool, str]:
-    """Puts ours into its layers with a state, until revert: (whether there are any, and attention beside them, UNKNOWN ones)."""
+def prepare(model, masked=False, is_tree=False) -> tuple[bool, bool, str]:
+    """Puts ours into its layers with a state, until revert: (whether there are any, and attention beside them, UNKNOWN ones).
+
+    Layers that linear_attention has swapped get their documents as an argument. They run as rows for a prefix tree alone.
+    """
     layers = layers_of(model)
     unknown = dict.fromkeys(class_name(layer) for layer, kind in layers.items() if kind is StateKind.UNKNOWN)
     stateful = [layer for layer, kind in layers.items() if kind is not StateKind.UNKNOWN]
     # An attention of transformers' own reads a mask, or the call is refused at its end.
     stateful = [layer for layer in stateful if not (masked and _has_own_attention(type(layer)))]
-    for layer in stateful:
+    in_rows = [layer for layer in stateful if is_tree or not linear_attention.is_swapped(layer)]
+    for layer in in_rows:
         put_around(layer, "forward", _forward, {})
         _prepared.add(layer)
-    for module in model.modules() if stateful else ():
+    for module in model.modules() if in_rows else ():
         for name in _CHECKPOINTS:
             if vars(module).get(name) is not None:
                 put_around(module, name, _checkpoint)
@@ -380,6 +386,8 @@ def _forward(layer, stock, isolations, *args, **kwargs):
     """
     found = _current_documents()
     run = functools.partial(type(layer).forward, layer) if stock is None else stock
+    if linear_attention.DOCUMENTS in kwargs and (found is None or found.paths is None):
+        return run(*args, **kwargs)
     return run(*args, **kwargs) if found is None else _apart(layer, run, isolations, found, args, kwargs)
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from packing_ops._batch_cache import kept_with
+from packing_ops.integrations.transformers.linear_attention import DOCUMENTS
 from packing_ops.prefix_attention import PrefixPaths
 
 CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "cache", "state"))
@@ -180,6 +181,8 @@ class RowDocuments(NamedTuple):
     """Where the documents of a call's rows lie."""
 
     seq_idx: torch.Tensor  # int32 [batch, seqlen], the document of each token, -1 for padding
+    cu_seqlens: torch.Tensor  # int32 [documents + 1], of the rows without padding
+    indices: torch.Tensor | None  # int64, the slots of these rows; None where no slot is padding
     has_attention: bool  # beside the layers with a state
     paths: PrefixPaths | None = None  # of a prefix tree, whose segments seq_idx then counts
 
@@ -233,7 +236,8 @@ def rows_of(named, slots, shape, axes):
             is_mask = type(value).__module__.startswith(("packing_ops.", "torch.nn.attention."))
         return None if is_mask or hasattr(value, "get_seq_length") else value
 
-    return {name: None if name in CACHES else tree_map(rows, value, name) for name, value in named.items()}
+    left_out = {*CACHES, DOCUMENTS}  # without DOCUMENTS each row is one
+    return {name: None if name in left_out else tree_map(rows, value, name) for name, value in named.items()}
 
 
 def _joined(parts, batches, documents, shape, axes):

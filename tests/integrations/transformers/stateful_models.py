@@ -59,11 +59,12 @@ FAMILIES = {  # gated delta net, convolution, Mamba 1 beside and without attenti
         "router_hidden_size": 8,
     },
 }
+MORE_HYBRIDS = {"qwen3_5_text": _DELTA, "olmo_hybrid": _DELTA}  # with the layers of qwen3_next
 SERVED = [name for name in FAMILIES if name in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES]
 
 
 def stateful_model(family, *, attn_implementation="packing_ops", device="cpu", seed=0, **more):
-    config = transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **more})
+    config = transformers.AutoConfig.for_model(family, **{**COMMON, **(FAMILIES | MORE_HYBRIDS)[family], **more})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     for parameter in model.parameters():

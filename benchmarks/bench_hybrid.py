@@ -1,0 +1,101 @@
+"""A training step of a Qwen3.5 model, three of four layers gated delta nets: python benchmarks/bench_hybrid.py [--tiny]
+
+Documents of the sft workload in one row of 16,384 tokens, forward and backward: tokens that are not padding per second, and
+the most memory held. The losses of all tokens are compared with those of the run's first provider. A provider that fails
+(out of memory, say) has its error in place of a time. Needs transformers.
+"""
+
+import argparse
+import contextlib
+from pathlib import Path
+
+import torch
+from bench_e2e import release, seconds, step
+from e2e_batches import by_document, documents_of, packed_rows, padded_batches, token_losses
+from harness import RESULTS, commit, device_name, write_csv
+
+from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
+
+ROW = 16_384
+SHAPE = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 16,
+         "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+         "tie_word_embeddings": True}  # fmt: skip
+TINY_ROW = 512
+TINY = {**SHAPE, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16,
+        "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16}  # fmt: skip
+PROVIDERS = {  # arguments of apply_packing_ops, and whether each layer is compiled
+    "packing_ops": ({}, False),
+    "packing_ops, rms_norm=True": ({"rms_norm": True}, False),
+    "packing_ops, torch.compile of each layer": ({}, True),
+    "packing_ops, linear_attention=False": ({"linear_attention": False}, False),
+    "padded batches of 8, sdpa": (None, False),
+}
+COLUMNS = ("provider", "layers", "tokens", "documents", "tokens_per_second", "peak_gib", "token_loss_difference", "error",
+           "device", "torch", "commit")  # fmt: skip
+RUNS = 3
+
+
+@contextlib.contextmanager
+def model_of(swaps: dict | None, compiled: bool, shape: dict, device: str):
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(**shape, use_cache=False)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        model = Qwen3_5ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).train()
+    if swaps is not None:
+        apply_packing_ops(model, **swaps)
+    for layer in model.model.layers if compiled else ():
+        layer.compile()
+    yield model
+    revert_packing_ops(model)
+
+
+def measured(swaps: dict | None, compiled: bool, documents: list, shape: dict, device: str, reference: list) -> dict:
+    made = padded_batches(documents) if swaps is None else packed_rows(documents, sum(map(len, documents)), True)
+    batches = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()} for batch in made.batches]
+    with model_of(swaps, compiled, shape, device) as model:
+        with torch.no_grad():
+            losses = torch.cat([token_losses(model(**batch).logits, batch) for batch in batches])
+        losses = by_document(losses, made.order, documents)
+        reference[:] = reference or [losses]
+        for _ in range(2):
+            step(model, batches, made.shares)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times = sorted(seconds(lambda: step(model, batches, made.shares), device) for _ in range(RUNS))
+        peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return {
+        "tokens_per_second": f"{sum(map(len, documents)) / times[RUNS // 2]:.0f}",
+        "peak_gib": f"{peak:.2f}",
+        "token_loss_difference": f"{float((losses - reference[0]).square().mean().sqrt()):.2g}",
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--tiny", action="store_true", help="a small model and few tokens, to see that it runs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    device = arguments.device
+    shape, row = (TINY, TINY_ROW) if arguments.tiny else (SHAPE, ROW)
+    documents, reference, rows = documents_of(row, row, shape["vocab_size"]), [], []
+    where = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
+    about = {"layers": shape["num_hidden_layers"], "tokens": sum(map(len, documents)), "documents": len(documents)}
+    for name, (swaps, compiled) in PROVIDERS.items():
+        try:
+            found = measured(swaps, compiled, documents, shape, device, reference)
+        except Exception as error:  # one that cannot run here says nothing about the others
+            found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"}
+        rows.append({**dict.fromkeys(COLUMNS, ""), "provider": name, **about, **found, **where})
+        print(name, found, flush=True)
+        write_csv(arguments.out / f"hybrid_{device}.csv", rows, show=False)
+        release(device)
+
+
+if __name__ == "__main__":
+    main()

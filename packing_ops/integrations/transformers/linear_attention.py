@@ -1,0 +1,306 @@
+"""Hybrid models by causal_conv1d and gated_delta_rule, which know the documents of a row.
+
+The layers look these functions up in their modelling module, which all models of a family share. While a swapped model
+lives, a dispatcher stands in place of each. A swapped model's call has one keyword more, DOCUMENTS, which reaches the
+functions through the layers' own ``**kwargs``. A dispatcher serves the calls that bring it; others get the stock function.
+So nothing is looked up while a layer runs: recomputation, threads and torch.compile see the same arguments.
+"""
+
+import functools
+import importlib
+import inspect
+import re
+
+import torch
+import torch.nn.functional as F
+from transformers.activations import ACT2FN
+
+from packing_ops import _ops
+from packing_ops._batch_cache import dense_cu_seqlens
+from packing_ops.conv import causal_conv1d
+from packing_ops.integrations._patching import PRIVATE, Patch, kept_with_class, revert_left
+from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
+from packing_ops.integrations.transformers.versions import PreTrainedModel, constant_of_model, unwrapped
+from packing_ops.scan import gated_delta_rule
+
+DOCUMENTS = "packing_ops_documents"  # RowDocuments, or None: each row is one document
+_SWAPPED = f"{PRIVATE}linear_attention"  # in a swapped layer
+_HOST = "transformers."
+_DIMS = 64, 128, 256  # head_dims that gated_delta_rule has on a GPU
+
+# --- the functions of a modelling module ---
+
+
+def _convolution(documents, hidden_states, weight, bias=None, activation=None):
+    """causal_conv1d_fn of transformers: hidden_states ``[batch, channels, seqlen]``."""
+    batch, _, seqlen = hidden_states.shape
+    dtype = hidden_states.dtype
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
+    rows = hidden_states.to(weight.dtype).transpose(1, 2)
+    (rows,), cu_seqlens = _packed([rows], documents, batch, seqlen)
+    inside = activation in (None, "silu", "swish")
+    out, _ = causal_conv1d(rows, weight, bias, cu_seqlens, activation=activation if inside else None)
+    out = _unpacked(out if inside else ACT2FN[activation](out), documents, batch, seqlen)
+    return out.transpose(1, 2).to(dtype)
+
+
+def _delta_rule(
+    documents,
+    query,
+    key,
+    value,
+    g,
+    beta,
+    chunk_size=64,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+):
+    """chunk_gated_delta_rule of transformers: query ``[batch, seqlen, heads, head_dim]``."""
+    batch, seqlen, _, head_dim = query.shape
+    dim_v, dtype = value.shape[-1], query.dtype
+    padded, padded_v = (_padded_dim(dim) if query.is_cuda else dim for dim in (head_dim, dim_v))
+    if initial_state is not None:
+        initial_state = F.pad(initial_state.float(), (0, padded_v - dim_v, 0, padded - head_dim))
+    rows = [F.pad(each, (0, padded - head_dim)) for each in (query, key)]  # zeros change no product and no norm
+    rows += [F.pad(value.to(dtype), (0, padded_v - dim_v)), g.float(), beta.float()]
+    rows, cu_seqlens = _packed(rows, documents, batch, seqlen)
+    out, state = gated_delta_rule(
+        *rows,
+        cu_seqlens,
+        scale=head_dim**-0.5,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+    )
+    out = _unpacked(out, documents, batch, seqlen)
+    if state is not None:
+        if documents is not None:  # of each row the state after its last document, as a cache holds one a row
+            state = state[documents.seq_idx[:, -1].clamp(min=0).long()]
+        state = state[:, :, :head_dim, :dim_v]
+    return out[..., :dim_v], state
+
+
+_SERVED = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+}
+# They take one token of a cache, and no documents.
+_OF_ONE_TOKEN = frozenset(("causal_conv1d_update", "torch_recurrent_gated_delta_rule"))
+# Names of functions that carry something from token to token.
+_SEQUENTIAL = re.compile(r"causal_conv1d\w*|\w*(delta_rule|delta_attention|_kda|_scan_combined|_scan|state_update)")
+
+
+def _padded_dim(head_dim):
+    return next((dim for dim in _DIMS if head_dim <= dim), head_dim)
+
+
+def _packed(tensors, documents, batch, seqlen):
+    """Returns ``[batch, seqlen, ...]`` tensors as packed rows, without padding, and cu_seqlens."""
+    if documents is not None and documents.seq_idx.shape != (batch, seqlen):
+        raise ValueError(
+            f"hidden_states: expected the {list(documents.seq_idx.shape)} tokens of the batch, whose rows hold several "
+            f"documents, got {[batch, seqlen]}"
+        )
+    if documents is None:
+        rows = [each.flatten(0, 1) for each in tensors]
+        return rows, dense_cu_seqlens(batch, seqlen, rows[0], "hidden_states")
+    device = tensors[0].device
+    if documents.indices is None:
+        return [each.flatten(0, 1) for each in tensors], documents.cu_seqlens.to(device)
+    indices = documents.indices.to(device)
+    return _ops.gather_rows_many(tensors, indices, indices.shape[0]), documents.cu_seqlens.to(device)
+
+
+def _unpacked(rows, documents, batch, seqlen):
+    """Returns packed rows ``[total, ...]`` as ``[batch, seqlen, ...]``, zeros at padding."""
+    if documents is None or documents.indices is None:
+        return rows.unflatten(0, (batch, seqlen))
+    return _ops.scatter_rows(rows, documents.indices.to(rows.device), batch, seqlen)
+
+
+@functools.cache
+def patches_of(module_name: str) -> dict[str, Patch]:
+    """Returns {function: its Patch} of a modelling module, of the functions that ours agree with."""
+    module = importlib.import_module(module_name)
+    found = {name: ours for name, ours in _SERVED.items() if hasattr(module, name)}
+    return {name: _patch(module, name, ours) for name, ours in found.items() if _agrees(vars(module)[name], ours)}
+
+
+def _patch(module, name, ours) -> Patch:
+    def make(stock):
+        @functools.wraps(stock)
+        def dispatch(*args, **kwargs):
+            if DOCUMENTS not in kwargs:
+                return stock(*args, **kwargs)
+            given = {name: value for name, value in kwargs.items() if name in _parameters(ours)}
+            return ours(kwargs[DOCUMENTS], *args, **given)
+
+        return dispatch
+
+    return Patch(module, name, make)
+
+
+@functools.cache
+def _parameters(ours) -> frozenset[str]:
+    return frozenset([*inspect.signature(ours).parameters][1:])
+
+
+# --- the trial ---
+
+
+@kept_with_class
+@torch.compiler.disable
+def _agrees(stock, ours) -> bool:
+    """Returns whether ours has the results and gradients of a stock function, without a library that stands in for it."""
+    stock = inspect.unwrap(stock)
+    names = [*inspect.signature(stock).parameters]
+    wanted = [*inspect.signature(ours).parameters][2:]  # the first tensor goes by place
+    if [name for name in names[1:] if name not in ("kwargs", "args")] != wanted:
+        return False
+    cases = _convolutions() if ours is _convolution else _delta_rules()
+    with quiet():
+        for dtype in (torch.float32, torch.bfloat16):
+            for inputs, options in cases:
+                inputs = [each.to(dtype) for each in inputs]
+                found = with_gradients(functools.partial(_first, functools.partial(ours, None), options), inputs)
+                if not alike(found, with_gradients(functools.partial(_first, stock, options), inputs), 64):
+                    return False
+                if options.get("output_final_state"):
+                    both = (
+                        tensors_of(attempt(function, *inputs, **options))
+                        for function in (functools.partial(ours, None), stock)
+                    )
+                    if not alike(*both, 64):
+                        return False
+    return True
+
+
+def _first(function, options, *inputs):
+    result = attempt(function, *inputs, **options)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _convolutions():
+    """Returns [(inputs, options)]: two rows, with and without a bias and silu, of 2 to 4 taps."""
+    for taps, bias, activation in ((4, False, "silu"), (3, True, None), (2, True, "silu")):
+        inputs = [numbers(2, 8, 11), numbers(8, taps, start=1.0)] + [numbers(8, start=2.0)] * bias
+        yield inputs, {"activation": activation}
+
+
+def _delta_rules():
+    """Returns [(inputs, options)]: rows of more than a chunk; grouped heads; norms inside; a state before and after."""
+    for heads, tokens, options in (
+        (2, 70, {"use_qk_l2norm_in_kernel": True}),
+        (1, 5, {"use_qk_l2norm_in_kernel": True, "output_final_state": True, "initial_state": numbers(2, 2, 16, 8)}),
+    ):
+        q, k = (numbers(2, tokens, heads, 16, start=start) for start in (0.0, 1.0))
+        g, beta = -numbers(2, tokens, 2, start=3.0).abs(), numbers(2, tokens, 2, start=4.0).abs()
+        yield [q, k, numbers(2, tokens, 2, 8, start=2.0), g, beta], options
+
+
+# --- the layers of a model ---
+
+
+def layers_in(model: torch.nn.Module) -> dict[torch.nn.Module, str | None]:
+    """Returns {layer: why it cannot be swapped, or None}, of the layers that call functions which carry a state."""
+    found = {}
+    for module in model.modules():
+        if functions_called(cls := unwrapped(type(module))):
+            found[module] = why_not_class(cls)
+    return found
+
+
+@kept_with_class
+def functions_called(cls: type) -> tuple[str, ...]:
+    """Returns the names of functions that carry a state from token to token, of those that this layer's forward calls."""
+    if not cls.__module__.startswith(_HOST) or issubclass(cls, PreTrainedModel):
+        return ()
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    home = vars(importlib.import_module(cls.__module__))
+    return tuple(name for name in getattr(code, "co_names", ()) if _SEQUENTIAL.fullmatch(name) and name in home)
+
+
+def why_not_class(cls: type) -> str | None:
+    served = patches_of(cls.__module__)
+    left = [name for name in functions_called(cls) if name not in served and name not in _OF_ONE_TOKEN]
+    if left:
+        return f"{cls.__name__} calls {left[0]}, which no op of packing_ops computes"
+    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.forward).parameters.values()):
+        return f"{cls.__name__} takes no **kwargs in this version of transformers"
+    return None
+
+
+def why_not(model: torch.nn.Module) -> str | None:
+    """Returns why layers of this model are not swapped; None if all are that could be, or there are none."""
+    return "; ".join(dict.fromkeys(reason for reason in layers_in(model).values() if reason)) or None
+
+
+def counts(model: torch.nn.Module) -> tuple[int, int]:
+    """Returns (layers that run ours, those that can)."""
+    found = [layer for layer, reason in layers_in(model).items() if reason is None]
+    return sum(is_swapped(layer) for layer in found), len(found)
+
+
+def is_swapped(layer: torch.nn.Module) -> bool:
+    return _SWAPPED in vars(layer)
+
+
+def apply_to_model(model: torch.nn.Module) -> int:
+    """Returns the number of layers that run ours from now on."""
+    found = [layer for layer, reason in layers_in(model).items() if reason is None]
+    for layer in found:
+        vars(layer)[_SWAPPED] = True
+        _dispatch_for(layer)
+    return len(found)
+
+
+def release(model: torch.nn.Module) -> None:
+    """Put back the functions of modelling modules that this model alone needed."""
+    users = {*model.modules()}
+    for module_name in {_home(user) for user in users if functions_called(unwrapped(type(user)))}:
+        for patch in patches_of(module_name).values():
+            for user in users.intersection(patch.users):
+                patch.revert(user)
+    revert_left()
+
+
+def _home(layer) -> str:
+    return unwrapped(type(layer)).__module__
+
+
+def _dispatch_for(layer: torch.nn.Module) -> None:
+    for patch in patches_of(_home(layer)).values():
+        if not patch.is_applied or layer not in patch.users:
+            patch.apply(layer)
+
+
+# --- a call of a model ---
+
+
+@constant_of_model
+def serves(model) -> bool:
+    """Returns whether swapped layers are in this model, and in no model inside of it."""
+    swapped = [layer for layer in _of(model) if is_swapped(layer)]
+    for layer in swapped:
+        _dispatch_for(layer)  # a copied or unpickled model is no user yet
+    return bool(swapped)
+
+
+def _of(module):
+    for child in module._modules.values():
+        if child is not None and not isinstance(child, PreTrainedModel):
+            yield child
+            yield from _of(child)
+
+
+def with_documents(model, call, kwargs):
+    """Returns the keyword arguments of a call, with DOCUMENTS where layers of this model read it."""
+    if not serves(model):
+        return kwargs
+    documents = call.row_documents
+    if documents is not None and not documents.has_attention:  # these layers are where they have to arrive
+        for each in (call, *call.outers):
+            each.lost.clear()
+    return {**kwargs, DOCUMENTS: documents}
