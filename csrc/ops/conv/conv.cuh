@@ -109,7 +109,7 @@ __device__ __forceinline__ void sum_row(const CausalConvParams& p, const Taps<T,
     if (i <= place.before) {
 #pragma unroll
       for (int v = 0; v < kVec; ++v) sum[v] += taps.at[i][v] * rows[i - 1][v];
-    } else if (p.initial_state) {
+    } else if (p.initial_state && place.document < p.documents.num_documents) {  // not after the last document
       const T* state = static_cast<const T*>(p.initial_state);
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
