@@ -177,7 +177,10 @@ STATE = {
 COUNTERS = {"_batch_cache._forgotten"}
 LONG = {"_autograd.register_autograd"}  # torch's own, rebuilt: its parts belong together
 # Private functions with the arguments of an op or of another library's function.
-MIRRORS = {"_flops._logps_forward", "_flops._logps_backward", "_logps._token_logps"}
+MIRRORS = {
+    "_flops._logps_forward", "_flops._logps_backward", "_logps._token_logps",
+    "integrations.transformers.linear_attention._delta_rule",
+}  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(ROOT / "packing_ops").with_suffix("").parts): ast.parse(path.read_text())
     for path in sorted((ROOT / "packing_ops").rglob("*.py"))

@@ -12,7 +12,9 @@ attn_implementation="packing_ops":
     stateful.py             Layers that carry a state along the sequence: each document from a state of its own, and
                             declare; stateful_rows.py: documents as rows of a batch.
 apply_packing_ops(model):
-    apply.py                Apply and revert, Applied, which is what they say, a model's attn_implementation, and info.
+    apply.py                Apply and revert, Applied, which is what they say, and a model's attn_implementation.
+    summary.py              info: what runs in a model, line by line.
+    linear_attention.py     Convolutions and gated delta rules of hybrid models, which get the documents of the rows.
     sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.
     rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model.
     _rope_trial.py, one folder up: which rotation a module's functions compute: they are run beside ours.
@@ -23,9 +25,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what type checkers and docs/api read
     from packing_ops.integrations._router_replay import replay_routing
-    from packing_ops.integrations.transformers.apply import Applied, apply_packing_ops, info, revert_packing_ops
+    from packing_ops.integrations.transformers.apply import Applied, apply_packing_ops, revert_packing_ops
     from packing_ops.integrations.transformers.attention import register, unregister
     from packing_ops.integrations.transformers.stateful import declare
+    from packing_ops.integrations.transformers.summary import info
 
 from packing_ops._lazy import lazy_names
 
@@ -33,7 +36,7 @@ _MODULES = {
     "Applied": "apply",
     "apply_packing_ops": "apply",
     "declare": "stateful",
-    "info": "apply",
+    "info": "summary",
     "register": "attention",
     "replay_routing": "fused_loss",
     "revert_packing_ops": "apply",

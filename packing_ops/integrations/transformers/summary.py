@@ -1,0 +1,122 @@
+"""info(model): what runs in a model, and how documents are found, line by line."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+import transformers
+
+from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
+from packing_ops.integrations.transformers import linear_attention as linear_attention_patch
+from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
+from packing_ops.integrations.transformers import rope as rope_patch
+from packing_ops.integrations.transformers import versions
+from packing_ops.integrations.transformers.apply import HELD, attentions, check_model, hosts, why_not_attention
+from packing_ops.integrations.transformers.call import NAMES, LastForward, guard_of, last_forward, mixes_tokens
+
+
+def info(model: torch.nn.Module) -> str:
+    """Whether packing_ops runs in a model: attention, RoPE, RMSNorm, loss, the invariant mode, how documents are found.
+
+    Args:
+        model: a model, or a wrapper around one.
+
+    Returns:
+        A line for each of these. After a forward, a line says how many rows and documents it had, and which argument told
+        them. If attention ran by SDPA in this process, a last line has the reasons.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, Qwen3Config
+        >>> from packing_ops.integrations.transformers import apply_packing_ops
+        >>> sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+        >>> model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
+        >>> applied = apply_packing_ops(model)
+        >>> print(info(model))
+        Qwen3ForCausalLM, transformers ...
+        attention: packing_ops in 2 modules
+        rope: packing_ops in 2 modules
+        rms_norm: stock in 9 modules, swapped by apply_packing_ops(model, rms_norm=True)
+        loss: stock, swapped by apply_packing_ops(model, fused_loss=True)
+        invariant: off, set by apply_packing_ops(model, invariant=True)
+        documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the
+          number of a document)...
+
+    Raises:
+        TypeError: model is not a torch.nn.Module.
+    """
+    check_model(model)
+    found = hosts(model)
+    name = type(found[0] if found else model).__name__
+    lines = [f"{name}, transformers {transformers.__version__}"]
+    lines.append(f"attention: {_attention(model, found)}")
+    lines.append(f"rope: {_swapped(rope_patch, model, 'apply_packing_ops(model)')}")
+    lines.append(f"rms_norm: {_swapped(rms_norm_patch, model, 'apply_packing_ops(model, rms_norm=True)')}")
+    if linear_attention_patch.layers_in(model):
+        lines.append(f"linear_attention: {_swapped(linear_attention_patch, model, 'apply_packing_ops(model)')}")
+    lines += [f"loss: {_loss(found)}", f"invariant: {_mode(model)}", f"documents: {_documents(found)}"]
+    lines += [_last_forward(last) for host in found if (last := last_forward(host)) is not None]
+    return "\n".join([*lines, *versions.sdpa_reasons()])
+
+
+def _attention(model: Any, hosts: list[Any]) -> str:
+    configs = (getattr(module, "config", host.config) for host in hosts for module in attentions(host))
+    found = Counter(config._attn_implementation for config in configs)
+    text = ", ".join(f"{implementation} in {_counted(count, 'module')}" for implementation, count in found.items())
+    if found and found.keys() <= NAMES:
+        return text
+    reason = why_not_attention(model)
+    return (f"{text}, " if text else "") + (reason or "swapped by apply_packing_ops(model)")
+
+
+def _swapped(patch: Any, model: Any, swap: str) -> str:
+    ours, every = patch.counts(model)
+    if not every:
+        return f"stock, {patch.why_not(model)}"
+    parts = [f"packing_ops in {_counted(ours, 'module')}"] if ours else []
+    if ours < every:
+        parts.append(f"stock in {_counted(every - ours, 'module')}, swapped by {swap}")
+    return ", ".join(parts)
+
+
+def _loss(hosts: list[Any]) -> str:
+    changed = [fused_loss_patch.since(host) for host in hosts if fused_loss_patch.is_fused(host)]
+    if None in changed:
+        return next(fused_loss_patch.runs_in(host) for host in hosts if fused_loss_patch.is_fused(host))
+    if changed:
+        return f"stock: {changed[0]}"
+    reasons = [fused_loss_patch.refusal(host) for host in hosts]
+    if None in reasons:
+        return "stock, swapped by apply_packing_ops(model, fused_loss=True)"
+    return f"stock: {reasons[0]}" if reasons else "stock"
+
+
+def _mode(model: torch.nn.Module) -> str:
+    held = next((vars(module)[HELD] for module in model.modules() if HELD in vars(module)), None)
+    if held is None:
+        return "off, set by apply_packing_ops(model, invariant=True)"
+    return f"on, but not claimed: {held.unclaimed}" if held.unclaimed else "on, until revert_packing_ops(model)"
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def _last_forward(last: LastForward) -> str:
+    documents = f"{_counted(last.documents, 'document')}, found by {last.found_by}"
+    if last.found_by == "rows":
+        documents = "one document in each, as no argument said otherwise"
+    return f"last forward: {_counted(last.rows, 'row')}, {documents}"
+
+
+def _documents(hosts: list[Any]) -> str:
+    if any(guard_of(host) is not None for host in hosts):
+        return "one in each row; several are an error where no layer keeps them apart"
+    ours = [host for host in hosts if host.config._attn_implementation in NAMES]
+    if not ours:
+        return "found by transformers, for the attention above"
+    if any(mixes_tokens(host.config) for host in ours):
+        return "one in each row, as tokens mix beside attention; several are an error"
+    return (
+        "cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the number of a "
+        "document)"
+    )
