@@ -54,12 +54,13 @@ def backward_case(device, *sizes):
 def cases(device):
     total, channels = (65_536, 8192) if device == "cuda" else (2048, 512)
     wide = torch.bfloat16 if device == "cuda" else torch.float32
-    found = []
-    for length, dtype in ((total, wide), (512, wide), (512, torch.float32)):
-        if found and device == "cuda" and dtype == torch.float32:
-            total //= 2
-        found += [case(device, total, channels, length, dtype) for case in (forward_case, backward_case)]
-    return found
+    sizes = [(total, total, wide), (total, 512, wide)]
+    sizes += [(total // 2, 512, torch.float32)] if device == "cuda" else []
+    return [
+        case(device, tokens, channels, length, dtype)
+        for tokens, length, dtype in sizes
+        for case in (forward_case, backward_case)
+    ]
 
 
 if __name__ == "__main__":

@@ -117,9 +117,10 @@ def test_scan_of_heads(monkeypatch, heads):
     assert_scanned(monkeypatch, tensors, cu_seqlens, use_qk_l2norm=False)
 
 
-@pytest.mark.parametrize(("g", "beta"), [(0.0, 1.0), (-50.0, 0.5), (-1e30, 1.0)])
-def test_scan_of_extreme_gates(monkeypatch, g, beta):
-    tensors, cu_seqlens = test_scan.inputs_of("cpu", torch.bfloat16, lengths=[130, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("g", "beta"), [(0.0, 1.0), (0.0, 0.0), (-50.0, 0.5), (-1e30, 1.0)])
+def test_scan_of_extreme_gates(monkeypatch, dtype, g, beta):
+    tensors, cu_seqlens = test_scan.inputs_of("cpu", dtype, lengths=[130, 3])
     tensors[3], tensors[4] = torch.full_like(tensors[3], g), torch.full_like(tensors[4], beta)
     assert_scanned(monkeypatch, tensors, cu_seqlens, use_qk_l2norm=True)
 

@@ -234,6 +234,7 @@ def test_metadata(device):
         ({"k": torch.randn(4, 1, 32)}, "k: expected .* like q"),
         ({"k": torch.randn(4, 1, 64).bfloat16()}, "k: expected float32 like q"),
         ({"v": torch.randn(3, 2, 64)}, "v: expected .total=4"),
+        ({"v": torch.randn(4, 0, 64)}, "v: expected .* a multiple of the 1"),
         (
             {"q": torch.randn(4, 2, 64), "k": torch.randn(4, 2, 64), "v": torch.randn(4, 3, 64)},
             "v: expected .* a multiple of the 2",

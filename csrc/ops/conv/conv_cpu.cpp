@@ -45,6 +45,15 @@ PACKING_OPS_INLINE void add_product(const Row<Real>& a, const Row<Real>& b, Row<
   for (int64_t c = 0; c < kLanes; ++c) sum.at[c] += a.at[c] * b.at[c];
 }
 
+template <class Real>
+PACKING_OPS_INLINE void sigmoid(const Row<Real>& x, Row<Real>& gate) {
+  Row<Real> power;
+  const Real most = sizeof(Real) == 8 ? 700 : 88;  // whose power there is
+  for (int64_t c = 0; c < kLanes; ++c) power.at[c] = -x.at[c] < most ? -x.at[c] : most;
+  fast_exp(power.at, kLanes, gate.at);
+  for (int64_t c = 0; c < kLanes; ++c) gate.at[c] = Real(1) / (Real(1) + gate.at[c]);
+}
+
 // Some channels on their way through the documents.
 template <class T>
 struct Channels {
@@ -101,7 +110,9 @@ PACKING_OPS_MULTIVERSION void forward(const CausalConvParams& p, int64_t first, 
     for (int64_t t = document.begin; t < document.end; ++t) {
       channels.step(t, t - document.begin, sum);
       if (p.silu) {
-        for (int64_t c = 0; c < kLanes; ++c) sum.at[c] = sum.at[c] / (Real(1) + fast_exp(-sum.at[c]));
+        Row<Real> gate;
+        sigmoid(sum, gate);
+        for (int64_t c = 0; c < kLanes; ++c) sum.at[c] *= gate.at[c];
       }
       store(sum, 1, end - first, out + t * p.channels + first);
     }
@@ -135,9 +146,10 @@ struct Gradients {
     channels.step(t, position, sum);
     load(static_cast<const T*>(p.dout) + t * p.dout_row + channels.first, 1, channels.count, d);
     if (p.silu) {
+      Row<Real> gate;
+      sigmoid(sum, gate);
       for (int64_t c = 0; c < kLanes; ++c) {
-        const Real gate = Real(1) / (Real(1) + fast_exp(-sum.at[c]));
-        d.at[c] *= gate * (Real(1) + sum.at[c] * (Real(1) - gate));
+        d.at[c] *= gate.at[c] * (Real(1) + sum.at[c] * (Real(1) - gate.at[c]));
       }
     }
     for (int64_t c = 0; c < kLanes; ++c) parts[p.width].at[c] += d.at[c];

@@ -75,7 +75,7 @@ void set_scan_shapes(const Tensor& q, const Tensor& k, const Tensor& v, GatedDel
   p.head_dim = q.size(2);
   p.num_v_heads = v.size(1);
   p.head_dim_v = v.size(2);
-  if (v.size(0) != q.size(0) || p.num_k_heads < 1 || p.num_v_heads % p.num_k_heads != 0) {
+  if (v.size(0) != q.size(0) || p.num_k_heads < 1 || p.num_v_heads < 1 || p.num_v_heads % p.num_k_heads != 0) {
     fail("v: expected [total=", q.size(0), ", a multiple of the ", p.num_k_heads, " heads of q, head_dim_v], got ",
          describe(v));
   }

@@ -67,10 +67,11 @@ struct Gradients {
       const Stage<T, kDim> stage = shared.stage(step % kStages);
       const int pass = step / pieces;
       multiply(products, stage.rows, row, stage.state, column, 0, kPiece);
-      if (pass < 2) {
-        auto& pairs = pass == 0 ? of_scores : of_corrections;
+      const auto multiply_pairs = [&](float (&pairs)[kPairTiles][4]) {
         multiply<Order::kPlain, Order::kTransposed>(pairs, stage.rows, row, stage.corrected, pair_column, 0, kPiece);
-      }
+      };
+      if (pass == 0) multiply_pairs(of_scores);
+      if (pass == 1) multiply_pairs(of_corrections);
       if (pass == 1) dot_values += dot_of_values(work, stage, step % pieces * kPiece);
       if (pass == 2) dot_states += dot_of_states(work, stage, step % pieces * kPiece);
       if (step % pieces == pieces - 1) {
@@ -136,7 +137,7 @@ struct Gradients {
       for (int e = 0; e < 4; ++e) {
         const int i = first + e / 2 * 8;
         const int j = pair_column + 8 * tile + lane_of() % 4 * 2 + e % 2;
-        const float between = j <= i ? expf(scales.sums[i] - scales.sums[j]) * scales.k_norms[j] : 0.0f;
+        const float between = j <= i ? decay<T>(scales.sums[i] - scales.sums[j]) * scales.k_norms[j] : 0.0f;
         const float score = j <= i ? scale * scales.q_norms[i] * between * of_scores[tile][e] : 0.0f;
         const float correction = j < i ? -scales.k_norms[i] * between * of_corrections[tile][e] : 0.0f;
         const float of_score = j < i ? score * scores[tile][e] : 0.0f;  // that of the diagonal is of no g

@@ -145,26 +145,38 @@ __device__ void make_products(const GatedDeltaParams& p, const Chunk& chunk, int
   (thread < kChunk ? shared.k_norms : shared.q_norms)[thread % kChunk] = norm;
 }
 
+// What multiplies the product of row i with row j, but for what is of row i alone; 0 for rows that i does not see.
 template <class T>
-__device__ void prepare_head(const GatedDeltaParams& p, const Chunks& chunks, const Shared& shared, int64_t index,
-                             Products& products, Matrix* corrections) {
-  const int row = static_cast<int>(threadIdx.x) / 32 * 16;
-  const auto between = [&](int i, int j) { return expf(shared.sums[i] - shared.sums[j]) * shared.k_norms[j]; };
-  for_each_pair(products.keys, row, 0, [&](int i, int j, float x, float y) {
-    const float factor = shared.beta[i] * shared.k_norms[i];
-    corrections[i][j] = j < i ? factor * between(i, j) * x : 0.0f;
-    corrections[i][j + 1] = j + 1 < i ? factor * between(i, j + 1) * y : 0.0f;
-  });
-  T* scores = static_cast<T*>(chunks.scores) + index * kChunk * kChunk;
-  for_each_pair(products.queries, row, 0, [&](int i, int j, float x, float y) {
-    const float factor = static_cast<float>(p.scale) * shared.q_norms[i];
-    store_pair(scores + i * kChunk + j, j <= i ? factor * between(i, j) * x : 0.0f,
-               j + 1 <= i ? factor * between(i, j + 1) * y : 0.0f);
-  });
+__device__ __forceinline__ float between(const Shared& shared, int i, int j) {
+  return j <= i ? decay<T>(shared.sums[i] - shared.sums[j]) * shared.k_norms[j] : 0.0f;
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) prepare_kernel(GatedDeltaParams p, Chunks chunks, FaultFlag fault) {
+__device__ void prepare_head(const GatedDeltaParams& p, const Shared& shared, const Products& products, T* scores,
+                             Matrix* corrections) {
+  const int first = static_cast<int>(threadIdx.x) / 32 * 16 + lane_of() / 4;
+#pragma unroll
+  for (int tile = 0; tile < kChunk / 8; ++tile) {
+    const int j = 8 * tile + lane_of() % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = first + 8 * half;
+      const float near = between<T>(shared, i, j);
+      const float next = between<T>(shared, i, j + 1);
+      const float of_keys = shared.beta[i] * shared.k_norms[i];
+      const float of_queries = static_cast<float>(p.scale) * shared.q_norms[i];
+      const float* keys = &products.keys[tile][2 * half];
+      const float* queries = &products.queries[tile][2 * half];
+      corrections[i][j] = j < i ? of_keys * near * keys[0] : 0.0f;
+      corrections[i][j + 1] = j + 1 < i ? of_keys * next * keys[1] : 0.0f;
+      store_pair(scores + i * kChunk + j, j <= i ? of_queries * near * queries[0] : 0.0f,
+                 j + 1 <= i ? of_queries * next * queries[1] : 0.0f);
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 4) prepare_kernel(GatedDeltaParams p, Chunks chunks, FaultFlag fault) {
   extern __shared__ __align__(128) uint8_t shared[];
   flag_cu_seqlens(p.documents, fault);
   const Chunk chunk = chunk_at(p.documents, blockIdx.x);
@@ -183,7 +195,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(GatedDeltaParams p, C
     if (thread < 32) load_head(p, chunk, head, own);
     __syncthreads();
     if (thread < kChunk) store_scales(p, own, thread, chunks.scales[index]);
-    prepare_head<T>(p, chunks, own, index, products, own.corrections);
+    T* scores = static_cast<T*>(chunks.scores) + index * kChunk * kChunk;
+    prepare_head(p, own, products, scores, own.corrections);
     __syncthreads();
     invert(own.corrections, own.inverse);
     T* inverse = static_cast<T*>(chunks.inverses) + index * kChunk * kChunk;

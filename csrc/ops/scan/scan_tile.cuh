@@ -71,6 +71,13 @@ __device__ __forceinline__ int lane_of() {
   return static_cast<int>(threadIdx.x % 32);
 }
 
+// exp(x) of a difference of sums; half types need no more than some units in float32's last place.
+template <class T>
+__device__ __forceinline__ float decay(float x) {
+  if constexpr (sizeof(T) == 4) return expf(x);
+  return ptx::exp2_approx(1.44269504f * x);
+}
+
 // Over the lanes of a warp.
 __device__ inline float inclusive_sum(float x) {
   for (int offset = 1; offset < 32; offset *= 2) {
