@@ -388,7 +388,7 @@ def _by_sdpa(module, query, key, value, mask, options, dropout, given):
 
 def documents_of_layer(module, query, mask, cu_seqlens, position_ids):
     """By what the layer is given."""
-    numbers, layer = numbers_of(mask, call_of_layers()), getattr(module, "layer_idx", None)
+    numbers, layer = numbers_of(mask, current()), getattr(module, "layer_idx", None)
     padding = mask if numbers is None else numbers
     return documents_of(query, cu_seqlens, padding, position_ids, layer).on(query.device)
 

@@ -20,7 +20,6 @@ from packing_ops.integrations.transformers.call import (
     NAMES,
     OTHER_POSITIONS,
     PATTERN,
-    call_of_layers,
     current,
     documents_of,
     here,
@@ -203,7 +202,7 @@ def has_documents_of(cu_seqlens, mask) -> bool:
     """Whether this tensor was made by position_ids that were found to agree with these cu_seqlens."""
     if cu_seqlens is None or mask is None:
         return False
-    call = call_of_layers()
+    call = current()
     if call is not None and call.checked is not None and call.cu_seqlens is cu_seqlens:
         return True
     return kept_with([mask], _MADE_FOR, lambda: None, checked_by_kernel=True) is cu_seqlens  # recomputed, in no call
