@@ -17,6 +17,7 @@ from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import NAMES, PATTERN
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
+    SEQUENCE,
     TIME,
     checked_against,
     first_axis,
@@ -132,8 +133,11 @@ def with_positions(model, call, args, kwargs):
                 f"sequence_group: expected a model whose positions start at 0, got {needs}, which starts at {first}"
             )
         call.position_ids = positions = _raised(call.position_ids, call.padding, first)
-    elif call.needs_positions and call.segment_parents is None and not has_axes and _takes_positions(model, needs):
-        positions = _made(model, call, args, kwargs, needs, first)
+    elif call.needs_positions and call.segment_parents is None and _takes_positions(model, needs):
+        # Several axes are the model's to make, but those of text for which the first one is enough.
+        positions = None
+        if not has_axes or call.first_axis == SEQUENCE:
+            positions = _made(model, call, args, kwargs, needs, first)
         if positions is None:
             return args, kwargs
         call.needs_positions = False

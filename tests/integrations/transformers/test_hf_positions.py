@@ -178,6 +178,13 @@ def hunyuan_moe(device):
     return weighted(transformers.HunYuanMoEV1ForCausalLM(transformers.HunYuanMoEV1Config(**SIZES, **more)), device)
 
 
+def hunyuan_vl(device):
+    """The same behind four axes; of its text, which counts along the row."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1, 1]}
+    config = transformers.HunYuanVLTextConfig(**SIZES, rope_parameters=rope)
+    return weighted(transformers.AutoModel.from_config(config), device)
+
+
 def ministral3(device):
     """Scales queries by position."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4}
@@ -255,6 +262,16 @@ def test_llama_4_generates_what_it_did(device):
     apply_packing_ops(model)
     prompt, options = documents_of([7], device)[0], {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(prompt, **options), stock.generate(prompt, **options))
+
+
+@torch.no_grad()
+def test_text_of_a_model_with_axes(device):
+    model, stock = hunyuan_vl(device), hunyuan_vl(device)
+    apply_packing_ops(model)
+    documents = documents_of([9, 3, 7], device)
+    wanted = torch.cat([stock(document, use_cache=False)[0] for document in documents], 1)
+    for given in ways([9, 3, 7], device):
+        torch.testing.assert_close(model(torch.cat(documents, 1), use_cache=False, **given)[0], wanted, **CLOSE)
 
 
 # --- what costs nothing ---
