@@ -27,7 +27,7 @@ namespace {
 constexpr size_t kStack = 256 << 10;
 constexpr size_t kStackStep = 7 * 64;        // their tops are in sets of the cache of their own
 constexpr int kDeadlock = 200'000;           // turns of warps without a meeting, a barrier or an end
-constexpr size_t kStaticShared = 256 << 10;  // of all kernels together, each at a place of its own
+constexpr size_t kStaticShared = 512 << 10;  // of all kernels together, each at a place of its own
 
 // Of __builtin_setjmp: swapcontext would ask the system for the signal mask each time. Its longjmp must be in another
 // function, which the compiler does not look into.

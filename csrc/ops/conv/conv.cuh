@@ -94,9 +94,18 @@ __device__ __forceinline__ int64_t state_at(const CausalConvParams& p, int64_t d
   return (document * p.channels + channel) * (p.width - 1) + p.width - 1 - back;
 }
 
+// Whether `count` rows from `places` on are of one document, each with rows for all of kTaps taps.
+template <int kTaps>
+__device__ __forceinline__ bool are_inside(const CausalConvParams& p, const Place* places, int count) {
+  const int document = places[0].document;
+  return p.width == kTaps && places[0].before >= kTaps - 1 && document == places[count - 1].document &&
+         document < p.documents.num_documents;
+}
+
 // The sums of a row before the activation, oldest term first. rows[i] is the row i + 1 before `x`, whatever document it
-// is of; terms that lie before the row's own document come from the initial state, or are left out.
-template <class T, int kVec, int kTaps>
+// is of; terms that lie before the row's own document come from the initial state, or are left out. kInside: no term
+// does, and all taps are used.
+template <bool kInside, class T, int kVec, int kTaps>
 __device__ __forceinline__ void sum_row(const CausalConvParams& p, const Taps<T, kVec, kTaps>& taps, const Place& place,
                                         int64_t channel, const float (&x)[kVec], const float (&rows)[kTaps - 1][kVec],
                                         float (&sum)[kVec]) {
@@ -105,8 +114,8 @@ __device__ __forceinline__ void sum_row(const CausalConvParams& p, const Taps<T,
   for (int v = 0; v < kVec; ++v) sum[v] = taps.bias[v];
 #pragma unroll
   for (int i = kTaps - 1; i > 0; --i) {
-    if (i >= width) continue;
-    if (i <= place.before) {
+    if (!kInside && i >= width) continue;
+    if (kInside || i <= place.before) {
 #pragma unroll
       for (int v = 0; v < kVec; ++v) sum[v] += taps.at[i][v] * rows[i - 1][v];
     } else if (p.initial_state && place.document < p.documents.num_documents) {  // not after the last document
@@ -153,6 +162,7 @@ void dispatch_conv(const CausalConvParams& p, bool vectors, const Call& call) {
     return call(zero, std::integral_constant<int, 1>{}, taps);
   };
   const auto with_taps = [&](auto zero) {
+    if (p.width == 3) return with_vec(zero, std::integral_constant<int, 3>{});
     if (p.width <= 4) return with_vec(zero, std::integral_constant<int, 4>{});
     return with_vec(zero, std::integral_constant<int, 8>{});
   };

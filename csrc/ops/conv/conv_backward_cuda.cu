@@ -36,7 +36,8 @@ struct Sums {
     others = {};
   }
 
-  // d: the gradient of a row's sum.
+  // d: the gradient of a row's sum. kInside: as for sum_row.
+  template <bool kInside>
   __device__ __forceinline__ void add(const CausalConvParams& p, const Place& place, int64_t channel,
                                       const float (&d)[kVec], const float (&x)[kVec],
                                       const float (&rows)[kTaps - 1][kVec]) {
@@ -47,8 +48,8 @@ struct Sums {
     }
 #pragma unroll
     for (int i = 1; i < kTaps; ++i) {
-      if (i >= p.width) continue;
-      if (i <= place.before) {
+      if (!kInside && i >= p.width) continue;
+      if (kInside || i <= place.before) {
 #pragma unroll
         for (int v = 0; v < kVec; ++v) taps[i][v] += d[v] * rows[i - 1][v];
       } else if (p.initial_state) {
@@ -62,8 +63,9 @@ struct Sums {
   }
 };
 
-// dx of the row that stands at `place`; later[i] is the gradient of the sum i rows after it.
-template <class T, int kVec, int kTaps>
+// dx of the row that stands at `place`; later[kTaps - 1 - i] is the gradient of the sum i rows after it. kInside: all
+// taps are used, and all these rows are of its document.
+template <bool kInside, class T, int kVec, int kTaps>
 __device__ __forceinline__ void finish_row(const CausalConvBackwardParams& p, const Taps<T, kVec, kTaps>& taps,
                                            const Place& place, int64_t t, int64_t channel,
                                            const float (&later)[kTaps][kVec]) {
@@ -71,11 +73,11 @@ __device__ __forceinline__ void finish_row(const CausalConvBackwardParams& p, co
   float dx[kVec] = {};
 #pragma unroll
   for (int i = 0; i < kTaps; ++i) {
-    if (i >= p.width || i > place.after || !inside) continue;
+    if (!kInside && (i >= p.width || i > place.after || !inside)) continue;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) dx[v] += taps.at[i][v] * later[kTaps - 1 - i][v];
   }
-  if (p.dfinal_state && inside && place.after < p.width - 1) {
+  if (!kInside && p.dfinal_state && inside && place.after < p.width - 1) {
     const T* state = static_cast<const T*>(p.dfinal_state);
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
@@ -126,26 +128,40 @@ __global__ void __launch_bounds__(kThreads) conv_backward_kernel(CausalConvBackw
       x_ahead[i] = load_row<T, kVec>(p.x, p.x_row, first + run + i, total, channel);
       dout_ahead[i] = load_row<T, kVec>(p.dout, p.dout_row, first + run + i, total, channel);
     }
+    const auto finish = [&](auto inside) {
+      constexpr bool kInside = decltype(inside)::value;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int64_t t = first + run + i;
-      float x[kVec], d[kVec], sum[kVec];
-      unpack_row(x_ahead[i], x);
-      unpack_row(dout_ahead[i], d);
-      if (t < total && run + i < kRun + kTaps) {
-        const Place place = places[run + i];
-        if (p.silu) {
-          sum_row<T, kVec, kTaps>(p, taps, place, channel, x, rows, sum);
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t t = first + run + i;
+        float x[kVec], d[kVec], sum[kVec];
+        unpack_row(x_ahead[i], x);
+        unpack_row(dout_ahead[i], d);
+        if (kInside || (t < total && run + i < kRun + kTaps)) {
+          const Place place = kInside ? Place{} : places[run + i];
+          if (p.silu) {
+            sum_row<kInside, T, kVec, kTaps>(p, taps, place, channel, x, rows, sum);
 #pragma unroll
-          for (int v = 0; v < kVec; ++v) d[v] *= silu_slope<T>(sum[v]);
+            for (int v = 0; v < kVec; ++v) d[v] *= silu_slope<T>(sum[v]);
+          }
+          if (kInside || (run + i < kRun && place.document < p.documents.num_documents)) {
+            sums.template add<kInside>(p, place, channel, d, x, rows);
+          }
         }
-        if (run + i < kRun && place.document < p.documents.num_documents) sums.add(p, place, channel, d, x, rows);
+        push(x, rows);
+        push(d, later);
+        const int done = run + i - (kTaps - 1);
+        if (!kInside && (done < 0 || done >= kRun || first + done >= total)) continue;
+        const Place place = kInside ? Place{} : places[done];
+        finish_row<kInside, T, kVec, kTaps>(p, taps, place, first + done, channel, later);
       }
-      push(x, rows);
-      push(d, later);
-      const int done = run + i - (kTaps - 1);
-      if (done < 0 || done >= kRun || first + done >= total) continue;
-      finish_row<T, kVec, kTaps>(p, taps, places[done], first + done, channel, later);
+    };
+    // From the first row that is done with this batch to its last row.
+    const int from = run - (kTaps - 1);
+    if (from >= 0 && run + kBatch <= kRun && first + run + kBatch <= total &&
+        are_inside<kTaps>(p, places + from, kBatch + kTaps - 1)) {
+      finish(std::true_type{});
+    } else {
+      finish(std::false_type{});
     }
   }
   finished.take(sums);

@@ -9,19 +9,54 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRun = 32;  // rows of a warp
-constexpr int kRows = kWarps * kRun;
+// Rows of a warp: many where there are enough blocks, since a block finds its documents first.
+constexpr int kShortRun = 16;
+constexpr int kLongRun = 128;
+constexpr int64_t kManyElements = int64_t{1} << 26;
+
+// The sums of row t, whose rows may lie before its document; 0 for a row of no document. Reads all from memory, in the
+// order of sum_row.
+template <class T, int kVec>
+__device__ void sum_at(const CausalConvParams& p, const Place& place, int64_t t, int64_t channel,
+                       const float (&bias)[kVec], float (&sum)[kVec]) {
+  const bool inside = place.document < p.documents.num_documents;
+  const T* weight = static_cast<const T*>(p.weight) + channel * p.width;
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) sum[v] = inside ? bias[v] : 0.0f;
+#pragma unroll 1
+  for (int i = static_cast<int>(p.width) - 1; inside && i >= 0; --i) {
+    if (i > place.before && !p.initial_state) continue;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      const T x =
+          i <= place.before
+              ? static_cast<const T*>(p.x)[(t - i) * p.x_row + channel + v]
+              : static_cast<const T*>(p.initial_state)[state_at(p, place.document, channel + v, i - place.before)];
+      sum[v] += static_cast<float>(weight[v * p.width + p.width - 1 - i]) * static_cast<float>(x);
+    }
+  }
+}
+
+template <class T, int kVec>
+__device__ __forceinline__ void finish_row(const CausalConvParams& p, float (&sum)[kVec], T* to) {
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) {
+    if (p.silu) sum[v] *= sigmoid<T>(sum[v]);
+  }
+  store_row<T, kVec>(sum, to);
+}
 
 template <class T, int kVec, int kTaps>
-__global__ void __launch_bounds__(kThreads, kVec == 1 ? 4 : 2) conv_kernel(CausalConvParams p, FaultFlag fault) {
-  __shared__ Place places[kRows];
+__global__ void __launch_bounds__(kThreads, 3) conv_kernel(CausalConvParams p, int rows_of_warp, FaultFlag fault) {
+  __shared__ Place places[kWarps * kLongRun];
   flag_cu_seqlens(p.documents, fault);
   const int64_t total = p.documents.total;
-  const int64_t tile = int64_t{blockIdx.x} * kRows;
-  find_places<kThreads>(p.documents, tile, kRows, places);
+  const int64_t tile = int64_t{blockIdx.x} * kWarps * rows_of_warp;
+  find_places<kThreads>(p.documents, tile, kWarps * rows_of_warp, places);
   const int warp = static_cast<int>(threadIdx.x / kWarp);
+  const Place* const of_run = places + warp * rows_of_warp;
   const int64_t channel = (int64_t{blockIdx.y} * kWarp + threadIdx.x % kWarp) * kVec;
-  const int64_t first = tile + warp * kRun;
+  const int64_t first = tile + warp * rows_of_warp;
   if (channel >= p.channels || first >= total) return;
   const Taps<T, kVec, kTaps> taps(p, channel);
   float rows[kTaps - 1][kVec];
@@ -31,31 +66,31 @@ __global__ void __launch_bounds__(kThreads, kVec == 1 ? 4 : 2) conv_kernel(Causa
                rows[i]);
   }
   T* out = static_cast<T*>(p.out) + channel;
-  for (int run = 0; run < kRun; run += kAhead) {
+  for (int run = 0; run < rows_of_warp && first + run < total; run += kAhead) {
+    const int64_t start = first + run;
     Vec<T, kVec> ahead[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      ahead[i] = load_row<T, kVec>(p.x, p.x_row, first + run + i, total, channel);
+    for (int i = 0; i < kAhead; ++i) ahead[i] = load_row<T, kVec>(p.x, p.x_row, start + i, total, channel);
+    if (start + kAhead <= total && are_inside<kTaps>(p, of_run + run, kAhead)) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        float x[kVec], sum[kVec];
+        unpack_row(ahead[i], x);
+        sum_row<true, T, kVec, kTaps>(p, taps, {}, channel, x, rows, sum);
+        push(x, rows);
+        finish_row<T, kVec>(p, sum, out + (start + i) * p.channels);
+      }
+      continue;
+    }
+    const int count = static_cast<int>(total - start < kAhead ? total - start : kAhead);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      float sum[kVec];
+      sum_at<T, kVec>(p, of_run[run + i], start + i, channel, taps.bias, sum);
+      finish_row<T, kVec>(p, sum, out + (start + i) * p.channels);
     }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int64_t t = first + run + i;
-      if (t >= total) return;
-      const Place place = places[warp * kRun + run + i];
-      float x[kVec], sum[kVec];
-      unpack_row(ahead[i], x);
-      sum_row<T, kVec, kTaps>(p, taps, place, channel, x, rows, sum);
-      push(x, rows);
-      if (p.silu) {
-#pragma unroll
-        for (int v = 0; v < kVec; ++v) sum[v] *= sigmoid<T>(sum[v]);
-      }
-      if (place.document == p.documents.num_documents) {
-#pragma unroll
-        for (int v = 0; v < kVec; ++v) sum[v] = 0.0f;
-      }
-      store_row<T, kVec>(sum, out + t * p.channels);
-    }
+    for (int i = 0; i < kTaps - 1; ++i) unpack_row(ahead[kAhead - 1 - i], rows[i]);
   }
 }
 
@@ -86,13 +121,15 @@ __global__ void __launch_bounds__(kThreads) conv_state_kernel(CausalConvParams p
 void launch_causal_conv1d_cuda(const CausalConvParams& p, const CudaLaunch& launch) {
   const int64_t bytes = p.dtype == DType::kFloat32 ? 4 : 2;
   const bool vectors = conv::has_vectors(p.x, p.x_row, bytes) && conv::has_vectors(p.out, p.channels, bytes);
-  conv::dispatch_conv<16>(p, vectors, [&](auto zero, auto vec, auto taps) {
+  conv::dispatch_conv<8>(p, vectors, [&](auto zero, auto vec, auto taps) {
     using T = decltype(zero);
-    const dim3 grid(static_cast<unsigned>(ceil_div(p.documents.total, conv::kRows)),
+    const bool many = p.documents.total * p.channels >= conv::kManyElements;
+    const int rows_of_warp = many ? conv::kLongRun : conv::kShortRun;
+    const dim3 grid(static_cast<unsigned>(ceil_div(p.documents.total, conv::kWarps * rows_of_warp)),
                     static_cast<unsigned>(ceil_div(p.channels, kWarp * vec)));
     const auto kernel = conv::conv_kernel<T, vec, taps>;
     if (p.documents.total > 0 && p.channels > 0) {
-      kernel<<<grid, conv::kThreads, 0, stream_of(launch)>>>(p, launch.fault);
+      kernel<<<grid, conv::kThreads, 0, stream_of(launch)>>>(p, rows_of_warp, launch.fault);
       check_launch("conv_kernel");
     }
     if (p.final_state) {
