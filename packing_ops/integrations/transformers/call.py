@@ -158,7 +158,7 @@ class PackedCall:
     def documents(self, query, cu_seqlens, padding, position_ids):
         """The answer of find_documents, which an outer call may have had before: models pass their arguments on."""
         given = any(call.position_ids is not None for call in (self, *self.outers))
-        if not given and cu_seqlens == (None, None):
+        if not given and cu_seqlens[0] is None and cu_seqlens[1] is None:
             position_ids = None  # made by the model, or by numbers: they tell no more
         shape, asked = (query.shape[0], query.shape[2]), (*cu_seqlens, padding, position_ids)
         documents = None

@@ -129,22 +129,19 @@ def patches_of(module_name: str) -> dict[str, Patch]:
 
 
 def _patch(module, name, ours) -> Patch:
+    known = frozenset([*inspect.signature(ours).parameters][1:])
+
     def make(stock):
         @functools.wraps(stock)
         def dispatch(*args, **kwargs):
             if DOCUMENTS not in kwargs:
                 return stock(*args, **kwargs)
-            given = {name: value for name, value in kwargs.items() if name in _parameters(ours)}
+            given = {name: value for name, value in kwargs.items() if name in known}
             return ours(kwargs[DOCUMENTS], *args, **given)
 
         return dispatch
 
     return Patch(module, name, make)
-
-
-@functools.cache
-def _parameters(ours) -> frozenset[str]:
-    return frozenset([*inspect.signature(ours).parameters][1:])
 
 
 # --- the trial ---

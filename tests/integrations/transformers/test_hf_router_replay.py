@@ -7,12 +7,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import OLD, tiny_model  # noqa: E402
+from hf_models import tiny_model  # noqa: E402
 
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, replay_routing  # noqa: E402
 
-pytestmark = pytest.mark.skipif(OLD, reason="the blocks of transformers 4.57 choose experts themselves")
 
 EXPERTS, K, LAYERS, TOKENS = 8, 2, 3, 10
 SIZES = {
