@@ -29,6 +29,7 @@ PROVIDERS = {  # arguments of apply_packing_ops, and whether each layer is compi
     "packing_ops": ({}, False),
     "packing_ops, rms_norm=True": ({"rms_norm": True}, False),
     "packing_ops, torch.compile of each layer": ({}, True),
+    "packing_ops, fused_loss=True, torch.compile of each layer": ({"fused_loss": True}, True),
     "packing_ops, linear_attention=False": ({"linear_attention": False}, False),
     "padded batches of 8, sdpa": (None, False),
 }
@@ -54,12 +55,17 @@ def model_of(swaps: dict | None, compiled: bool, shape: dict, device: str):
     revert_packing_ops(model)
 
 
+def logits_of(model, batch: dict) -> torch.Tensor:
+    """Returns the logits, which a fused loss does not make beside labels."""
+    return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+
+
 def measured(swaps: dict | None, compiled: bool, documents: list, shape: dict, device: str, reference: list) -> dict:
     made = padded_batches(documents) if swaps is None else packed_rows(documents, sum(map(len, documents)), True)
     batches = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()} for batch in made.batches]
     with model_of(swaps, compiled, shape, device) as model:
         with torch.no_grad():
-            losses = torch.cat([token_losses(model(**batch).logits, batch) for batch in batches])
+            losses = torch.cat([token_losses(logits_of(model, batch), batch) for batch in batches])
         losses = by_document(losses, made.order, documents)
         reference[:] = reference or [losses]
         for _ in range(2):
