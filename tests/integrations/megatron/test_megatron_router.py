@@ -85,6 +85,8 @@ ROUTED = {
 def patched(monkeypatch):
     if importlib.util.find_spec("transformer_engine") is None:  # megatron-core 0.16 takes it to be there
         monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    # Of earlier models, on the device of the first one
+    monkeypatch.setattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {})
     patch_router()
     yield
     unpatch_router()
