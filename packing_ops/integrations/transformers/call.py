@@ -223,6 +223,8 @@ class PackedCall:
         """position_ids of a mask that is a tensor. ValueError if cu_seq_lens_q, which layers may not see, tell others."""
         if position_ids is None or self.cu_seqlens is None or position_ids.shape[0] not in (1, batch):
             return position_ids
+        if self.segment_parents is not None:  # depths in a tree, which attention refuses beside such a mask
+            return position_ids
         if self.checked is None or self.checked[0] is not position_ids:  # masks of other layers come with the same ones
             cu_seqlens = self.cu_seqlens, self.cu_seqlens_k
             _, positions = checked_against(cu_seqlens, None, position_ids, batch, position_ids.shape[1])
