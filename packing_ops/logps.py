@@ -295,11 +295,22 @@ def _logps(
     hidden, weight, bias = checked_head(*head)
     labels = checked_labels(labels, hidden)
     cu_seqlens = cu_seqlens_of(metadata, hidden.shape[0], like="hidden", name="metadata")
-    if options.max_targets is None and isinstance(metadata, PackedMetadata):
-        options = options._replace(max_targets=metadata.num_targets)
+    max_targets = options.max_targets
+    if max_targets is None and isinstance(metadata, PackedMetadata):
+        max_targets = metadata.num_targets
     vocab = weight.shape[0] * (1 if options.group is None else options.group.size())
     targets = _ops.logps_targets(labels, cu_seqlens, ignore_index, vocab)
-    options = options._replace(allowed=checked_allowed(options.allowed, targets, vocab, ahead=1))
+    # Not _replace: from a graph that breaks behind it, as at a number of NumPy, torch 2.11 hands on an empty tuple.
+    options = LogpsOptions(
+        temperature=options.temperature,
+        scale=options.scale,
+        softcap=options.softcap,
+        chunk=options.chunk,
+        max_targets=max_targets,
+        keep_logits=options.keep_logits,
+        group=options.group,
+        allowed=checked_allowed(options.allowed, targets, vocab, ahead=1),
+    )
     return logps_of_targets((hidden, weight, bias), targets, names, options), targets
 
 
