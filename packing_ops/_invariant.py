@@ -135,14 +135,14 @@ def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
     come out as from any sum.
     """
     bits = 62 - (int(x.shape[-1]) - 1).bit_length()  # a number in a trace of other sizes too
-    largest = x.abs().amax(-1, keepdim=True)
+    highest, lowest = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
+    largest = torch.maximum(highest, -lowest)
     # Of the largest terms 1 / unit would be subnormal, which some devices take for 0.
     scale = torch.where(largest < torch.finfo(x.dtype).max * 2.0**-8, torch.ones_like(largest), 2.0**-64)
     unit = (largest * scale).clamp(min=2.0**-100)
     integers = (x * scale * (1 / unit) * 2.0**bits).round().long()
     total = integers.sum(-1, keepdim=True).to(x.dtype) * 2.0**-bits * unit / scale
-    not_finite = torch.where(x.isfinite(), 0, x).sum(-1, keepdim=True)
-    return torch.where(largest.isfinite(), total, not_finite)
+    return torch.where(largest.isfinite(), total, highest + lowest)  # inf, -inf and NaN are among these
 
 
 def rms_norm_in_any_order(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
