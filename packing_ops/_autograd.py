@@ -35,7 +35,7 @@ def _found(path: str) -> bool:
     return True
 
 
-_OWN = all(map(_found, _PARTS))
+OWN = all(map(_found, _PARTS))
 
 
 def in_forward_mode() -> bool:
@@ -48,9 +48,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def refuse_lost_tangents(name: str, args: tuple) -> None:
-    """NotImplementedError for tangents where torch's own registration would drop them."""
-    if _OWN:
-        return
+    """NotImplementedError for tangents where torch's own registration (not OWN) would drop them."""
     tensors = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else [arg])]
     if any(isinstance(each, torch.Tensor) and has_tangent(each) for each in tensors):
         raise NotImplementedError(f"packing_ops::{name} has no forward-mode derivative in torch {torch.__version__}")
@@ -59,7 +57,7 @@ def refuse_lost_tangents(name: str, args: tuple) -> None:
 def past_autograd(op: Callable, *args):
     """op(*args) without the trip through its autograd, 6 us of the host's, where nobody can want a derivative of it."""
     if (
-        not _OWN
+        not OWN
         or torch.compiler.is_compiling()
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
         or in_forward_mode()
@@ -93,7 +91,7 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
     if _library.MISSING:
         return None  # plain torch has its own
     op = getattr(torch.ops.packing_ops, name).default
-    if not _OWN:
+    if not OWN:
         if (
             op._schema.is_mutable
         ):  # torch's takes none that writes. Ours are backwards, called where nothing is recorded.

@@ -281,7 +281,7 @@ def test_torch_without_the_parts_of_own_autograd_gets_its_own(monkeypatch):
 
     registered = []
     monkeypatch.setattr(torch.library, "register_autograd", lambda *args, **kwargs: registered.append((args, kwargs)))
-    monkeypatch.setattr(_autograd, "_OWN", False)
+    monkeypatch.setattr(_autograd, "OWN", False)
     _autograd.register_autograd("rope_qk", "backward", setup_context="context", linear=2)
     assert registered == [(("packing_ops::rope_qk", "backward"), {"setup_context": "context"})]
 
@@ -295,7 +295,7 @@ del torch.autograd.function._SingleLevelFunction  # as if renamed
 import packing_ops as po
 torch.autograd.function._SingleLevelFunction = part
 from packing_ops import _autograd
-assert not _autograd._OWN
+assert not _autograd.OWN
 cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
 x = torch.randn(5, 2, 8, dtype=torch.float64, requires_grad=True)
 calls = {"attention": lambda x: po.varlen_attention(x, x, x, cu_seqlens), "sum": lambda x: po.segment_sum(x, cu_seqlens)}

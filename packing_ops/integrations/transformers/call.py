@@ -77,6 +77,7 @@ class PackedCall:
         positions = _argument("position_ids", self.indices, args, kwargs)
         mask = _argument("attention_mask", self.indices, args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
+        self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
         self.needs_positions = positions is None  # of models that otherwise count along the row
         self.counting = None  # what in the model counts along the row, see positions.py
         self.where_several = None  # (batch, what to say at the end where a row has several documents), see documents.py
@@ -157,7 +158,7 @@ class PackedCall:
 
     def documents(self, query, cu_seqlens, padding, position_ids):
         """The answer of find_documents, which an outer call may have had before: models pass their arguments on."""
-        given = any(call.position_ids is not None for call in (self, *self.outers))
+        given = self.has_positions()
         if not given and cu_seqlens[0] is None and cu_seqlens[1] is None:
             position_ids = None  # made by the model, or by numbers: they tell no more
         shape, asked = (query.shape[0], query.shape[2]), (*cu_seqlens, padding, position_ids)
@@ -180,6 +181,11 @@ class PackedCall:
             by = "attention_mask"
         self._saw(shape[0], documents.cu_seqlens, by)
         return documents
+
+    def has_positions(self) -> bool:
+        """Whether position_ids were given that may tell documents."""
+        given = [call.position_ids for call in (self, *self.outers)]
+        return any(each is not None and each is not self.made_positions for each in given)
 
     def _saw(self, rows, cu_seqlens, found_by):
         """Keeps for info what this call found, without a tensor."""

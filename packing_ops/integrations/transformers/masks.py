@@ -168,7 +168,7 @@ def packing_ops_mask(
         if call is not None and call.segment_parents is not None and made.causal:
             made.of_tree = True
             call.reached_by("segment_parents", call.cu_seqlens)
-        elif (prepared.position_ids is not None or prepared.axes) and (call is None or not call.on_ranks):
+        elif _tells_documents(prepared, call):
             slots = torch.empty(batch_size, 1, q_length, dtype=torch.bool, device=kwargs.get("device"))
             made.find(slots, (None, None) if call is None else (call.cu_seqlens, call.cu_seqlens_k))
         return made
@@ -196,6 +196,14 @@ def packing_ops_mask(
     if by_document and mask is not None and call is not None and call.checked is not None:
         kept_with([mask], _MADE_FOR, lambda: call.cu_seqlens, checked_by_kernel=True)
     return mask
+
+
+def _tells_documents(prepared, call) -> bool:
+    """Whether what the layers get tells no more about documents than what is known here."""
+    if call is not None and call.on_ranks:
+        return False
+    by_padding = prepared.padding is not None and call is not None and not call.has_positions()
+    return prepared.position_ids is not None or prepared.axes or by_padding
 
 
 def has_documents_of(cu_seqlens, mask) -> bool:

@@ -9,7 +9,6 @@ import inspect
 import re
 
 import torch
-import torch.nn.functional as F
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
 from packing_ops.integrations._patching import kept_with_class, put_around
@@ -140,7 +139,7 @@ def with_positions(model, call, args, kwargs):
             positions = _made(model, call, args, kwargs, needs, first)
         if positions is None:
             return args, kwargs
-        call.needs_positions = False
+        call.needs_positions, call.made_positions = False, positions
     else:
         return args, kwargs
     index = call.indices["position_ids"]
@@ -158,13 +157,10 @@ def _takes_positions(model, needs) -> bool:
 
 def _raised(position_ids, padding, first):
     """position_ids, by ``first`` more in each document that starts at 0."""
-    # A document starts where positions do not go on by one, and behind padding.
-    starts = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
-    if is_tensor(padding, 2) and padding.shape[1] == starts.shape[1]:
-        starts = starts | F.pad(padding[:, :-1] == 0, (1, 0)).to(starts.device)
-    slots = torch.arange(starts.shape[1], device=starts.device)
-    positions = position_ids.expand(starts.shape[0], -1)
-    of_start = positions.gather(1, (slots * starts).cummax(1).values)
+    of_row = is_tensor(padding, 2) and padding.shape[1] == position_ids.shape[1]
+    padding = padding.to(position_ids.device) if of_row else torch.ones_like(position_ids)
+    positions = position_ids.expand(padding.shape[0], -1)
+    of_start = positions.gather(1, _start_of(padding != 0, positions))
     return positions + first * (of_start == 0)
 
 
@@ -198,9 +194,15 @@ def _made(model, call, args, kwargs, needs, first):
 
 def _positions_by(numbers):
     """int64 ``[batch, seqlen]``: each slot's distance to where its document starts; 0 for padding."""
-    real, slots = numbers != 0, torch.arange(numbers.shape[1], device=numbers.device)
-    starts = first_tokens(numbers, None, *numbers.shape, numbers.device) | (real & (real.cumsum(1) == 1))
-    return (slots - (slots * starts).cummax(1).values) * real
+    slots = torch.arange(numbers.shape[1], device=numbers.device)
+    return (slots - _start_of(numbers)) * (numbers != 0)
+
+
+def _start_of(padding, position_ids=None):
+    """int64 ``[batch, seqlen]``: the slot where each slot's document starts, by what first_tokens takes."""
+    real, slots = padding != 0, torch.arange(padding.shape[1], device=padding.device)
+    starts = first_tokens(padding, position_ids, *padding.shape, padding.device) | (real & (real.cumsum(1) == 1))
+    return (slots * starts).cummax(1).values
 
 
 def refuse_own_positions(model, call, position_ids, batch) -> None:
@@ -353,9 +355,10 @@ def _by_length(rotary, stock, x, position_ids, *args, **kwargs):
 
 def _lengths_of(position_ids):
     """int64 ``[batch, seqlen]``: one more than the last position of each slot's document."""
-    seqlen = position_ids.shape[1]
-    ends = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (0, 1), value=True)
-    slots = torch.arange(seqlen, device=position_ids.device).where(ends, seqlen)
+    (batch, seqlen), device = position_ids.shape, position_ids.device
+    ends = first_tokens(None, position_ids, batch, seqlen, device).roll(-1, 1)
+    ends[:, -1:] = True
+    slots = torch.arange(seqlen, device=device).where(ends, seqlen)
     return position_ids.gather(1, slots.flip(1).cummin(1).values.flip(1)) + 1
 
 

@@ -101,5 +101,6 @@ def test_in_a_model(family, device):
     with Dispatched() as ours:
         model(**inputs)
     assert ours.names.count("varlen_attention") == model.config.num_hidden_layers
+    assert ours.names.count("check_documents") == 1
     following = [after for name, after in pairwise(ours.names) if name == "varlen_attention"]
     assert set(following) <= {"aten::view", "aten::_unsafe_view"}

@@ -93,17 +93,22 @@ def test_attention_reaches_few_modules():
         new = imported_here(FOLDER / f"{left.pop()}.py") - reached
         reached |= new
         left += new
-    assert len(reached - {"attention"}) <= 8, reached
+    # Three of them are of a call's beginning alone: positions, layers with a state by rows, linear_attention.
+    assert len(reached - {"attention"}) <= 11, reached
+    assert reached.isdisjoint({"apply", "rms_norm", "rope", "summary", "vision"})  # which put something into a model
 
 
 # What compares a slot with the one before it, or cu_seqlens with slots.
 NEIGHBOURS = re.compile(
     r"(?<!shape)\[([^\[\]]*, )?1:\]|\.diff\(|\bcumm(ax|in)\(|\broll\(|\bunique_consecutive\(|\bsearchsorted\(|cu_seqlens_from_position_ids"
 )
-# Those that compare and find no documents: images in a mask, lengths of pages, and rows of documents that were found.
+# Those that compare and find no documents: images in a mask, lengths of pages, names of arguments, and rows of documents
+# that were found.
 OTHERS = {
     "masks.ends_of_blocks",
     "continuous_batching.pages_of_requests",
+    "linear_attention._agrees",
+    "positions.with_axes_of_images",
     "stateful_rows.__init__",
     "stateful_rows._paths_to_leaves",
 }
@@ -131,6 +136,8 @@ def test_one_function_finds_where_documents_start():
         "documents.several_in",  # by that, or how many documents cu_seqlens count
         "documents.each_document_alone",  # by that: the starts before a slot
         "documents.since_start",  # positions of several axes as those of one
+        "positions._start_of",  # by that: the start before a slot
+        "positions._lengths_of",  # by that: the end behind a slot
     }
     users = {path.name for path in FOLDER.glob("*.py") if "find_documents(" in path.read_text()}
     assert users == {"documents.py", "call.py"}
@@ -204,7 +211,7 @@ def test_labels_that_are_left_alone(device):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows_have_the_loss_of_the_stock_model(side, device):
-    """Also the first token behind padding on the left, which the stock loss counts."""
+    """Without the label of the first token behind padding on the left, which the stock loss counts: nothing is before it."""
     register()
     _, ids = packed(device)
     ids = ids.view(2, 6)
@@ -212,10 +219,9 @@ def test_padded_rows_have_the_loss_of_the_stock_model(side, device):
     mask[0, :2] = 0
     mask = mask if side == "left" else mask.flip(1)
     given = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    losses = [
-        tiny_model("llama", attn_implementation=name, device=device)(**given).loss for name in ("packing_ops", "sdpa")
-    ]
-    torch.testing.assert_close(*losses)
+    found = tiny_model("llama", attn_implementation="packing_ops", device=device)(**given).loss
+    given["labels"][:, 1:].masked_fill_(mask[:, :-1] == 0, -100)
+    torch.testing.assert_close(found, tiny_model("llama", device=device)(**given).loss)
 
 
 def test_num_items_in_batch_divides_what_is_left(device):

@@ -12,7 +12,6 @@ from hf_models import tiny_model  # noqa: E402
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, replay_routing  # noqa: E402
 
-
 EXPERTS, K, LAYERS, TOKENS = 8, 2, 3, 10
 SIZES = {
     "vocab_size": 64,
