@@ -6,7 +6,8 @@ import packing_ops as po
 from packing_ops import data
 
 LENGTHS = [5, 9, 3, 7, 1]
-EXAMPLES = [{"input_ids": [*range(n)], "labels": [*range(n)], "num_actions": n - 1} for n in LENGTHS]
+EXAMPLES = [{"input_ids": [*range(n)], "num_actions": n - 1} for n in LENGTHS]
+LABELLED = [{"input_ids": each["input_ids"], "labels": each["input_ids"]} for each in EXAMPLES]
 BATCH = {"input_ids": torch.arange(12).view(4, 3), "attention_mask": torch.tensor([[1, 1, 0]] * 4)}
 METADATA = po.PackedMetadata.from_lengths([2, 0, 3], total=6)
 CU_SEQLENS = METADATA.cu_seqlens
@@ -27,7 +28,7 @@ CALLS = {
         for strategy in ("ffd", "bfd", "next_fit", "first_fit", "balanced")
     ],
     "PackedCollator": lambda: data.PackedCollator(16, tp_size=2)(EXAMPLES),
-    "PaddingFreeCollator": lambda: data.PaddingFreeCollator()(EXAMPLES),
+    "PaddingFreeCollator": lambda: data.PaddingFreeCollator()(LABELLED),
     "PackedBatchSampler": lambda: list(data.PackedBatchSampler(LENGTHS, 10, seed=3)),
     "token_budget_microbatches": lambda: data.token_budget_microbatches(LENGTHS, 10, dp_size=2),
     "normalize_advantages": lambda: data.normalize_advantages(

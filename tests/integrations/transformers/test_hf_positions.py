@@ -12,7 +12,13 @@ transformers = pytest.importorskip("transformers")
 from hf_models import tiny_model  # noqa: E402
 
 from packing_ops import _arguments, _ops  # noqa: E402
-from packing_ops.integrations.transformers import apply_packing_ops, register, revert_packing_ops, versions  # noqa: E402
+from packing_ops.integrations.transformers import (  # noqa: E402
+    apply_packing_ops,
+    positions,
+    register,
+    revert_packing_ops,
+    versions,
+)
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -222,6 +228,15 @@ def test_numbers_in_a_graph(make, device, fresh_compile):
     row, ones = torch.cat(documents_of([9, 7], device), 1), torch.ones(1, 16, dtype=torch.long, device=device)
     wanted = stock(row, use_cache=False).logits
     torch.testing.assert_close(compiled(row, attention_mask=ones, use_cache=False).logits, wanted, **CLOSE)
+
+
+def test_a_hole_in_a_row_starts_no_document(device):
+    """Where positions start at 2; padding on the left and jumps within a document start none either."""
+    rows = [[0, 1, 9, 2, 3], [9, 9, 0, 1, 2], [0, 1, 5, 0, 1], [4, 5, 6, 0, 1]]
+    padding = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 1, 1, 1], [1] * 5, [1] * 5], device=device)
+    found = positions._raised(torch.tensor(rows, device=device), padding, 2)
+    expected = torch.tensor([[2, 3, 0, 4, 5], [0, 0, 2, 3, 4], [2, 3, 7, 2, 3], [4, 5, 6, 2, 3]], device=device)
+    assert torch.equal(found.where(padding != 0, 0), expected)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
