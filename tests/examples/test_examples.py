@@ -138,10 +138,13 @@ def test_bad_jsonl_line_is_named(tmp_path):
         read_jsonl(file)
 
 
+def blocks(page):
+    """The Python of a page of docs that is not indented."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
+
+
 def block(page):
-    """The first Python of a page of docs."""
-    text, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
-    return text
+    return blocks(page)[0]
 
 
 def test_the_snippet_of_the_ops_runs():
@@ -149,7 +152,16 @@ def test_the_snippet_of_the_ops_runs():
     exec(block("ops.md"), names)
     assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
     assert names["out"].shape == (980, 8, 64)
+    assert names["heads"].shape == (980, 4, 32)
     assert names["padded"].shape == (2, 5, 16)
+
+
+def test_the_other_snippets_of_the_ops_run():
+    _, state, allowed = blocks("ops.md")
+    exec(state, {"torch": torch, "po": po})  # it compares by itself
+    names = {"torch": torch, "po": po}
+    exec(allowed, names)
+    assert (names["logps"] == 0).nonzero().flatten().tolist() == [6, 11]  # the last tokens of the documents
 
 
 def test_the_batches_of_the_page_are_made():
@@ -167,7 +179,7 @@ def test_both_ways_into_the_mode_of_the_page(capsys):
 
     host = tiny_model("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=16)
     own = torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.ReLU())
-    applied, entered = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "same-bits.md").read_text(), re.S)
+    applied, entered = blocks("same-bits.md")
     exec(applied, {"model": host})
     revert_packing_ops(host)
     names = {"po": po, "model": own, "run": lambda row, cu_seqlens: own(row), "batch": torch.ones(3, 24)}

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import json
 import re
 import statistics
 import textwrap
@@ -170,7 +171,96 @@ def test_a_model_that_is_there():
 
 
 def test_grpo_of_the_page(tmp_path):
-    run_grpo(blocks_of("docs/transformers.md")[1], tmp_path)
+    run_grpo(blocks_of("docs/transformers.md")[2], tmp_path)
+
+
+def test_experts_of_the_sampler_are_replayed():
+    model = pytest.importorskip("hf_models").tiny_model("gpt_oss", vocab_size=64)
+    from packing_ops.data import PaddingFreeCollator
+    from packing_ops.integrations.transformers import apply_packing_ops, replay_routing
+
+    apply_packing_ops(model)
+    layers = model.config.num_hidden_layers
+    experts = {3: torch.tensor([0, 1]), 5: torch.tensor([1, 2])}  # of documents with so many tokens
+    examples = [{"input_ids": [7] * n, "routed_experts": pair.expand(n, layers, 2)} for n, pair in experts.items()]
+    names = {"PaddingFreeCollator": PaddingFreeCollator, "replay_routing": replay_routing}
+    names |= {"model": model, "examples": examples}
+    exec(blocks_of("docs/transformers.md")[1], names)
+    gradients = [parameter.grad for name, parameter in model.named_parameters() if name.endswith("experts.down_proj")]
+    assert len(gradients) == layers
+    for gradient in gradients:  # of expert 3, which no token was sent to, there is none
+        assert gradient.flatten(1).any(1).tolist() == [True, True, True, False]
+
+
+# --- data.md ---
+
+ROWS = [{"input_ids": [3 + i] * (2 + 7 * i % 29), "labels": [3 + i] * (2 + 7 * i % 29)} for i in range(40)]
+TRAINING = {"max_steps": 2, "per_device_train_batch_size": 1, "use_cpu": True, "bf16": False, "report_to": "none"}
+TRAINING |= {"save_strategy": "no", "disable_tqdm": True, "accelerator_config": {"dispatch_batches": False}}
+
+
+def small(block):
+    return block.replace("4096", "64").replace("max_steps=1000", "max_steps=2")
+
+
+def test_a_stream_is_loaded(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    from packing_ops.data import PackedStream, PaddingFreeCollator
+
+    monkeypatch.chdir(tmp_path)
+    for number, rows in enumerate((ROWS[:25], ROWS[25:])):
+        (tmp_path / f"sft-{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen = []
+
+    def loader(*args, **more):
+        """In place of torchdata's: the tests of PackedStream resume that one."""
+        seen.extend(made := [*torch.utils.data.DataLoader(*args, **more)])
+        return made
+
+    names = {"load_dataset": datasets.load_dataset, "PackedStream": PackedStream, "StatefulDataLoader": loader}
+    names |= {"PaddingFreeCollator": PaddingFreeCollator, "rank": 0, "world_size": 1, "epochs": 1}
+    exec(small(blocks_of("docs/data.md")[0]), names)
+    documents = [each for row in seen for each in row["input_ids"][0].split(row["cu_seq_lens_q"].diff().tolist())]
+    assert sorted(each.tolist() for each in documents) == sorted(row["input_ids"] for row in ROWS)
+    assert len(seen) < len(ROWS) / 2
+
+
+def rows_trained(trainer):
+    seen = []
+    trainer.model.model.register_forward_pre_hook(
+        lambda _, __, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    trainer.train()
+    return seen
+
+
+def rows_of(examples):
+    from packing_ops.data import PackedStream
+
+    return [[token for each in row for token in each["input_ids"]] for row in PackedStream(examples, 64)]
+
+
+def test_trainers_take_a_stream(tmp_path, monkeypatch):
+    transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from common.hf_setup import byte_tokenizer
+
+    from packing_ops.data import PackedStream, PaddingFreeCollator
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    monkeypatch.chdir(tmp_path)
+    _, by_trainer, by_trl, _ = map(small, blocks_of("docs/data.md"))
+    apply_packing_ops(model := tiny_llama())
+    names = {"PackedStream": PackedStream, "PaddingFreeCollator": PaddingFreeCollator, "model": model, "examples": ROWS}
+    names |= {"Trainer": transformers.Trainer, "SFTTrainer": trl.SFTTrainer, "tokenizer": byte_tokenizer()}
+    names["TrainingArguments"] = lambda *args, **more: transformers.TrainingArguments(*args, **(TRAINING | more))
+    exec(by_trainer, names)
+    assert rows_trained(names["trainer"]) == rows_of(ROWS)[:2]
+    names["args"] = trl.SFTConfig("out", max_length=None, **TRAINING)
+    names["dataset"] = datasets.Dataset.from_list([{"text": "word " * (1 + i % 5)} for i in range(30)])
+    exec(by_trl, names)
+    tokenized = [*names["trainer"].train_dataset.examples]
+    assert rows_trained(names["trainer"]) == rows_of(tokenized)[:2]
 
 
 SAMPLES = [
@@ -206,7 +296,7 @@ def parameters_after_the_loop(world_size, max_tokens):
         "world_size": world_size,
         "max_tokens": max_tokens,
     }
-    exec(blocks_of("docs/data.md")[0], names)
+    exec(blocks_of("docs/data.md")[3], names)
     return [parameter.detach() for parameter in model.parameters()], names["steps"]
 
 
@@ -302,10 +392,10 @@ def test_every_block_is_run():
     found = {page: len(blocks) for page in PAGES if (blocks := blocks_of(page))}
     assert found == {
         "README.md": 1,
-        "docs/data.md": 1,
+        "docs/data.md": 4,
         "docs/ops.md": 3,
         "docs/pages.md": 2,
         "docs/parallel.md": 3,
         "docs/prefix-trees.md": 3,
-        "docs/transformers.md": 2,
+        "docs/transformers.md": 3,
     }
