@@ -5,40 +5,35 @@
 
 namespace packing_ops::scan::gradients {
 
-constexpr int kThreads = 512;
-constexpr int kParts = kThreads / 128;  // of the columns: four warps have the rows
+constexpr int kThreads = 256;
 
 // Columns of v at a time.
 template <class T, int kDim>
 constexpr int piece_of() {
-  return sizeof(T) == 4 ? (kDim == 256 ? 8 : 16) : 32;
+  return sizeof(T) == 4 ? (kDim == 256 ? 16 : 32) : (kDim == 256 ? 32 : 64);
 }
 
-// Sums over a row's columns that go into dg and dbeta. Each of kParts warps has a part of the columns.
+// Sums over a row's columns that go into dg and dbeta. Each of two warps has half of the columns.
 enum RowSum { kOfQueries, kOfKeys, kOfEnd, kOfScores, kOfCorrections, kRowSums };
 
 struct Sums {
   RowScales scales;
-  float rows[kRowSums][kParts][kChunk];
+  float rows[kRowSums][2][kChunk];
   float columns[4][kChunk];  // of the warps' rows, scores and corrections together
   float values[kChunk];      // dcorrected . v
   float through[kThreads / 32];
 };
 
-// Some columns of v. `state` is that before the chunk, `dstate` the gradient of the one after it.
 template <class T, int kDim>
 struct Stage {
   static constexpr int kPiece = piece_of<T, kDim>();
-  Tile<T, kPiece> values, dout, corrected, dcorrected;
-  Tile<T, kDim> state, dstate;
-  static constexpr int kBytes = 4 * Tile<T, kPiece>::bytes(kChunk) + 2 * Tile<T, kDim>::bytes(kPiece);
+  Tile<T, kPiece> rows, corrected;
+  Tile<T, kDim> state;
+  static constexpr int kBytes = 2 * Tile<T, kPiece>::bytes(kChunk) + Tile<T, kDim>::bytes(kPiece);
   __device__ explicit Stage(Room room)
-      : values(room.take<Tile<T, kPiece>>(kChunk)),
-        dout(room.take<Tile<T, kPiece>>(kChunk)),
+      : rows(room.take<Tile<T, kPiece>>(kChunk)),
         corrected(room.take<Tile<T, kPiece>>(kChunk)),
-        dcorrected(room.take<Tile<T, kPiece>>(kChunk)),
-        state(room.take<Tile<T, kDim>>(kPiece)),
-        dstate(room.take<Tile<T, kDim>>(kPiece)) {}
+        state(room.take<Tile<T, kDim>>(kPiece)) {}
 };
 
 template <class T, int kDim>
@@ -71,39 +66,45 @@ struct Work {
   Chunk chunk;
   int64_t index, head;
 
+  // Of a tensor [total, num_v_heads, head_dim_v].
+  __device__ const T* rows_of(const void* tensor) const {
+    return static_cast<const T*>(tensor) + (chunk.row * p.num_v_heads + head) * p.head_dim_v;
+  }
   __device__ const T* state_of(const void* states) const {
     return static_cast<const T*>(states) + index * p.head_dim * p.head_dim_v;
   }
 };
 
-// The columns of v from `column` on. A group of copies.
+// Three passes over the columns of v, whose products with a state are summed:
+// 0: dout with the state before the chunk, 1: dcorrected with it, 2: corrected with the gradient of the state after it.
 template <class T, int kDim>
-__device__ __forceinline__ void load_stage(const Work<T>& work, const Stage<T, kDim>& stage, int column) {
-  constexpr int kPiece = Stage<T, kDim>::kPiece;
+__device__ __forceinline__ void load_stage(const Work<T>& work, const Stage<T, kDim>& stage, int pass, int column) {
   const GatedDeltaBackwardParams& p = work.p;
-  const auto load = [&](const HeadRows& rows, Tile<T, kPiece> tile) {
-    const T* from = static_cast<const T*>(rows.data) + work.chunk.row * rows.token + work.head * rows.head;
-    load_rows<kThreads, kChunk>(tile, from + column, rows.token, work.chunk.rows);
-  };
   const int64_t step = p.num_v_heads * p.head_dim_v;
-  load(p.v, stage.values);
-  load(p.dout, stage.dout);
-  load({work.chunks.corrected, step, p.head_dim_v}, stage.corrected);
-  load({work.chunks.dcorrected, step, p.head_dim_v}, stage.dcorrected);
-  load_rows<kThreads, kPiece>(stage.state, work.state_of(work.chunks.states) + column * kDim, kDim, kPiece);
-  load_rows<kThreads, kPiece>(stage.dstate, work.state_of(work.chunks.dstates) + column * kDim, kDim, kPiece);
+  const T* corrected = work.rows_of(work.chunks.corrected) + column;
+  if (pass == 0) {
+    const T* dout = static_cast<const T*>(p.dout.data) + work.chunk.row * p.dout.token + work.head * p.dout.head;
+    load_rows<kThreads, kChunk>(stage.rows, dout + column, p.dout.token, work.chunk.rows);
+  } else {
+    const T* rows = pass == 1 ? work.rows_of(work.chunks.dcorrected) + column : corrected;
+    load_rows<kThreads, kChunk>(stage.rows, rows, step, work.chunk.rows);
+  }
+  if (pass < 2) load_rows<kThreads, kChunk>(stage.corrected, corrected, step, work.chunk.rows);
+  const T* state = work.state_of(pass == 2 ? work.chunks.dstates : work.chunks.states) + column * kDim;
+  load_rows<kThreads, Stage<T, kDim>::kPiece>(stage.state, state, kDim, Stage<T, kDim>::kPiece);
+  ptx::cp_async_commit();
 }
 
-// The sums of two rows over a warp's columns, to where the other parts' are beside them.
-__device__ __forceinline__ void store_row_sums(float upper, float lower, int row, float (&to)[kParts][kChunk]) {
+// The sums of two rows over a warp's columns, to where the other half's are beside them.
+__device__ __forceinline__ void store_row_sums(float upper, float lower, int row, float (&to)[2][kChunk]) {
   for (int offset = 1; offset < 4; offset *= 2) {
     upper += __shfl_xor_sync(0xffffffffu, upper, offset);
     lower += __shfl_xor_sync(0xffffffffu, lower, offset);
   }
-  const int part = static_cast<int>(threadIdx.x) / 128;
+  const int half = static_cast<int>(threadIdx.x) / 128;
   if (lane_of() % 4 == 0) {
-    to[part][row + lane_of() / 4] = upper;
-    to[part][row + lane_of() / 4 + 8] = lower;
+    to[half][row + lane_of() / 4] = upper;
+    to[half][row + lane_of() / 4 + 8] = lower;
   }
 }
 

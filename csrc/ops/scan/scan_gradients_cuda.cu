@@ -8,23 +8,17 @@ namespace gradients {
 
 namespace {
 
-__device__ __forceinline__ float sum_of_parts(const float (&parts)[kParts][kChunk], int row) {
-  float sum = 0.0f;
-  for (int part = 0; part < kParts; ++part) sum += parts[part][row];
-  return sum;
-}
-
 template <class T, int kDim>
 struct Gradients {
-  static constexpr int kTiles = kDim / 8 / kParts;        // of a warp: 16 rows, a part of the columns
-  static constexpr int kPairTiles = kChunk / 8 / kParts;  // the same of a matrix [64, 64]
+  static constexpr int kTiles = kDim / 16;        // of a warp: 16 rows, half of the columns
+  static constexpr int kPairTiles = kChunk / 16;  // the same of a matrix [64, 64]
   static constexpr int kPiece = piece_of<T, kDim>();
 
   const Shared<T, kDim>& shared;
   int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  int part = static_cast<int>(threadIdx.x) / 128;
-  int column = part * kDim / kParts;
-  int pair_column = part * kChunk / kParts;
+  int half = static_cast<int>(threadIdx.x) / 128;
+  int column = half * kDim / 2;
+  int pair_column = half * kChunk / 2;
   float dq[kTiles][4] = {};
   float dk[kTiles][4] = {};
 
@@ -46,59 +40,71 @@ struct Gradients {
         dots[lower] += pair.get(0) * x + pair.get(1) * y;
         to[tile][2 * lower] += factor * x;
         to[tile][2 * lower + 1] += factor * y;
+        products[tile][2 * lower] = products[tile][2 * lower + 1] = 0.0f;
       }
     }
     store_row_sums(dots[0], dots[1], row, shared.sums->rows[kind]);
   }
 
   // What the states have to do with a head's rows, and the products that dscores and dcorrections are made of.
-  // wait(i) returns the stage of the i-th columns of v.
-  template <class Wait>
-  __device__ __forceinline__ void through_states(int pieces, const Wait& wait, float (&of_scores)[kPairTiles][4],
+  template <int kStages>
+  __device__ __forceinline__ void through_states(const Work<T>& work, float (&of_scores)[kPairTiles][4],
                                                  float (&of_corrections)[kPairTiles][4]) {
-    float of_queries[kTiles][4] = {};
-    float of_keys[kTiles][4] = {};
-    float of_end[kTiles][4] = {};
+    const RowScales& scales = shared.sums->scales;
+    const int pieces = static_cast<int>(work.p.head_dim_v) / kPiece;
+    const auto load = [&](int step) {
+      load_stage<T, kDim>(work, shared.stage(step % kStages), step / pieces, step % pieces * kPiece);
+    };
+    float products[kTiles][4] = {};
     float dot_values = 0.0f;
     float dot_states = 0.0f;
-    for (int piece = 0; piece < pieces; ++piece) {
-      const Stage<T, kDim> stage = wait(piece);
-      const auto multiply_pairs = [&](float (&pairs)[kPairTiles][4], Tile<T, kPiece> rows) {
-        multiply<Order::kPlain, Order::kTransposed>(pairs, rows, row, stage.corrected, pair_column, 0, kPiece);
+    if constexpr (kStages == 2) load(0);
+    for (int step = 0; step < 3 * pieces; ++step) {
+      if constexpr (kStages == 1) load(step);
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (kStages == 2 && step + 1 < 3 * pieces) load(step + 1);
+      const Stage<T, kDim> stage = shared.stage(step % kStages);
+      const int pass = step / pieces;
+      multiply(products, stage.rows, row, stage.state, column, 0, kPiece);
+      const auto multiply_pairs = [&](float (&pairs)[kPairTiles][4]) {
+        multiply<Order::kPlain, Order::kTransposed>(pairs, stage.rows, row, stage.corrected, pair_column, 0, kPiece);
       };
-      multiply(of_queries, stage.dout, row, stage.state, column, 0, kPiece);
-      multiply_pairs(of_scores, stage.dout);
-      multiply(of_keys, stage.dcorrected, row, stage.state, column, 0, kPiece);
-      multiply_pairs(of_corrections, stage.dcorrected);
-      multiply(of_end, stage.corrected, row, stage.dstate, column, 0, kPiece);
-      dot_values += dot_of_values(stage);
-      dot_states += dot_of_states(stage);
+      if (pass == 0) multiply_pairs(of_scores);
+      if (pass == 1) multiply_pairs(of_corrections);
+      if (pass == 1) dot_values += dot_of_values(work, stage, step % pieces * kPiece);
+      if (pass == 2) dot_states += dot_of_states(work, stage, step % pieces * kPiece);
+      if (step % pieces == pieces - 1) {
+        if (pass == 0) add(products, shared.queries, dq, kOfQueries, scales.q, 1.0f, nullptr);
+        if (pass == 1) add(products, shared.keys, dk, kOfKeys, scales.k, -1.0f, scales.beta);
+        if (pass == 2) add(products, shared.keys, dk, kOfEnd, scales.to_end, 1.0f, nullptr);
+      }
+      if constexpr (kStages == 1) __syncthreads();
     }
-    const RowScales& scales = shared.sums->scales;
-    add(of_queries, shared.queries, dq, kOfQueries, scales.q, 1.0f, nullptr);
-    add(of_keys, shared.keys, dk, kOfKeys, scales.k, -1.0f, scales.beta);
-    add(of_end, shared.keys, dk, kOfEnd, scales.to_end, 1.0f, nullptr);
     store_dots(dot_values, dot_states);
   }
 
-  // dcorrected . v of a row, by the threads that share it.
-  static constexpr int kRowThreads = kThreads / kChunk;
-  __device__ __forceinline__ float dot_of_values(const Stage<T, kDim>& stage) const {
-    const int i = static_cast<int>(threadIdx.x) / kRowThreads;
+  // dcorrected . v of a row, four threads each.
+  __device__ __forceinline__ float dot_of_values(const Work<T>& work, const Stage<T, kDim>& stage, int piece) const {
+    const int i = static_cast<int>(threadIdx.x) / 4;
+    if (i >= work.chunk.rows) return 0.0f;
+    const HeadRows& v = work.p.v;
+    const T* values = static_cast<const T*>(v.data) + (work.chunk.row + i) * v.token + work.head * v.head + piece;
     float sum = 0.0f;
-    for (int j = static_cast<int>(threadIdx.x) % kRowThreads * 2; j < kPiece; j += 2 * kRowThreads) {
-      const Vec<T, 2> pair = stage.values.pair(i, j);
-      const Vec<T, 2> other = stage.dcorrected.pair(i, j);
+    for (int j = static_cast<int>(threadIdx.x) % 4 * 2; j < kPiece; j += 8) {
+      const Vec<T, 2> pair = *reinterpret_cast<const Vec<T, 2>*>(values + j);
+      const Vec<T, 2> other = stage.rows.pair(i, j);
       sum += pair.get(0) * other.get(0) + pair.get(1) * other.get(1);
     }
     return sum;
   }
 
-  __device__ __forceinline__ float dot_of_states(const Stage<T, kDim>& stage) const {
+  __device__ __forceinline__ float dot_of_states(const Work<T>& work, const Stage<T, kDim>& stage, int piece) const {
+    const T* states = work.state_of(work.chunks.states) + piece * kDim;
     float sum = 0.0f;
     for (int i = 2 * static_cast<int>(threadIdx.x); i < kDim * kPiece; i += 2 * kThreads) {
-      const Vec<T, 2> pair = stage.state.pair(i / kDim, i % kDim);
-      const Vec<T, 2> other = stage.dstate.pair(i / kDim, i % kDim);
+      const Vec<T, 2> pair = *reinterpret_cast<const Vec<T, 2>*>(states + i);
+      const Vec<T, 2> other = stage.state.pair(i / kDim, i % kDim);
       sum += pair.get(0) * other.get(0) + pair.get(1) * other.get(1);
     }
     return sum;
@@ -106,10 +112,10 @@ struct Gradients {
 
   __device__ __forceinline__ void store_dots(float values, float states) const {
     for (int offset = 1; offset < 32; offset *= 2) {
-      if (offset < kRowThreads) values += __shfl_xor_sync(0xffffffffu, values, offset);
+      if (offset < 4) values += __shfl_xor_sync(0xffffffffu, values, offset);
       states += __shfl_xor_sync(0xffffffffu, states, offset);
     }
-    if (threadIdx.x % kRowThreads == 0) shared.sums->values[threadIdx.x / kRowThreads] = values;
+    if (threadIdx.x % 4 == 0) shared.sums->values[threadIdx.x / 4] = values;
     if (threadIdx.x % 32 == 0) shared.sums->through[threadIdx.x / 32] = states;
   }
 
@@ -175,7 +181,7 @@ struct Gradients {
   // dg and dbeta of a head, by the first warp.
   __device__ void store_gates(const Work<T>& work) const {
     const Sums& sums = *shared.sums;
-    const auto of_row = [&](RowSum kind, int i) { return sum_of_parts(sums.rows[kind], i); };
+    const auto of_row = [&](RowSum kind, int i) { return sums.rows[kind][0][i] + sums.rows[kind][1][i]; };
     float of_states = 0.0f;
     for (float part : sums.through) of_states += part;
     float of_end = 0.0f;
@@ -229,7 +235,7 @@ struct Gradients {
     for_each_pair(gradient, row, column, [&](int i, int j, float x, float y) {
       if (i >= chunk.rows) return;
       const Vec<T, 2> pair = rows.pair(i, j);
-      const float along = p.l2norm ? sum_of_parts(dots, i) * norms[i] * norms[i] : 0.0f;
+      const float along = p.l2norm ? (dots[0][i] + dots[1][i]) * norms[i] * norms[i] : 0.0f;
       store_pair(to + i * p.num_k_heads * kDim + j, x - along * pair.get(0), y - along * pair.get(1));
     });
   }
@@ -263,41 +269,19 @@ __global__ void __launch_bounds__(kThreads, 1) gradients_kernel(GatedDeltaBackwa
   load(p.k, own.keys);
   load(p.q, own.queries);
   Gradients<T, kDim> gradients{own};
-  const int heads = static_cast<int>(p.num_v_heads / p.num_k_heads);
-  const int pieces = static_cast<int>(p.head_dim_v) / Stage<T, kDim>::kPiece;  // two at least
-  const auto work_of = [&](int i) {
-    const int64_t head = k_head * heads + i;
-    return Work<T>{p, chunks, chunk, chunk_index(p, blockIdx.x, head), head};
-  };
-  const auto load_step = [&](int step) {
-    const Work<T> work = work_of(step / pieces);
-    load_stage<T, kDim>(work, own.stage(step % kStages), step % pieces * Stage<T, kDim>::kPiece);
-    // Not with the first columns, which are copied while the head before needs its scales.
-    if (step % pieces == 1) load_bytes<kThreads>(&own.sums->scales, chunks.scales + work.index, sizeof(RowScales));
-    ptx::cp_async_commit();
-  };
-  if constexpr (kStages == 2) load_step(0);
-  for (int head = 0; head < heads; ++head) {
-    const auto wait = [&](int piece) {
-      const int step = head * pieces + piece;
-      if constexpr (kStages == 1) {
-        __syncthreads();  // the stage has been read
-        load_step(step);
-      }
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      if (kStages == 2 && step + 1 < heads * pieces) load_step(step + 1);
-      return own.stage(step % kStages);
-    };
+  const int64_t heads = p.num_v_heads / p.num_k_heads;
+  for (int64_t head = k_head * heads; head < (k_head + 1) * heads; ++head) {
+    const Work<T> work{p, chunks, chunk, chunk_index(p, blockIdx.x, head), head};
+    load_bytes<kThreads>(&own.sums->scales, chunks.scales + work.index, sizeof(RowScales));
     float of_scores[Gradients<T, kDim>::kPairTiles][4] = {};
     float of_corrections[Gradients<T, kDim>::kPairTiles][4] = {};
-    gradients.through_states(pieces, wait, of_scores, of_corrections);
+    gradients.template through_states<kStages>(work, of_scores, of_corrections);
     gradients.through_pairs(static_cast<float>(p.scale), of_scores, of_corrections);
     __syncthreads();
     gradients.add_pairs();
-    if (threadIdx.x < 32) gradients.store_gates(work_of(head));
+    if (threadIdx.x < 32) gradients.store_gates(work);
+    __syncthreads();  // before the next head's sums
   }
-  __syncthreads();  // the sums have been read
   gradients.store(p, chunk, k_head, true);
   __syncthreads();
   gradients.store(p, chunk, k_head, false);

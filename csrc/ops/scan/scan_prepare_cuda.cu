@@ -69,24 +69,15 @@ __device__ void invert_block(const Matrix* a, Matrix* inverse, int first) {
   }
 }
 
-// sum[0 .. 8] = a[row, begin ..] b[begin .., column ..], `depth` terms. Four floats at a time: b's are the
-// same for half a warp, and reads of shared memory take longer than the sums.
+// sum[0 .. 8] = a[row, begin ..] b[begin .., column ..], `depth` terms.
 __device__ __forceinline__ void product(const Matrix* a, int row, int begin, int depth, const Matrix* b, int column,
                                         float (&sum)[8]) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) sum[j] = 0.0f;
-#pragma unroll 4
-  for (int i = begin; i < begin + depth; i += 4) {
-    const float4 factors = *reinterpret_cast<const float4*>(&a[row][i]);
-    const float factor[4] = {factors.x, factors.y, factors.z, factors.w};
+  for (int i = begin; i < begin + depth; ++i) {
+    const float factor = a[row][i];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float4 left = *reinterpret_cast<const float4*>(&b[i + k][column]);
-      const float4 right = *reinterpret_cast<const float4*>(&b[i + k][column + 4]);
-      const float terms[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum[j] += factor[k] * terms[j];
-    }
+    for (int j = 0; j < 8; ++j) sum[j] += factor * b[i][column + j];
   }
 }
 
@@ -142,11 +133,10 @@ __device__ void make_products(const GatedDeltaParams& p, const Chunk& chunk, int
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncthreads();
-    constexpr int kVec = 16 / static_cast<int>(sizeof(T));
-    for (int i = 0; i < kPiece; i += kVec) {
-      const Vec<T, kVec> some = *reinterpret_cast<const Vec<T, kVec>*>(normed.at(thread % kChunk, i));
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) squares += some.get(j) * some.get(j);
+    for (int i = 0; i < kPiece; i += 2) {
+      const Vec<T, 2> pair = normed.pair(thread % kChunk, i);
+      squares += pair.get(0) * pair.get(0);
+      squares += pair.get(1) * pair.get(1);
     }
     multiply<Order::kPlain, Order::kTransposed>(products.keys, keys, row, keys, 0, 0, kPiece);
     multiply<Order::kPlain, Order::kTransposed>(products.queries, queries, row, keys, 0, 0, kPiece);
