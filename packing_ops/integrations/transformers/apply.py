@@ -156,7 +156,7 @@ def apply_packing_ops(
         >>> sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
         >>> model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
         >>> apply_packing_ops(model)
-        Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, vision=0, skipped={})
+        Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, vision=0, linear_attention=0, skipped={})
         >>> revert_packing_ops(model)
 
     RoPE and RMSNorm need no list of families: the functions of a modelling module run beside ours once in a process,
