@@ -213,5 +213,31 @@ def trees() -> str:
     return by_provider("trees_cuda", label=label, ours="as a tree")
 
 
-TABLES = {"ops": ops, "cpu": cpu, "pages": pages, "generate": generate, "logps-masked": logps_masked,
+def conv() -> str:
+    return by_provider("conv_cuda")
+
+
+def scan() -> str:
+    return by_provider("scan_cuda")
+
+
+def hybrid() -> str:
+    """Returns a row for each way to train the model; a provider that failed has its error."""
+    rows = rows_of("hybrid_cuda")
+    padded = next(float(row["tokens_per_second"]) for row in rows if row["provider"].startswith("padded"))
+    cells = []
+    for row in rows:
+        speed = float(row["tokens_per_second"] or 0)
+        shown = (
+            [f"{speed / 1000:.1f}k", f"{float(row['peak_gib']):.1f} GiB", times(speed / padded)]
+            if speed
+            else [row["error"], "", ""]
+        )
+        cells.append([row["provider"], *shown])
+    header = ["", "tokens per second", "memory", "speedup over padded batches"]
+    what = f"{rows[0]['layers']} layers, {int(rows[0]['tokens']):,} tokens in {rows[0]['documents']} documents"
+    return f"{markdown(header, cells)}\n\n{what}. {origin(rows)}."
+
+
+TABLES = {"conv": conv, "scan": scan, "hybrid": hybrid, "ops": ops, "cpu": cpu, "pages": pages, "generate": generate, "logps-masked": logps_masked,
           "logps-8192": logps_8192, "kl": kl, "trees": trees}  # fmt: skip
