@@ -34,7 +34,10 @@ def test_counts():
     assert not apply_packing_ops(model, rope=False, attention=False)
     revert_packing_ops(model)
     applied = apply_packing_ops(tiny("llama"))
-    assert repr(applied) == "Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, vision=0, skipped={})"
+    assert (
+        repr(applied)
+        == "Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, vision=0, linear_attention=0, skipped={})"
+    )
     assert pickle.loads(pickle.dumps(applied)) == applied
 
 
