@@ -102,6 +102,15 @@ __device__ __forceinline__ void store_sums(const CausalConvBackwardParams& p, co
   }
 }
 
+// Whether the rows of a batch, and those before it that are done with it, are of one document.
+template <int kTaps>
+__device__ __forceinline__ bool is_inside(const CausalConvBackwardParams& p, const Place* places, int64_t first,
+                                          int run) {
+  const int from = run - (kTaps - 1);
+  return from >= 0 && run + kBatch <= kRun && first + run + kBatch <= p.documents.total &&
+         are_inside<kTaps>(p, places + from, kBatch + kTaps - 1);
+}
+
 template <class T, int kVec, int kTaps>
 __global__ void __launch_bounds__(kThreads) conv_backward_kernel(CausalConvBackwardParams p, FaultFlag fault) {
   __shared__ Place places[kRun + kTaps];
@@ -151,18 +160,10 @@ __global__ void __launch_bounds__(kThreads) conv_backward_kernel(CausalConvBackw
         push(d, later);
         const int done = run + i - (kTaps - 1);
         if (!kInside && (done < 0 || done >= kRun || first + done >= total)) continue;
-        const Place place = kInside ? Place{} : places[done];
-        finish_row<kInside, T, kVec, kTaps>(p, taps, place, first + done, channel, later);
+        finish_row<kInside, T, kVec, kTaps>(p, taps, kInside ? Place{} : places[done], first + done, channel, later);
       }
     };
-    // From the first row that is done with this batch to its last row.
-    const int from = run - (kTaps - 1);
-    if (from >= 0 && run + kBatch <= kRun && first + run + kBatch <= total &&
-        are_inside<kTaps>(p, places + from, kBatch + kTaps - 1)) {
-      finish(std::true_type{});
-    } else {
-      finish(std::false_type{});
-    }
+    is_inside<kTaps>(p, places, first, run) ? finish(std::true_type{}) : finish(std::false_type{});
   }
   finished.take(sums);
   store_sums<T, kVec, kTaps>(p, finished, channel);
