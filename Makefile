@@ -144,7 +144,7 @@ wheel: .venv/.ready  ## the wheel for every machine and the source archive, in d
 
 # TORCH_VERSIONS="2.10.0 2.15.0" PYTHONS="3.10 3.13" for some. A CUDA build of torch is a download of 3 GB and takes 7 GB.
 WHEEL ?= $(firstword $(wildcard dist/packing_ops-*.whl))
-test-matrix:  ## the wheel in fresh environments, torch by Python; the oldest transformers (WHEEL=file TORCH_VERSIONS=... PYTHONS=...)
+test-matrix:  ## the wheel in fresh environments, the oldest transformers (WHEEL=file TORCH_VERSIONS=... PYTHONS=...)
 	$(PYTHON) tests/matrix.py $(WHEEL) $(if $(TORCH_VERSIONS),--torch $(TORCH_VERSIONS)) $(if $(PYTHONS),--python $(PYTHONS)) \
 		$(addprefix --torch-index ,$(TORCH_INDEX))
 

@@ -115,7 +115,7 @@ struct Group {
   const Interval<int64_t> rows = p.documents[document];
   const Sizes n{p.head_dim, p.head_dim_v};
   const int64_t heads = p.num_v_heads / p.num_k_heads;
-  std::vector<Real> q_norms, k_norms;  // what rows of q and k are multiplied with
+  std::vector<Real> q_norms{}, k_norms{};  // what rows of q and k are multiplied with
   std::vector<Real> q = unit_rows(p.q, q_norms), k = unit_rows(p.k, k_norms);
 
   void load_rows(const HeadRows& from, int64_t head, int64_t dim, std::vector<Real>& to) const {
