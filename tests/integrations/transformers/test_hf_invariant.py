@@ -153,12 +153,28 @@ def test_a_stock_layer_that_breaks_it_is_named():
     with pytest.warns(
         UserWarning, match=r"invariant of Qwen3NextForCausalLM is not claimed: model\.layers\.0\.linear_attn"
     ):
-        applied = apply_packing_ops(model, invariant=True)
+        applied = apply_packing_ops(model, invariant=True, linear_attention=False)
     assert "Qwen3NextGatedDeltaNet" in applied.skipped["invariant"]
     assert "model.layers.0.linear_attn" in differs(po.check_invariance(model, gradients=False))
     assert not po.is_invariant()  # nothing is left of a mode that is not claimed
     assert not any("_by_blocks" in repr(getattr(module.forward, "func", "")) for module in model.modules())
     assert "invariant: off, set by apply_packing_ops(model, invariant=True)" in info(model)
+    revert_packing_ops(model)
+
+
+@pytest.mark.gpu
+def test_a_hybrid_is_proven():
+    """Its convolutions and gated delta rules are ours, whose chunks are counted from a document's first token."""
+    if not torch.cuda.is_available():
+        pytest.skip("exp of the CPU rounds otherwise in the last elements of a thread's part")
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_value_heads": 2, "linear_num_key_heads": 2}
+    config = transformers.Qwen3_5TextConfig(**sizes, **heads, linear_key_head_dim=64, linear_value_head_dim=64)
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForCausalLM._from_config(config, dtype=torch.bfloat16).cuda().eval()
+    applied = apply_packing_ops(model, invariant=True, strict=True)
+    assert applied.linear_attention == 3
+    assert po.check_invariance(model, gradients=False).packs
     revert_packing_ops(model)
 
 
@@ -200,7 +216,7 @@ def test_strict_and_what_cannot_be_claimed():
     assert not po.is_invariant()
     broken = model_of("qwen3_next")
     with pytest.raises(ValueError, match="linear_attn"):
-        apply_packing_ops(broken, invariant=True, strict=True)
+        apply_packing_ops(broken, invariant=True, strict=True, linear_attention=False)
     assert not po.is_invariant()
     assert broken.config._attn_implementation != "packing_ops"
 
