@@ -267,9 +267,9 @@ def window_sides(window_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def sides_of_flash_attn(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
-    """(left, right) by flash-attn's rule: under a causal mask right is 0, whatever was asked for."""
+    """(left, right) by flash-attn's rule: a causal mask is the limit to the right, whatever was asked for."""
     left, right = window_sides(window_size)
-    return left, 0 if causal else right
+    return left, min(right, 0) if causal else right
 
 
 def sides_of_keys(sliding_window: int | None) -> tuple[int, int]:

@@ -263,7 +263,11 @@ def row_of_module(model_class) -> Row:
     classes = [value for value in vars(sys.modules[name]).values() if isinstance(value, type)]
     norms = [value for value in classes if value.__module__ == name and rms_norm.is_norm(value)]
     reasons = [reason for formula, reason in map(formula_of_class, norms) if formula is None]
-    layers = [cls for cls in classes if cls.__module__ == name and linear_attention.functions_called(cls)]
+    layers = [
+        cls
+        for cls in classes
+        if cls.__module__ == name and hasattr(cls, "forward") and linear_attention.functions_called(cls)
+    ]
     states = state_of(linear_attention.why_not_class(cls) for cls in layers)
     return Row("not tried", refusal_of_module(name) or "yes", "; ".join(reasons) or ("yes" if norms else NONE), states)
 

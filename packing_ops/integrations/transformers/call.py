@@ -223,7 +223,7 @@ class PackedCall:
         self.reached(None, cu_seqlens)
         for call in (self, *self.outers):
             call.lost.discard("segment_parents")
-        self._saw(1, cu_seqlens, found_by)
+            call.seen = LastForward(1, cu_seqlens.numel() - 1, found_by)  # also where a mask has found cu_seqlens
 
     def checked_positions(self, position_ids, batch):
         """position_ids of a mask that is a tensor. ValueError if cu_seq_lens_q, which layers may not see, tell others."""
