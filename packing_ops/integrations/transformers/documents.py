@@ -18,6 +18,7 @@ from packing_ops.integrations._patching import kept_with_class
 from packing_ops.integrations.transformers.versions import constant, source_of
 
 ROW_EACH = "give each document a row of its own (no packing, padding on the right)"  # what an error advises
+LONGEST_ASSERTION = 254  # bytes of the message of an assertion on CUDA
 _APART = 2**40  # more than positions differ; times the rows of a batch it still fits an int64
 
 
@@ -197,7 +198,7 @@ def refuse_where(wrong, message) -> None:
     """ValueError where a bool, also one on a device, holds. A graph cannot read it and asserts: RuntimeError on the CPU;
     on CUDA this process cannot use the GPU any more."""
     if isinstance(wrong, torch.Tensor) and not can_read(wrong):
-        torch._assert_async(~wrong, message)
+        torch._assert_async(~wrong, message[:LONGEST_ASSERTION])
     elif wrong is not None and bool(wrong):
         raise ValueError(message)
 

@@ -130,11 +130,12 @@ def test_loss_and_gradients_are_those_of_the_samples(name, device):
 
 
 @pytest.mark.usefixtures("megatron")
-def test_the_block_of_the_page_runs():
+@pytest.mark.parametrize("device", ["cpu"])  # where the block makes its tree
+def test_the_block_of_the_page_runs(device):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "megatron.md").read_text(), re.S)
     (block,) = (each for each in blocks if "pack_prefix_tree" in each)
     tokens, tree = tree_of(samples_of())
-    model = tiny_gpt(use_packing_ops(get_gpt_layer_local_spec()), "cpu")
+    model = tiny_gpt(use_packing_ops(get_gpt_layer_local_spec()), device)
     names = {"po": po, "tokens": tokens, "cu_seqlens": tree.sample_cu_seqlens, "model": model, "patch_rope": patch_rope}
     names |= {"packed_seq_params": packed_seq_params, "vocab_parallel_cross_entropy": vocab_parallel_cross_entropy}
     exec(block, names)
