@@ -198,7 +198,7 @@ def refuse_where(wrong, message) -> None:
     """ValueError where a bool, also one on a device, holds. A graph cannot read it and asserts: RuntimeError on the CPU;
     on CUDA this process cannot use the GPU any more."""
     if isinstance(wrong, torch.Tensor) and not can_read(wrong):
-        torch._assert_async(~wrong, message[:LONGEST_ASSERTION])
+        torch._assert_async(~wrong, message[:LONGEST_ASSERTION] if wrong.is_cuda else message)
     elif wrong is not None and bool(wrong):
         raise ValueError(message)
 
