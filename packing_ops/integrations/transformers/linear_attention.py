@@ -12,7 +12,6 @@ import inspect
 import re
 
 import torch
-import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 from packing_ops import _ops
@@ -26,7 +25,6 @@ from packing_ops.scan import gated_delta_rule
 DOCUMENTS = "packing_ops_documents"  # RowDocuments, or None: each row is one document
 _SWAPPED = f"{PRIVATE}linear_attention"  # in a swapped layer
 _HOST = "transformers."
-_DIMS = 64, 128, 256  # head_dims that gated_delta_rule has on a GPU
 
 # --- the functions of a modelling module ---
 
@@ -58,28 +56,22 @@ def _delta_rule(
     use_qk_l2norm_in_kernel=False,
 ):
     """chunk_gated_delta_rule of transformers: query ``[batch, seqlen, heads, head_dim]``."""
-    batch, seqlen, _, head_dim = query.shape
-    dim_v, dtype = value.shape[-1], query.dtype
-    padded, padded_v = (_padded_dim(dim) if query.is_cuda else dim for dim in (head_dim, dim_v))
+    batch, seqlen = query.shape[:2]
     if initial_state is not None:
-        initial_state = F.pad(initial_state.float(), (0, padded_v - dim_v, 0, padded - head_dim))
-    rows = [F.pad(each, (0, padded - head_dim)) for each in (query, key)]  # zeros change no product and no norm
-    rows += [F.pad(value.to(dtype), (0, padded_v - dim_v)), g.float(), beta.float()]
-    rows, cu_seqlens = _packed(rows, documents, batch, seqlen)
+        initial_state = initial_state.float()
+    rows, cu_seqlens = _packed([query, key, value.to(query.dtype), g, beta], documents, batch, seqlen)
     out, state = gated_delta_rule(
         *rows,
         cu_seqlens,
-        scale=head_dim**-0.5,
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
     )
-    out = _unpacked(out, documents, batch, seqlen)
-    if state is not None:
-        if documents is not None:  # of each row the state after its last document, as a cache holds one a row
-            state = state[documents.seq_idx[:, -1].clamp(min=0).long()]
-        state = state[:, :, :head_dim, :dim_v]
-    return out[..., :dim_v], state
+    if (
+        state is not None and documents is not None
+    ):  # of each row that after its last document, as a cache holds one a row
+        state = state[documents.seq_idx[:, -1].clamp(min=0).long()]
+    return _unpacked(out, documents, batch, seqlen), state
 
 
 _SERVED = {
@@ -90,10 +82,6 @@ _SERVED = {
 _OF_ONE_TOKEN = frozenset(("causal_conv1d_update", "torch_recurrent_gated_delta_rule"))
 # Names of functions that carry something from token to token.
 _SEQUENTIAL = re.compile(r"causal_conv1d\w*|\w*(delta_rule|delta_attention|_kda|_scan_combined|_scan|state_update)")
-
-
-def _padded_dim(head_dim):
-    return next((dim for dim in _DIMS if head_dim <= dim), head_dim)
 
 
 def _packed(tensors, documents, batch, seqlen):
