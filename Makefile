@@ -102,12 +102,15 @@ build: .venv/.ready  ## the compiled library, in packing_ops/ (log: build/build.
 GPU_PYTHON ?= $(if $(wildcard .venv/.ready),$(BIN)/python,python3)
 test-gpu bench-gpu profile-gpu: export PYTHONPATH := .$(addprefix :,$(CALLERS_PYTHONPATH))
 
-# LOGS=folder for a log per group of tests; TESTS="--only attention -k cuda" for some, and for pytest.
-test-gpu:  ## the tests on a GPU machine, in groups (TESTS=..., LOGS=folder)
-	$(GPU_PYTHON) tests/run_gpu.py $(if $(LOGS),--logs $(LOGS)) $(TESTS)
+# A process for two cores, spread over the GPUs. Not here: what needs a compiler, or trains on the CPU.
+test-gpu: export OMP_NUM_THREADS ?= 2
+test-gpu: export CUDA_VISIBLE_DEVICES ?= $(shell nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)
+test-gpu:  ## the tests on a GPU machine (TESTS="tests/ops -k cuda" for some)
+	$(GPU_PYTHON) -m pytest -n $$((($$(nproc) + 1) / 2)) --dist worksteal -p no:cacheprovider --durations 20 \
+		--ignore-glob='*/test_install.py' --ignore-glob='*/test_emulated_*.py' --ignore-glob='*/test_*example*.py' $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
-FAMILIES ?= boundaries padding packing rope attention pages attention_widths softcap logps kl megatron vision e2e generate invariance demo
+FAMILIES ?= boundaries padding packing rope attention pages attention_widths softcap conv scan logps kl megatron vision e2e hybrid generate invariance demo
 bench-gpu:  ## measures every family on the GPU (FAMILIES="attention e2e" for some)
 	@failed=; \
 	for family in $(FAMILIES); do \
