@@ -87,13 +87,13 @@ style: .venv/.ready  ## ruff, clang-format and mypy
 ptxas:  ## fails for spills and serialised wgmma in Hopper's kernels, where nvcc is
 	@$(PYTHON) tools/check_ptxas.py
 
-# Attention's CUDA kernels for the CPU, where CUDA's headers are: tests/emulated.py.
+# Attention's CUDA kernels for the CPU, where CUDA's headers are: tests/helpers/emulated.py.
 emulator:  ## what the tests of attention's CUDA kernels on the CPU run
 	@$(PYTHON) tests/emulator/build.py
 
 # Once, beside the build, what else every test process would compile for itself: packages are installed without.
 bytecode: .venv/.ready  ## of the packages that the tests import
-	@$(BIN)/python -W ignore tests/fresh_process.py
+	@$(BIN)/python -W ignore tests/helpers/fresh_process.py
 
 build: .venv/.ready  ## the compiled library, in packing_ops/ (log: build/build.log)
 	@$(BIN)/python setup.py -q build_ext --inplace

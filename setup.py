@@ -29,7 +29,7 @@ from tools.units import longest_first, units  # noqa: E402
 # A read-only source tree is built in a temporary folder.
 BUILD = ROOT / "build" if os.access(ROOT, os.W_OK) else Path(tempfile.mkdtemp(prefix="packing_ops-"))
 LOG = BUILD / "build.log"
-VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_library.py").read_text(), re.M)[1]
+VERSION = re.search(r'^VERSION = "(.+?)"', (ROOT / "packing_ops" / "_runtime" / "library.py").read_text(), re.M)[1]
 CXX_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", f'-DPACKING_OPS_VERSION="{VERSION}"']
 CXX_FLAGS += ["-O3", "-std=c++20", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]

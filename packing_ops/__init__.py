@@ -13,11 +13,9 @@ Without a compiled library (macOS, a clone that was not built) packing_ops.data 
 every other op says what is missing.
 """
 
-from packing_ops import _lazy
-from packing_ops._flops import register_flop_formulas
-from packing_ops._library import VERSION, build_info
-from packing_ops.attention import attention_plan, varlen_attention
-from packing_ops.attention_backends import attention, select_attention_backend
+from packing_ops._runtime import lazy
+from packing_ops._runtime.flops import register_flop_formulas
+from packing_ops._runtime.library import VERSION, build_info
 from packing_ops.boundaries import (
     count_target_tokens,
     cu_seqlens_from_lengths,
@@ -31,16 +29,13 @@ from packing_ops.boundaries import (
     shift_values,
 )
 from packing_ops.conv import causal_conv1d
-from packing_ops.distillation import token_kl
-from packing_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from packing_ops.invariance import Invariance, LayerInvariance, check_invariance, invariant, is_invariant
-from packing_ops.logps import chunked_cross_entropy, token_logps
-from packing_ops.masks import block_causal_mask, xformers_bias
+from packing_ops.invariance.api import Invariance, LayerInvariance, check_invariance, invariant, is_invariant
+from packing_ops.losses.kl import token_kl
+from packing_ops.losses.logps import chunked_cross_entropy, token_logps
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Packing, pack_ffd, pack_sequences
 from packing_ops.padding import pad_input, pad_inputs, unpad_input, unpad_inputs
 from packing_ops.padding_batches import iter_microbatches, trim_padding
-from packing_ops.prefix_attention import PrefixPaths
 from packing_ops.prefix_tree import FORK_ALIGNMENT, PrefixTree, pack_prefix_tree, prefix_token_logps
 from packing_ops.prompts import (
     compute_prompt_boundaries,
@@ -51,14 +46,19 @@ from packing_ops.rope import apply_rotary_qk
 from packing_ops.router import load_balancing_loss, router_statistics
 from packing_ops.scan import gated_delta_rule
 from packing_ops.segments import gae, segment_broadcast, segment_mean, segment_std, segment_sum
-from packing_ops.visible_ends import (
+from packing_ops.varlen.attention import attention_plan, varlen_attention
+from packing_ops.varlen.backends import attention, select_attention_backend
+from packing_ops.varlen.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from packing_ops.varlen.masks import block_causal_mask, xformers_bias
+from packing_ops.varlen.prefix_attention import PrefixPaths
+from packing_ops.varlen.visible_ends import (
     visible_end_from_blocks,
     visible_end_from_causal,
     visible_end_from_prefix_lengths,
 )
 
 __version__ = VERSION  # that of the library, which is checked
-__getattr__, __dir__ = _lazy.lazy_modules(
+__getattr__, __dir__ = lazy.lazy_modules(
     globals(), dict.fromkeys(("data", "integrations", "parallel", "reference"), "torch")
 )
 

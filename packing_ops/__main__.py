@@ -5,8 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from packing_ops import _invariance_table
-from packing_ops._library import NOT_LOADED, VERSION
+from packing_ops._runtime.library import NOT_LOADED, VERSION
+from packing_ops.invariance import table as _invariance_table
 from packing_ops.report import make_report, save_json
 from packing_ops.report.info import describe_environment
 from packing_ops.report.statistics import OVERLONG

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from packing_ops import _ops
-from packing_ops._arguments import (
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import (
     check_cu_seqlens,
     check_tensor,
     described,
@@ -20,7 +20,7 @@ from packing_ops._arguments import (
     index_tensor,
     one_row,
 )
-from packing_ops._batch_cache import cu_seqlens_of_rows, is_captured
+from packing_ops._runtime.batch_cache import cu_seqlens_of_rows, is_captured
 from packing_ops.metadata import PackedMetadata, check_no_tree, cu_seqlens_of
 
 
@@ -40,7 +40,7 @@ def cu_seqlens_from_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tens
     Raises:
         ValueError: a negative length, or a sum over 2**31 - 1.
     """
-    return _ops.cu_seqlens_from_lengths(index_tensor(lengths, "lengths"))
+    return gate.cu_seqlens_from_lengths(index_tensor(lengths, "lengths"))
 
 
 def position_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = None) -> torch.Tensor:
@@ -60,7 +60,7 @@ def position_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = N
     Raises:
         ValueError: cu_seqlens not integer, not starting at 0, decreasing or ending past ``total``.
     """
-    return _ops.position_ids_from_cu_seqlens(cu_seqlens, _total(cu_seqlens, total))
+    return gate.position_ids_from_cu_seqlens(cu_seqlens, _total(cu_seqlens, total))
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = None) -> torch.Tensor:
@@ -80,7 +80,7 @@ def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = None) 
     Raises:
         ValueError: as position_ids_from_cu_seqlens.
     """
-    return _ops.seq_idx_from_cu_seqlens(cu_seqlens, _total(cu_seqlens, total))
+    return gate.seq_idx_from_cu_seqlens(cu_seqlens, _total(cu_seqlens, total))
 
 
 def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def cu_seqlens_from_position_ids(position_ids: torch.Tensor, *, padded: bool = F
     Raises:
         ValueError: position_ids of another dtype or shape.
     """
-    cu_seqlens, count = _ops.cu_seqlens_from_position_ids(one_row(position_ids, "position_ids"))
+    cu_seqlens, count = gate.cu_seqlens_from_position_ids(one_row(position_ids, "position_ids"))
     return cu_seqlens if padded else cu_seqlens[: int(count) + 1]
 
 
@@ -166,7 +166,7 @@ def mask_boundary_labels(
         ValueError: labels of another dtype, device or shape (rows of a padded batch are no packed row), cu_seqlens past
             the labels, both or neither of cu_seqlens and lengths.
     """
-    return _ops.mask_boundary_labels(labels, _cu_seqlens(labels, cu_seqlens, lengths), ignore_index)
+    return gate.mask_boundary_labels(labels, _cu_seqlens(labels, cu_seqlens, lengths), ignore_index)
 
 
 def mask_boundary_labels_shifted_(
@@ -191,7 +191,7 @@ def mask_boundary_labels_shifted_(
     Raises:
         ValueError: as mask_boundary_labels.
     """
-    _ops.mask_boundary_labels_shifted_(labels, _cu_seqlens(labels, cu_seqlens, lengths), ignore_index)
+    gate.mask_boundary_labels_shifted_(labels, _cu_seqlens(labels, cu_seqlens, lengths), ignore_index)
     if not torch.compiler.is_compiling():  # autograd must notice if a loss has saved them
         torch.autograd.graph.increment_version(labels)
     return labels
@@ -217,7 +217,7 @@ def shift_labels(
     Raises:
         ValueError: as mask_boundary_labels.
     """
-    return _ops.shift_labels(labels, _of_row(labels, cu_seqlens, "labels"), ignore_index)
+    return gate.shift_labels(labels, _of_row(labels, cu_seqlens, "labels"), ignore_index)
 
 
 def shift_values(
@@ -286,7 +286,7 @@ def count_target_tokens(
         batch, seqlen = labels.shape
         cu_seqlens = cu_seqlens_of_rows(batch, seqlen, labels.device)
         labels = labels.reshape(-1)
-    return _ops.count_target_tokens(labels, _of_row(labels, cu_seqlens, "labels"), ignore_index)
+    return gate.count_target_tokens(labels, _of_row(labels, cu_seqlens, "labels"), ignore_index)
 
 
 def _total(cu_seqlens: torch.Tensor, total: int | None) -> int:
@@ -315,42 +315,42 @@ def _of_row(row: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, name: 
 # --- registration: shapes for torch.compile ---
 
 
-@_ops.register_fake("cu_seqlens_from_lengths")
+@gate.register_fake("cu_seqlens_from_lengths")
 def _(lengths: torch.Tensor) -> torch.Tensor:
     return lengths.new_empty(lengths.numel() + 1, dtype=torch.int32)
 
 
-@_ops.register_fake("position_ids_from_cu_seqlens")
+@gate.register_fake("position_ids_from_cu_seqlens")
 def _(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
     return cu_seqlens.new_empty(total, dtype=torch.int64)
 
 
-@_ops.register_fake("seq_idx_from_cu_seqlens")
+@gate.register_fake("seq_idx_from_cu_seqlens")
 def _(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
     return cu_seqlens.new_empty(total, dtype=torch.int32)
 
 
-@_ops.register_fake("cu_seqlens_from_position_ids")
+@gate.register_fake("cu_seqlens_from_position_ids")
 def _(position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     cu_seqlens = position_ids.new_empty(position_ids.numel() + 1, dtype=torch.int32)
     return cu_seqlens, position_ids.new_empty(1, dtype=torch.int64)
 
 
-@_ops.register_fake("mask_boundary_labels")
+@gate.register_fake("mask_boundary_labels")
 def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return labels.new_empty(labels.shape)
 
 
-@_ops.register_fake("mask_boundary_labels_shifted_")
+@gate.register_fake("mask_boundary_labels_shifted_")
 def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int) -> None:
     return None
 
 
-@_ops.register_fake("shift_labels")
+@gate.register_fake("shift_labels")
 def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return labels.new_empty(labels.shape)
 
 
-@_ops.register_fake("count_target_tokens")
+@gate.register_fake("count_target_tokens")
 def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return labels.new_empty((), dtype=torch.int64)

@@ -4,9 +4,9 @@ from typing import Any, Literal, overload
 
 import torch
 
-from packing_ops import _ops
-from packing_ops._arguments import check_tensor
-from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import check_tensor
+from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -93,7 +93,7 @@ def causal_conv1d(
     if activation not in (None, "silu", "swish"):
         raise ValueError(f'activation: expected "silu", "swish" or None, got {activation!r}')
     cu_seqlens = cu_seqlens_of(cu_seqlens, x.shape[0] if x.dim() else 1, like="x")
-    out, final_state = _ops.causal_conv1d(
+    out, final_state = gate.causal_conv1d(
         x, weight, bias, cu_seqlens, initial_state, activation is not None, output_final_state
     )
     return out, final_state if output_final_state else None
@@ -102,7 +102,7 @@ def causal_conv1d(
 # --- registration: shapes for torch.compile, gradients ---
 
 
-@_ops.register_fake("causal_conv1d")
+@gate.register_fake("causal_conv1d")
 def _(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -116,7 +116,7 @@ def _(
     return x.new_empty(x.shape), x.new_empty(state)
 
 
-@_ops.register_fake("causal_conv1d_backward")
+@gate.register_fake("causal_conv1d_backward")
 def _(
     dout: torch.Tensor,
     dfinal_state: torch.Tensor | None,
@@ -143,7 +143,7 @@ def _backward(
     dout = torch.zeros_like(x) if dout is None else dout
     dfinal_state = dfinal_state if ctx.with_state else None
     dx, dweight, dbias, dinitial_state = past_autograd(
-        _ops.causal_conv1d_backward, dout, dfinal_state, x, weight, bias, cu_seqlens, initial_state, ctx.silu
+        gate.causal_conv1d_backward, dout, dfinal_state, x, weight, bias, cu_seqlens, initial_state, ctx.silu
     )
     dbias = None if bias is None else dbias
     return dx, dweight, dbias, None, None if initial_state is None else dinitial_state, None, None

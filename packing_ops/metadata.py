@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from packing_ops import _ops
-from packing_ops._arguments import (
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import (
     check_cu_seqlens,
     check_cumulated,
     check_tensor,
@@ -20,8 +20,8 @@ from packing_ops._arguments import (
     window_sides,
     wrong_type,
 )
-from packing_ops._batch_cache import BatchCache, is_real, kept_with, plan_of
-from packing_ops.prefix_attention import PrefixPaths, positions_of_paths, prefix_paths
+from packing_ops._runtime.batch_cache import BatchCache, is_real, kept_with, plan_of
+from packing_ops.varlen.prefix_attention import PrefixPaths, positions_of_paths, prefix_paths
 
 if TYPE_CHECKING:
     from packing_ops.prefix_tree import PrefixTree
@@ -99,7 +99,7 @@ class PackedMetadata:
             ValueError: a negative length, or more tokens than ``total``.
         """
         lengths = index_tensor(lengths, "lengths")
-        cu_seqlens = _ops.cu_seqlens_from_lengths(lengths)
+        cu_seqlens = gate.cu_seqlens_from_lengths(lengths)
         if lengths.is_cpu:
             end, longest = int(cu_seqlens[-1]), int(lengths.max()) if lengths.numel() else 0
             cu_seqlens = cu_seqlens.to(device or "cpu", non_blocking=True)
@@ -148,7 +148,7 @@ class PackedMetadata:
             >>> PackedMetadata.from_position_ids(torch.tensor([[0, 1, 0, 1, 2]])).cu_seqlens
             tensor([0, 2, 5], dtype=torch.int32)
         """
-        padded, count = _ops.cu_seqlens_from_position_ids(one_row(position_ids, "position_ids"))
+        padded, count = gate.cu_seqlens_from_position_ids(one_row(position_ids, "position_ids"))
         num_documents, longest = torch.cat(
             [count, padded.diff().amax(0, keepdim=True) if padded.numel() > 1 else count]
         ).tolist()
@@ -158,7 +158,7 @@ class PackedMetadata:
     @classmethod
     def from_attention_mask(cls, attention_mask: torch.Tensor) -> "PackedMetadata":
         """From a padding mask ``[batch, seqlen]`` (left, right, both sides, holes): the layout of unpad_input. CUDA: one sync."""
-        indices, cu_seqlens, _, totals = _ops.unpad_layout(attention_mask, None, True)
+        indices, cu_seqlens, _, totals = gate.unpad_layout(attention_mask, None, True)
         total, longest = totals.tolist()
         return cls(cu_seqlens, total, longest, indices[:total], num_tokens=total, seqlen=attention_mask.shape[1])
 
@@ -201,11 +201,11 @@ class PackedMetadata:
     def position_ids(self) -> torch.Tensor:  # not kept: it costs no more than comparing cu_seqlens with those before
         if self.paths is not None:
             return positions_of_paths(self.paths, self.total)
-        return _ops.position_ids_from_cu_seqlens(self.cu_seqlens, self.total)
+        return gate.position_ids_from_cu_seqlens(self.cu_seqlens, self.total)
 
     @property
     def seq_idx(self) -> torch.Tensor:
-        return _ops.seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
+        return gate.seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
         """The packed row of a padded batch with this layout: unpad_input for one more tensor. Differentiable.
@@ -234,7 +234,7 @@ class PackedMetadata:
         if not wide and shape != (batch, self.seqlen):
             columns = f"at least {self.max_seqlen}" if self.seqlen is None else self.seqlen
             raise ValueError(f"x: expected [batch={batch}, seqlen={columns}, ...], got {list(x.shape)}")
-        return _ops.gather_rows(x, self._slots(shape[1]), self.total)
+        return gate.gather_rows(x, self._slots(shape[1]), self.total)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """The padded batch of a packed row with this layout, the inverse of unpad: pad_input. Differentiable.
@@ -263,7 +263,7 @@ class PackedMetadata:
         if x.dim() == 0 or x.shape[0] != self.total:
             raise ValueError(f"x: expected [total={self.total}, ...], got {list(x.shape)}")
         seqlen = self.max_seqlen if self.seqlen is None else self.seqlen
-        return _ops.scatter_rows(x, self._slots(seqlen), self.num_documents, seqlen)
+        return gate.scatter_rows(x, self._slots(seqlen), self.num_documents, seqlen)
 
     def _slots(self, seqlen: int) -> torch.Tensor:
         """int64 ``[total]``: each token's slot in the padded batch, -1 for the padding of the row."""
@@ -271,8 +271,8 @@ class PackedMetadata:
             return self.indices
 
         def make() -> torch.Tensor:
-            row = _ops.seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
-            slots = _ops.position_ids_from_cu_seqlens(self.cu_seqlens, self.total) + row.long() * seqlen
+            row = gate.seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
+            slots = gate.position_ids_from_cu_seqlens(self.cu_seqlens, self.total) + row.long() * seqlen
             return slots.masked_fill(row == self.num_documents, -1)
 
         return kept_with((self.cu_seqlens,), ("slots", self.total, seqlen), make, cache=self._cache)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from packing_ops import _ops
-from packing_ops._arguments import described, index_tensor, integer, plain
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import described, index_tensor, integer, plain
 
 # A dense causal decoder does 24 * hidden_size**2 * L + 2 * hidden_size * L**2 operations per layer and sequence.
 _FLOPS = (12.0 * 4096, 1.0)
@@ -207,7 +207,7 @@ def pack_sequences(
     token_cost, square_cost = cost_coefficients(balance, "balance")
     lengths = lengths_tensor(lengths)
     try:
-        bin_offsets, item_indices, starts, piece_lengths, overlong_items, counts = _ops.pack_sequences(
+        bin_offsets, item_indices, starts, piece_lengths, overlong_items, counts = gate.pack_sequences(
             lengths,
             slots,
             _name(strategy, "strategy"),
@@ -309,7 +309,7 @@ def pack_ffd(
     """
     if ties not in ("first", "last"):
         raise ValueError(f"ties: expected 'first' or 'last', got {ties!r}")
-    return _ops.pack_ffd(lengths, capacity, alignment, ties == "last")
+    return gate.pack_ffd(lengths, capacity, alignment, ties == "last")
 
 
 def lengths_tensor(lengths: object) -> torch.Tensor:
@@ -357,7 +357,7 @@ def cost_coefficients(cost: str | tuple[str, float, float] | None, name: str) ->
 # --- registration: shapes for torch.compile ---
 
 
-@_ops.register_fake("pack_sequences")
+@gate.register_fake("pack_sequences")
 def _(lengths: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
     new_size = torch.library.get_ctx().new_dynamic_size
     bins_plus_one, pieces, overlong = new_size(min=1), new_size(), new_size()
@@ -365,7 +365,7 @@ def _(lengths: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes)
 
 
-@_ops.register_fake("pack_ffd")
+@gate.register_fake("pack_ffd")
 def _(lengths: torch.Tensor, capacity: int, alignment: int, ties_last: bool) -> tuple[torch.Tensor, ...]:
     num_sequences = lengths.numel()
     sizes = (num_sequences + 1, num_sequences, 1)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from packing_ops import _ops
-from packing_ops._arguments import check_tensor, index_tensor, integer
-from packing_ops._autograd import past_autograd, register_autograd
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import check_tensor, index_tensor, integer
+from packing_ops._runtime.autograd import past_autograd, register_autograd
 from packing_ops.padding_batches import check_padded
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]
@@ -63,11 +63,11 @@ def unpad_input(
     check_padded("hidden_states", hidden_states, attention_mask)
     if lengths is None and total is None and not torch.compiler.is_compiling():
         (packed,), indices, cu_seqlens, seqused, totals = past_autograd(
-            _ops.unpad_rows, [hidden_states], attention_mask, unused_mask
+            gate.unpad_rows, [hidden_states], attention_mask, unused_mask
         )
         return packed, indices, cu_seqlens, int(totals[1]), seqused
     indices, cu_seqlens, seqused, total, max_seqlen = _layout(attention_mask, unused_mask, lengths, total, max_seqlen)
-    packed = _ops.gather_rows(hidden_states, indices, total)
+    packed = gate.gather_rows(hidden_states, indices, total)
     return packed, indices[:total], cu_seqlens, max_seqlen, seqused
 
 
@@ -90,7 +90,7 @@ def pad_input(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: i
     Raises:
         ValueError: indices that are not int64 ``[total]``, do not increase or name a row outside the batch.
     """
-    return _ops.scatter_rows(packed, indices, batch, seqlen)
+    return gate.scatter_rows(packed, indices, batch, seqlen)
 
 
 def unpad_inputs(
@@ -126,7 +126,7 @@ def unpad_inputs(
     if lengths is None and total is None and tensors and not torch.compiler.is_compiling():
         return _unpad_many(tensors, attention_mask, unused_mask)
     indices, cu_seqlens, seqused, total, max_seqlen = _layout(attention_mask, unused_mask, lengths, total, max_seqlen)
-    packed = _many(_ops.gather_rows_many, tensors, indices, total)
+    packed = _many(gate.gather_rows_many, tensors, indices, total)
     return packed, indices[:total], cu_seqlens, max_seqlen, seqused
 
 
@@ -149,7 +149,7 @@ def pad_inputs(
     Raises:
         ValueError: as pad_input.
     """
-    return _many(_ops.scatter_rows_many, packed, indices, batch, seqlen)
+    return _many(gate.scatter_rows_many, packed, indices, batch, seqlen)
 
 
 def _layout(
@@ -160,7 +160,7 @@ def _layout(
     max_seqlen: int | None,
 ) -> Layout:
     """indices [batch * seqlen] (-1 after total), cu_seqlens, seqused, total, max_seqlen."""
-    indices, cu_seqlens, seqused, totals = _ops.unpad_layout(
+    indices, cu_seqlens, seqused, totals = gate.unpad_layout(
         attention_mask, unused_mask, lengths is None and total is None
     )
     if lengths is not None:
@@ -193,12 +193,12 @@ def _unpad_many(
     first = next(iter(tensors.values())).requires_grad
     now = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad == first}
     moved, indices, cu_seqlens, seqused, totals = past_autograd(
-        _ops.unpad_rows, [*now.values()], attention_mask, unused_mask
+        gate.unpad_rows, [*now.values()], attention_mask, unused_mask
     )
     packed = dict(zip(now, moved, strict=True))
     later = [name for name in tensors if name not in packed]
     if later:
-        moved = _ops.gather_rows_many([tensors[name] for name in later], indices, indices.shape[0])
+        moved = gate.gather_rows_many([tensors[name] for name in later], indices, indices.shape[0])
         packed.update(zip(later, moved, strict=True))
     return {name: packed[name] for name in tensors}, indices, cu_seqlens, int(totals[1]), seqused
 
@@ -220,7 +220,7 @@ def _many(
 # --- registration: shapes for torch.compile, gradients ---
 
 
-@_ops.register_fake("unpad_layout")
+@gate.register_fake("unpad_layout")
 def _(attention_mask: torch.Tensor, unused_mask: torch.Tensor | None, host_totals: bool) -> tuple[torch.Tensor, ...]:
     batch = attention_mask.shape[0]
     return (
@@ -231,7 +231,7 @@ def _(attention_mask: torch.Tensor, unused_mask: torch.Tensor | None, host_total
     )
 
 
-@_ops.register_fake("unpad_rows")
+@gate.register_fake("unpad_rows")
 def _(
     inputs: list[torch.Tensor], attention_mask: torch.Tensor, unused_mask: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -246,22 +246,22 @@ def _(
     )
 
 
-@_ops.register_fake("gather_rows")
+@gate.register_fake("gather_rows")
 def _(input: torch.Tensor, indices: torch.Tensor, total: int) -> torch.Tensor:
     return input.new_empty((total, *input.shape[2:]))
 
 
-@_ops.register_fake("gather_rows_many")
+@gate.register_fake("gather_rows_many")
 def _(inputs: list[torch.Tensor], indices: torch.Tensor, total: int) -> list[torch.Tensor]:
     return [input.new_empty((total, *input.shape[2:])) for input in inputs]
 
 
-@_ops.register_fake("scatter_rows")
+@gate.register_fake("scatter_rows")
 def _(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
     return packed.new_empty((batch, seqlen, *packed.shape[1:]))
 
 
-@_ops.register_fake("scatter_rows_many")
+@gate.register_fake("scatter_rows_many")
 def _(packed: list[torch.Tensor], indices: torch.Tensor, batch: int, seqlen: int) -> list[torch.Tensor]:
     return [tensor.new_empty((batch, seqlen, *tensor.shape[1:])) for tensor in packed]
 
@@ -289,12 +289,12 @@ def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _gather_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     (indices,) = ctx.saved_tensors
-    return None if grad is None else _ops.scatter_rows(grad, indices, ctx.batch, ctx.seqlen), None, None
+    return None if grad is None else gate.scatter_rows(grad, indices, ctx.batch, ctx.seqlen), None, None
 
 
 def _scatter_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     (indices,) = ctx.saved_tensors
-    return None if grad is None else _ops.gather_rows(grad, indices, ctx.total), None, None, None
+    return None if grad is None else gate.gather_rows(grad, indices, ctx.total), None, None, None
 
 
 def _gather_many_backward(
@@ -302,14 +302,14 @@ def _gather_many_backward(
 ) -> tuple[list[torch.Tensor | None], None, None]:
     """Of gather_rows_many, and of unpad_rows, whose other outputs are integers."""
     (indices,) = ctx.saved_tensors
-    return _needed(ctx, grads, _ops.scatter_rows_many, indices, ctx.batch, ctx.seqlen), None, None
+    return _needed(ctx, grads, gate.scatter_rows_many, indices, ctx.batch, ctx.seqlen), None, None
 
 
 def _scatter_many_backward(
     ctx: Any, grads: Sequence[torch.Tensor | None]
 ) -> tuple[list[torch.Tensor | None], None, None, None]:
     (indices,) = ctx.saved_tensors
-    return _needed(ctx, grads, _ops.gather_rows_many, indices, ctx.total), None, None, None
+    return _needed(ctx, grads, gate.gather_rows_many, indices, ctx.total), None, None, None
 
 
 def _needed(

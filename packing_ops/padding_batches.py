@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from packing_ops import _ops
-from packing_ops._arguments import (
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import (
     as_tensor,
     at_least,
     check_real,
@@ -59,7 +59,7 @@ def trim_padding(
     if mask is None:
         raise ValueError("attention_mask: expected one, as an argument or in the batch, got neither")
     check_real(mask, "attention_mask")
-    start, end = _ops.trim_padding_range(mask, side, min_length, multiple_of).tolist()
+    start, end = gate.trim_padding_range(mask, side, min_length, multiple_of).tolist()
     columns: dict[str, Any] = {name: value for name, value in batch.items() if getattr(value, "ndim", 0) > 1}
     for name, rows in columns.items():
         check_padded(name, as_tensor(rows), mask, same_device=False)
@@ -231,6 +231,6 @@ def _single_values(name: str, values: list[Any], first: int) -> torch.Tensor | l
     return torch.stack([_tensor(name, value, "a number or a string", i) for i, value in enumerate(values, first)])
 
 
-@_ops.register_fake("trim_padding_range")
+@gate.register_fake("trim_padding_range")
 def _(attention_mask: torch.Tensor, side: str, min_length: int, multiple_of: int) -> torch.Tensor:
     return torch.empty(2, dtype=torch.int64, device="cpu")

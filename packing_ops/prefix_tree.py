@@ -7,8 +7,8 @@ from typing import Literal, overload
 import torch
 import torch.nn.functional as F
 
-from packing_ops import _ops
-from packing_ops._arguments import (
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import (
     check_cu_seqlens,
     described,
     index_tensor,
@@ -17,7 +17,7 @@ from packing_ops._arguments import (
     one_row,
     wrong_type,
 )
-from packing_ops.logps import (
+from packing_ops.losses.logps import (
     LogpsOptions,
     checked_allowed,
     checked_head,
@@ -162,7 +162,7 @@ class PrefixTree:
             bin_offsets=self.bin_offsets[index : index + 2] - first,
             samples=self.samples[served],
             sample_bins=torch.zeros_like(self.samples[served]),
-            sample_cu_seqlens=_ops.cu_seqlens_from_lengths(lengths[served]),
+            sample_cu_seqlens=gate.cu_seqlens_from_lengths(lengths[served]),
             repeated_at_forks=None,
             repeated_by_cuts=None,
         )
@@ -237,7 +237,7 @@ def pack_prefix_tree(
     cu_seqlens = index_tensor(cu_seqlens, "cu_seqlens")
     check_cu_seqlens(cu_seqlens)
     cu_seqlens = int32_cu_seqlens(cu_seqlens.cpu())
-    *layout, repeated = _ops.pack_prefix_tree(
+    *layout, repeated = gate.pack_prefix_tree(
         tokens,
         cu_seqlens,
         None if groups is None else index_tensor(groups, "groups"),
@@ -386,7 +386,7 @@ def prefix_token_logps(
     before = tree.rows_before
     labels = labels.masked_fill(before < 0, ignore_index)  # nothing predicts a root's first row
     whole_row = torch.arange(2, dtype=torch.int32, device=labels.device) * num_rows
-    of_next = _ops.logps_targets(labels, whole_row, ignore_index, weight.shape[0])
+    of_next = gate.logps_targets(labels, whole_row, ignore_index, weight.shape[0])
     targets = F.pad(of_next[:-1], (1, 0), value=-1)[:num_rows]
     allowed = checked_allowed((allowed_ids, allowed_offsets), targets, weight.shape[0], ahead=0)
     if isinstance(temperature, torch.Tensor) and temperature.shape in ((num_rows,), (1, num_rows)):
@@ -408,7 +408,7 @@ def prefix_token_logps(
 # --- registration: shapes for torch.compile ---
 
 
-@_ops.register_fake("pack_prefix_tree")
+@gate.register_fake("pack_prefix_tree")
 def _(
     tokens: torch.Tensor,
     cu_seqlens: torch.Tensor,

@@ -5,8 +5,8 @@ from typing import Any, overload
 
 import torch
 
-from packing_ops import _ops
-from packing_ops._arguments import integer, plain, wrong_type
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import integer, plain, wrong_type
 
 
 @overload
@@ -35,7 +35,7 @@ def compute_prompt_end_indices(uids: torch.Tensor | Sequence[Any]) -> torch.Tens
         TypeError: a uid that is a list, or a tensor of several numbers.
     """
     if isinstance(uids, torch.Tensor):
-        ends, count = _ops.prompt_end_indices(uids)
+        ends, count = gate.prompt_end_indices(uids)
         return ends[: int(count)]
     uids = [plain(uid) for uid in plain(uids)]  # tensors of one number would be compared by identity
     seen, ends = set(), []
@@ -140,6 +140,6 @@ def compute_prompt_mini_batch_boundaries(
 # --- registration: shapes for torch.compile ---
 
 
-@_ops.register_fake("prompt_end_indices")
+@gate.register_fake("prompt_end_indices")
 def _(uids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return uids.new_empty(uids.numel(), dtype=torch.int64), uids.new_empty(1, dtype=torch.int64)

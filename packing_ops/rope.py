@@ -10,8 +10,8 @@ from typing import Any, overload
 
 import torch
 
-from packing_ops import _ops
-from packing_ops._autograd import has_tangent, in_forward_mode, register_autograd
+from packing_ops._runtime import gate
+from packing_ops._runtime.autograd import has_tangent, in_forward_mode, register_autograd
 from packing_ops.metadata import PackedMetadata
 
 
@@ -115,10 +115,10 @@ def apply_rotary_qk(
     options = position_ids, sections, rotary_dim, interleaved, unsqueeze_dim, False
     try:
         if not inplace:
-            q_out, k_out = _ops.rope_qk(q, k, cos, sin, *options)
+            q_out, k_out = gate.rope_qk(q, k, cos, sin, *options)
             return q_out, None if k is None else k_out
         _refuse_derivatives(q=q, k=k, cos=cos, sin=sin)
-        _ops.rope_qk_(q, k, cos, sin, *options)
+        gate.rope_qk_(q, k, cos, sin, *options)
     except ValueError as error:
         _name_cu_seqlens(error, position_ids, sections)
         raise
@@ -136,7 +136,7 @@ def _positions_of(metadata: PackedMetadata, q: torch.Tensor, unsqueeze_dim: int,
     if (
         torch.compiler.is_compiling() and metadata.paths is None
     ):  # total is a number there, and reading it would make the size of the row one too
-        return _ops.position_ids_from_cu_seqlens(metadata.cu_seqlens, total)
+        return gate.position_ids_from_cu_seqlens(metadata.cu_seqlens, total)
     if metadata.total != total:
         raise ValueError(f"position_ids: expected total={total} like q, got PackedMetadata with total={metadata.total}")
     return metadata.position_ids
@@ -164,7 +164,7 @@ def _refuse_derivatives(**tensors: torch.Tensor | None) -> None:
 # --- registration: shapes for torch.compile, gradients ---
 
 
-@_ops.register_fake("rope_qk")
+@gate.register_fake("rope_qk")
 def _(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -180,7 +180,7 @@ def _(
     return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
 
 
-@_ops.register_fake("rope_qk_")
+@gate.register_fake("rope_qk_")
 def _(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -212,10 +212,10 @@ def _rope_qk_backward(
     needed = zip((grad_q, grad_k), ctx.needs_input_grad[:2], strict=True)
     grad_q, grad_k = (_rotatable(grad) if grad is not None and need else None for grad, need in needed)
     if grad_q is not None:
-        grad_q, k_out = _ops.rope_qk(grad_q, grad_k, *tables, *options, not conjugate)
+        grad_q, k_out = gate.rope_qk(grad_q, grad_k, *tables, *options, not conjugate)
         grad_k = None if grad_k is None else k_out
     elif grad_k is not None:
-        grad_k, _ = _ops.rope_qk(grad_k, None, *tables, *options, not conjugate)
+        grad_k, _ = gate.rope_qk(grad_k, None, *tables, *options, not conjugate)
     return grad_q, grad_k, *[None] * 8
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from packing_ops import _ops
-from packing_ops._arguments import (
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import (
     FLOATS,
     check_real,
     check_tensor,
@@ -21,7 +21,7 @@ from packing_ops._arguments import (
     refuse_gradient,
     sum_dtype,
 )
-from packing_ops._autograd import on_its_own, past_autograd, register_autograd
+from packing_ops._runtime.autograd import on_its_own, past_autograd, register_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -90,7 +90,7 @@ def router_statistics(
                 f"{described(copies)} on {copies.device}"
             )
     cu_seqlens = cu_seqlens_of(metadata, total, like="probabilities", name="metadata")
-    return _ops.router_sums(probabilities, routed, cu_seqlens, copies)
+    return gate.router_sums(probabilities, routed, cu_seqlens, copies)
 
 
 def load_balancing_loss(
@@ -166,7 +166,7 @@ def _router_sums(
     dtype = sum_dtype(probabilities.dtype)
     ones = probabilities.new_ones(probabilities.shape[0], 1, dtype=dtype)
     values = _times(torch.cat([routed.to(dtype), probabilities.to(dtype), ones], 1), copies)
-    sums = _ops.segment_sum(values, cu_seqlens, None, False)
+    sums = gate.segment_sum(values, cu_seqlens, None, False)
     experts = probabilities.shape[1]
     return sums[:, :experts].clone(), sums[:, experts:-1].clone(), sums[:, -1].clone()
 
@@ -178,7 +178,7 @@ for _key in ("CPU", "CUDA"):
     _registrations.impl("router_sums", _router_sums, _key)
 
 
-@_ops.register_fake("router_sums")
+@gate.register_fake("router_sums")
 def _(
     probabilities: torch.Tensor, routed: torch.Tensor, cu_seqlens: torch.Tensor, copies: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
@@ -198,7 +198,7 @@ def _router_sums_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None
 def _router_sums_gradient(ctx: Any, _: None, grad: torch.Tensor | None, __: None) -> tuple[torch.Tensor | None, ...]:
     if grad is not None:
         cu_seqlens, copies = ctx.saved_tensors
-        grad = past_autograd(_ops.segment_sum_backward, grad, cu_seqlens, None, False, ctx.total, grad.dtype)
+        grad = past_autograd(gate.segment_sum_backward, grad, cu_seqlens, None, False, ctx.total, grad.dtype)
         grad = _times(grad, copies).to(ctx.dtype)
     return grad, None, None, None
 

@@ -5,9 +5,9 @@ from typing import Any, Literal, overload
 import torch
 from torch.nn.functional import pad
 
-from packing_ops import _ops
-from packing_ops._arguments import check_tensor, sum_dtype
-from packing_ops._autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import check_tensor, sum_dtype
+from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 KERNEL_DIMS = (64, 128, 256)  # of heads, on CUDA
@@ -116,7 +116,7 @@ def gated_delta_rule(
     sums = sum_dtype(v.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None and q.dim() else scale
     options = scale, use_qk_l2norm, output_final_state
-    rule = _widened if q.is_cuda and q.dim() == k.dim() == v.dim() == 3 else _ops.gated_delta_rule
+    rule = _widened if q.is_cuda and q.dim() == k.dim() == v.dim() == 3 else gate.gated_delta_rule
     out, final_state = rule(q, k, v, g.to(sums), beta.to(sums), cu_seqlens, initial_state, *options)
     return out, final_state if output_final_state else None
 
@@ -129,7 +129,7 @@ def _widened(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> t
     if more or more_v:
         q, k, v = (pad(x, (0, columns)) for x, columns in ((q, more), (k, more), (v, more_v)))
         initial_state = None if initial_state is None else pad(initial_state, (0, more_v, 0, more))
-    out, final_state = _ops.gated_delta_rule(q, k, v, g, beta, cu_seqlens, initial_state, *options)
+    out, final_state = gate.gated_delta_rule(q, k, v, g, beta, cu_seqlens, initial_state, *options)
     if more or more_v:
         out = out[..., :dim_v]
         final_state = final_state[..., :dim, :dim_v] if options[-1] else final_state
@@ -139,7 +139,7 @@ def _widened(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> t
 # --- registration: shapes for torch.compile, gradients ---
 
 
-@_ops.register_fake("gated_delta_rule")
+@gate.register_fake("gated_delta_rule")
 def _(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -156,7 +156,7 @@ def _(
     return v.new_empty(v.shape), g.new_empty(state)
 
 
-@_ops.register_fake("gated_delta_rule_backward")
+@gate.register_fake("gated_delta_rule_backward")
 def _(
     dout: torch.Tensor,
     dfinal_state: torch.Tensor | None,
@@ -186,7 +186,7 @@ def _backward(
     dout = torch.zeros_like(tensors[2]) if dout is None else dout
     dfinal_state = dfinal_state if ctx.with_state else None
     options = cu_seqlens, initial_state, ctx.scale, ctx.use_qk_l2norm
-    *gradients, dinitial_state = past_autograd(_ops.gated_delta_rule_backward, dout, dfinal_state, *tensors, *options)
+    *gradients, dinitial_state = past_autograd(gate.gated_delta_rule_backward, dout, dfinal_state, *tensors, *options)
     return *gradients, None, None if initial_state is None else dinitial_state, None, None, None
 
 

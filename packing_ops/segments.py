@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from packing_ops import _ops
-from packing_ops._arguments import (
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import (
     FLOATS,
     check_cu_seqlens,
     check_tensor,
@@ -21,7 +21,7 @@ from packing_ops._arguments import (
     one_row,
     sum_dtype,
 )
-from packing_ops._autograd import past_autograd, register_autograd
+from packing_ops._runtime.autograd import past_autograd, register_autograd
 from packing_ops.boundaries import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
@@ -57,7 +57,7 @@ def segment_sum(
     """
     check_tensor(values, "values")
     cu_seqlens = cu_seqlens_of(cu_seqlens, values.shape[0] if values.dim() else 1, like="values")
-    return _ops.segment_sum(values, cu_seqlens, None if mask is None else is_set(mask, "mask"), average)
+    return gate.segment_sum(values, cu_seqlens, None if mask is None else is_set(mask, "mask"), average)
 
 
 def segment_mean(
@@ -136,11 +136,11 @@ def segment_std(
             raise ValueError(f"mask: expected {values.numel()} elements like values, got {described(mask)}")
         left_out = left_out | ~kept.reshape(-1)
     flat = values.reshape(-1).double().masked_fill(left_out, 0.0)
-    count = _ops.segment_sum((~left_out).double(), cu_seqlens, None, False)
-    mean = _ops.segment_sum(flat, cu_seqlens, None, False) / count.clamp_min(1)
+    count = gate.segment_sum((~left_out).double(), cu_seqlens, None, False)
+    mean = gate.segment_sum(flat, cu_seqlens, None, False) / count.clamp_min(1)
     deviations = (flat - segment_broadcast(mean, cu_seqlens, total)).masked_fill(left_out, 0.0)
     few = count <= correction
-    squares = _ops.segment_sum(deviations.square(), cu_seqlens, None, False)
+    squares = gate.segment_sum(deviations.square(), cu_seqlens, None, False)
     variance = squares / (count - correction).masked_fill(few, 1.0)
     # Equal values may differ from their mean by rounding error: the deviation is set to 0. And sqrt'(0) is infinite.
     none = few | (variance <= (1e-14 * mean.detach()).square())
@@ -190,7 +190,7 @@ def segment_broadcast(
         padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
         return padded[seq_idx_from_cu_seqlens(cu_seqlens, total)]
     sums = values.to(sum_dtype(values.dtype))  # segment_sum's: this is its backward
-    return _ops.segment_sum_backward(sums, cu_seqlens, None, False, total, values.dtype)
+    return gate.segment_sum_backward(sums, cu_seqlens, None, False, total, values.dtype)
 
 
 def slots_with_tokens(num_tokens: torch.Tensor | int | None, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
@@ -286,7 +286,7 @@ def gae(
     row = one_row(rewards, "rewards")
     cu_seqlens = cu_seqlens_of(metadata, row.shape[0], like="rewards", name="metadata")
     dtype = torch.promote_types(rewards.dtype, values.dtype)
-    advantages, returns = _ops.gae(
+    advantages, returns = gate.gae(
         row.to(dtype),
         one_row(values, "values").to(dtype),
         cu_seqlens,
@@ -301,12 +301,12 @@ def gae(
 # --- registration: shapes for torch.compile, gradients ---
 
 
-@_ops.register_fake("segment_sum")
+@gate.register_fake("segment_sum")
 def _(values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None, average: bool) -> torch.Tensor:
     return values.new_empty((cu_seqlens.numel() - 1, *values.shape[1:]), dtype=sum_dtype(values.dtype))
 
 
-@_ops.register_fake("segment_sum_backward")
+@gate.register_fake("segment_sum_backward")
 def _(
     grad: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -318,7 +318,7 @@ def _(
     return grad.new_empty((total, *grad.shape[1:]), dtype=dtype)
 
 
-@_ops.register_fake("gae")
+@gate.register_fake("gae")
 def _(
     rewards: torch.Tensor,
     values: torch.Tensor,
@@ -340,7 +340,7 @@ def _segment_sum_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None
 def _segment_sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cu_seqlens, mask = ctx.saved_tensors
     if grad is not None:
-        grad = past_autograd(_ops.segment_sum_backward, grad, cu_seqlens, mask, ctx.average, ctx.total, ctx.dtype)
+        grad = past_autograd(gate.segment_sum_backward, grad, cu_seqlens, mask, ctx.average, ctx.total, ctx.dtype)
     return grad, None, None, None
 
 
@@ -351,7 +351,7 @@ def _segment_sum_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any
 
 def _segment_sum_backward_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cu_seqlens, mask = ctx.saved_tensors
-    return None if grad is None else _ops.segment_sum(grad, cu_seqlens, mask, ctx.average), *[None] * 5
+    return None if grad is None else gate.segment_sum(grad, cu_seqlens, mask, ctx.average), *[None] * 5
 
 
 register_autograd("segment_sum", _segment_sum_backward, setup_context=_segment_sum_context, linear=1)

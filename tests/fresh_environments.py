@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOT_SOURCES = shutil.ignore_patterns(".venv*", ".git", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache")
 TESTS = "tests/examples/test_first_scripts.py"
 EXTRAS = {"hf": "not megatron", "megatron": "megatron"}  # and the tests of each, as pytest selects them
-# In place of tests/fresh_process.py: scripts that have imported nothing before they start.
+# In place of tests/helpers/fresh_process.py: scripts that have imported nothing before they start.
 PROCESS = """
 import subprocess
 import sys
@@ -127,7 +127,9 @@ class Environment:
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(ROOT / "examples", place / "examples", ignore=NOT_SOURCES)
         (place / TESTS).parent.mkdir(parents=True)
-        (place / TESTS).with_name("fresh_process.py").write_text(PROCESS)
+        helpers = (place / TESTS).with_name("helpers")
+        helpers.mkdir()
+        (helpers / "fresh_process.py").write_text(PROCESS)
         for name in (TESTS, "README.md"):
             shutil.copy(ROOT / name, place / name)
         start = time.monotonic()

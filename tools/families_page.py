@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent.parent)]
 
-import hf_families as families  # noqa: E402
 import transformers  # noqa: E402
+from helpers import hf_families as families  # noqa: E402
 
 START, END = "<!-- families -->\n", "<!-- end -->"
 

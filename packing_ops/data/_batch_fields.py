@@ -7,7 +7,7 @@ from numbers import Integral, Number
 
 import torch
 
-from packing_ops._arguments import described, dtype_name, holds, wrong_type
+from packing_ops._runtime.arguments import described, dtype_name, holds, wrong_type
 
 
 class Fields:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from packing_ops._arguments import as_tensor, buffer_tensor, described, integer, plain
+from packing_ops._runtime.arguments import as_tensor, buffer_tensor, described, integer, plain
 
 _CODES = {torch.int64: "q", torch.float32: "f"}
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them beside no other dtype

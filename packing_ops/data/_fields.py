@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from packing_ops._arguments import as_tensor, described, index_tensor, number
+from packing_ops._runtime.arguments import as_tensor, described, index_tensor, number
 from packing_ops.data._examples import column, sequences
 
 Examples = Sequence[Mapping[str, Any]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data._utils import worker as workers
 
-from packing_ops._arguments import at_least
+from packing_ops._runtime.arguments import at_least
 from packing_ops.data._examples import tokens_of
 from packing_ops.data._waiting import Waiting, WaitingExamples
 from packing_ops.data.context_parallel import aligned

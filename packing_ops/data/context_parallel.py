@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, overload
 
 import torch
 
-from packing_ops._arguments import at_least, check_cu_seqlens, integer
+from packing_ops._runtime.arguments import at_least, check_cu_seqlens, integer
 
 SCHEMES = ("contiguous", "zigzag")
 Fp8 = Literal["tensor", "mxfp8", "blockwise"]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packing_ops._arguments import check_cu_seqlens, described, integer, is_set, wrong_type
+from packing_ops._runtime.arguments import check_cu_seqlens, described, integer, is_set, wrong_type
 from packing_ops.metadata import PackedMetadata, check_no_tree
 from packing_ops.segments import segment_sum, slots_with_tokens
 

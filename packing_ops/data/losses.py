@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from packing_ops._arguments import at_least, check_real, described, is_set, one_number, sum_dtype
-from packing_ops._batch_cache import cu_seqlens_of_rows
+from packing_ops._runtime.arguments import at_least, check_real, described, is_set, one_number, sum_dtype
+from packing_ops._runtime.batch_cache import cu_seqlens_of_rows
 from packing_ops.boundaries import shift_labels
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 from packing_ops.segments import segment_sum

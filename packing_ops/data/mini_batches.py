@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from packing_ops._arguments import (
+from packing_ops._runtime.arguments import (
     at_least,
     check_real,
     check_tensor,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from packing_ops._arguments import at_least, int64_tensor, integer
+from packing_ops._runtime.arguments import at_least, int64_tensor, integer
 from packing_ops.data._examples import (
     check_columns,
     check_examples,

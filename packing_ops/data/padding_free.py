@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from packing_ops._arguments import at_least, int64_tensor, integer
+from packing_ops._runtime.arguments import at_least, int64_tensor, integer
 from packing_ops.boundaries import cu_seqlens_from_lengths, mask_boundary_labels
 from packing_ops.data._examples import (
     OF_IMAGES,

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from packing_ops._arguments import at_least, integer, plain, wrong_type
+from packing_ops._runtime.arguments import at_least, integer, plain, wrong_type
 from packing_ops.data._batch_fields import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
 from packing_ops.metadata import PackedMetadata
 

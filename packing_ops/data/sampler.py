@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Sampler
 
-from packing_ops._arguments import at_least, integer
+from packing_ops._runtime.arguments import at_least, integer
 from packing_ops.packing import Cost, Packing, Strategy, cost_coefficients, lengths_tensor, pack_sequences
 
 _PACKING = 1  # the version of the algorithm: another number where the same arguments make other batches

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from packing_ops._arguments import as_tensor, at_least, integer
+from packing_ops._runtime.arguments import as_tensor, at_least, integer
 from packing_ops.data._stream_reading import Reading, Row, StreamProgress
 
 ALGORITHM = 1  # a higher one makes other rows of the same examples

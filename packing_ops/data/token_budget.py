@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from packing_ops._arguments import at_least, described, index_tensor, integer
+from packing_ops._runtime.arguments import at_least, described, index_tensor, integer
 from packing_ops.data._examples import check_examples, sequences
 from packing_ops.data._selection import num_fitting
 from packing_ops.packing import Cost, cost_coefficients, pack_sequences, whole_rows

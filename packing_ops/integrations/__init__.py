@@ -4,7 +4,7 @@ Public is what the folder's ``__init__.py`` names in ``__all__``; its other modu
 underscore serve several hosts: whatever replaces an attribute of a host's module or class is a Patch of _patching.py.
 """
 
-from packing_ops._lazy import lazy_modules
+from packing_ops._runtime.lazy import lazy_modules
 
 _LIBRARIES = {
     "flash_attn": "torch",

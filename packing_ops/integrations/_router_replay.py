@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.overrides import TorchFunctionMode
 
-from packing_ops._arguments import check_tensor, described
+from packing_ops._runtime.arguments import check_tensor, described
 from packing_ops.integrations._trial import attempt, numbers
 
 _TOPK = (torch.topk, torch.Tensor.topk)

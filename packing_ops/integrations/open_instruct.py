@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from packing_ops import PackedMetadata, pack_sequences
-from packing_ops._arguments import at_least, index_tensor
+from packing_ops._runtime.arguments import at_least, index_tensor
 from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator
 from packing_ops.data._examples import Documents
 

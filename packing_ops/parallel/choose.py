@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from packing_ops.attention import AttentionOptions, checked_options
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import Group, process_group
 from packing_ops.parallel.gathered import attend_to_gathered
 from packing_ops.parallel.sharding import check_rows, check_scheme, check_window
 from packing_ops.parallel.ulysses import attend_by_heads, head_refusal
+from packing_ops.varlen.attention import AttentionOptions, checked_options
 
 
 def ulysses_attention(

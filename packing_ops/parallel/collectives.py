@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
-from packing_ops._arguments import wrong_type
+from packing_ops._runtime.arguments import wrong_type
 
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

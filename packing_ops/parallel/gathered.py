@@ -29,14 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from packing_ops._batch_cache import is_captured, kept_with, plan_for
-from packing_ops.attention import (
-    AttentionOptions,
-    attend,
-    attention_backward,
-    attention_forward,
-    of_heads,
-)
+from packing_ops._runtime.batch_cache import is_captured, kept_with, plan_for
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import (
@@ -49,6 +42,13 @@ from packing_ops.parallel.collectives import (
 from packing_ops.parallel.key_layout import Exchange, KeyLayout, RowSpans, key_layout
 from packing_ops.parallel.overlap import gathered_parts, keeps_keys, slices, together
 from packing_ops.parallel.sharding import check_rows, whole_row
+from packing_ops.varlen.attention import (
+    AttentionOptions,
+    attend,
+    attention_backward,
+    attention_forward,
+    of_heads,
+)
 
 
 def attend_to_gathered(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from packing_ops._arguments import int32_cu_seqlens
+from packing_ops._runtime.arguments import int32_cu_seqlens
 from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
 
 # Of the rows of other ranks, how many the neediest rank must do without for the exchange to pay over an all-gather,

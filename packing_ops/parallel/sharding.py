@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from packing_ops._arguments import (
+from packing_ops._runtime.arguments import (
     at_least,
     check_cu_seqlens,
     check_tensor,
@@ -18,7 +18,7 @@ from packing_ops._arguments import (
     window_sides,
     wrong_type,
 )
-from packing_ops._batch_cache import kept_with
+from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.boundaries import shift_labels
 from packing_ops.data.context_parallel import SCHEMES, chunks_of_ranks, slots_of_chunks
 from packing_ops.data.losses import masked_loss

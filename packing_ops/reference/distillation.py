@@ -1,4 +1,4 @@
-"""Oracle of packing_ops.distillation: all logits of both heads at once."""
+"""Oracle of packing_ops.losses.kl: all logits of both heads at once."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Oracle of packing_ops.logps: all logits at once."""
+"""Oracle of packing_ops.losses.logps: all logits at once."""
 
 import itertools
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packing_ops._arguments import at_least, integer
+from packing_ops._runtime.arguments import at_least, integer
 from packing_ops.packing import Overlong
 from packing_ops.report.corpus import read_corpus
 from packing_ops.report.prefix_trees import savings

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from packing_ops._arguments import buffer_tensor
+from packing_ops._runtime.arguments import buffer_tensor
 from packing_ops.report.chats import Unreadable, as_json
 from packing_ops.report.examples import KEYS, Example, FormReader
 from packing_ops.report.progress import progress

@@ -8,8 +8,9 @@ from importlib import metadata
 
 import torch
 
-from packing_ops import _driver, _library
-from packing_ops.attention_backends import kernels_of
+from packing_ops._runtime import driver
+from packing_ops._runtime import library as _library
+from packing_ops.varlen.backends import kernels_of
 
 LIBRARIES = (
     "numpy", "triton", "transformers", "trl", "peft", "accelerate", "datasets", "pyarrow", "deepspeed",
@@ -58,12 +59,12 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "system", platform.platform()
     yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     yield "torch's CUDA", torch.version.cuda or torch.version.hip or "none"
-    yield "driver", _driver.found() or "none"
+    yield "driver", driver.found() or "none"
     if not _library.MISSING and _library.build_info()["cuda"]:
-        yield "driver needed", _driver.needed(_library.build_info()["cuda"])
+        yield "driver needed", driver.needed(_library.build_info()["cuda"])
         yield (
             "driver fits",
-            _driver.misfit(_library.build_info()["cuda"]) or "yes" if _driver.found() else "no GPU driver here",
+            driver.misfit(_library.build_info()["cuda"]) or "yes" if driver.found() else "no GPU driver here",
         )
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):

@@ -15,11 +15,11 @@ import stand_ins  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers.megatron_case import answers_of
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_case import answers_of
 from skyrl.backends.skyrl_train.distributed.megatron.model_utils import _fused_lm_head_logprob_apply
 from skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper import MegatronModelWrapper
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper

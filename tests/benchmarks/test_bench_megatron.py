@@ -9,8 +9,8 @@ pytest.importorskip("megatron.core")
 @pytest.mark.parametrize("together", [True, False])
 def test_padded_rows_give_the_same(together, monkeypatch):
     import bench_megatron as bench
+    from helpers.megatron_case import answers_of
     from megatron.core import parallel_state
-    from megatron_case import answers_of
 
     lengths, heads = [5, 9, 1], (4, 2, 8)
     if not together:

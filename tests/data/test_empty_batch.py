@@ -1,11 +1,10 @@
 """empty_like_batch: a rank without sequences takes part in a step and changes nothing in it."""
 
-import fresh_process
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same, cu_seqlens_of
+from helpers import assert_same, cu_seqlens_of, fresh_process
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -186,7 +185,7 @@ def test_a_padded_batch_of_no_rows(device):
 
 def test_a_transformers_model_runs_it(device):
     pytest.importorskip("transformers")
-    from hf_models import tiny_model
+    from helpers.hf_models import tiny_model
 
     from packing_ops.integrations.transformers import apply_packing_ops
 

@@ -3,13 +3,12 @@
 from contextlib import nullcontext
 from functools import partial
 
-import fresh_process
 import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
 import torch.nn.functional as F
-from helpers import cu_seqlens_of
+from helpers import cu_seqlens_of, fresh_process
 
 import packing_ops as po
 from packing_ops.data import (

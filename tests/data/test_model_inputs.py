@@ -63,7 +63,7 @@ def test_every_token_has_its_document_and_label(device, lengths, sizes, seed):
 def test_a_transformers_model_takes_them(device, sizes):
     """One call, and the loss of documents run one by one."""
     pytest.importorskip("transformers")
-    from hf_models import tiny_model
+    from helpers.hf_models import tiny_model
 
     from packing_ops.integrations.transformers import apply_packing_ops
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import assert_same
 
-from packing_ops import _ops, _plain
+from packing_ops._runtime import gate, plain
 from packing_ops.data import PaddingFreeDPOCollator
 
 
@@ -59,7 +59,7 @@ def test_pairs_that_share_are_chosen_as_without():
 def test_pairs_that_share_without_the_library(monkeypatch):
     examples = pairs_of_prompts(130, 5)
     expected = PaddingFreeDPOCollator(share_prompt=True)(examples)
-    monkeypatch.setattr(_ops, "pack_prefix_tree", _plain.pack_prefix_tree)
+    monkeypatch.setattr(gate, "pack_prefix_tree", plain.pack_prefix_tree)
     found = PaddingFreeDPOCollator(share_prompt=True)(examples)
     assert found.keys() == expected.keys()
     for name, value in found.items():

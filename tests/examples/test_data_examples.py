@@ -4,8 +4,8 @@ import json
 import sys
 from statistics import median
 
-import fresh_process
 import pytest
+from helpers import fresh_process
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import re
 import subprocess
 import sys
 
-import fresh_process
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, fresh_process
 
 import packing_ops as po
 
@@ -173,7 +172,7 @@ def test_the_batches_of_the_page_are_made():
 
 def test_both_ways_into_the_mode_of_the_page(capsys):
     pytest.importorskip("transformers")
-    from hf_models import tiny_model
+    from helpers.hf_models import tiny_model
 
     from packing_ops.integrations.transformers import revert_packing_ops
 

@@ -5,8 +5,8 @@ import re
 import sys
 from pathlib import Path
 
-import fresh_process
 import pytest
+from helpers import fresh_process
 
 pytest.importorskip("transformers")
 

@@ -4,11 +4,10 @@ import argparse
 import importlib
 import json
 
-import fresh_process
 import pytest
 import torch
-from helpers import ROOT
-from hf_models import tiny_model
+from helpers import ROOT, fresh_process
+from helpers.hf_models import tiny_model
 
 from packing_ops.integrations.transformers import continuous_batching
 

@@ -2,8 +2,8 @@
 
 import json
 
-import fresh_process
 import pytest
+from helpers import fresh_process
 
 pytest.importorskip("megatron.core")
 

@@ -7,10 +7,9 @@ import re
 import statistics
 import textwrap
 
-import processes
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, processes
 
 import packing_ops
 
@@ -32,7 +31,7 @@ def blocks_of(page):
 
 
 def tiny_llama(attention="sdpa"):
-    from hf_models import tiny_model
+    from helpers.hf_models import tiny_model
 
     return tiny_model("llama", vocab_size=258, attn_implementation=attention)
 
@@ -175,7 +174,7 @@ def test_grpo_of_the_page(tmp_path):
 
 
 def test_experts_of_the_sampler_are_replayed():
-    model = pytest.importorskip("hf_models").tiny_model("gpt_oss", vocab_size=64)
+    model = pytest.importorskip("helpers.hf_models").tiny_model("gpt_oss", vocab_size=64)
     from packing_ops.data import PaddingFreeCollator
     from packing_ops.integrations.transformers import apply_packing_ops, replay_routing
 
@@ -367,7 +366,7 @@ def test_distillation_of_the_page():
 
 
 def test_balance_loss_of_the_page():
-    model = pytest.importorskip("hf_models").tiny_model("gpt_oss", vocab_size=64)
+    model = pytest.importorskip("helpers.hf_models").tiny_model("gpt_oss", vocab_size=64)
     metadata = packing_ops.PackedMetadata.from_lengths([3, 5])
     row = {"input_ids": torch.randint(64, (1, 8)), "position_ids": metadata.position_ids[None]}
     names = {"po": packing_ops, "model": model, "row": row, "metadata": metadata}

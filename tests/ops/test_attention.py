@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from attention_case import INF, OPEN, Case, assert_close, document_results, drawn_case, packed_with
 from helpers import assert_error_within, assert_same, cu_seqlens_of, non_contiguous
+from helpers.attention_case import INF, OPEN, Case, assert_close, document_results, drawn_case, packed_with
 from hypothesis import given
 from hypothesis import strategies as st
 

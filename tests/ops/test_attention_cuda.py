@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from attention_case import Case, assert_close, document_alone, document_results
 from helpers import assert_error_within, assert_same, captured, cu_seqlens_of, pytest_of_its_own
+from helpers.attention_case import Case, assert_close, document_alone, document_results
 
 import packing_ops as po
-from packing_ops import _batch_cache
-from packing_ops.attention import AttentionOptions
+from packing_ops._runtime import batch_cache
 from packing_ops.reference import attention as oracle
 from packing_ops.reference.attention import visible
+from packing_ops.varlen.attention import AttentionOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,7 +118,7 @@ def test_a_row_heads_first_shares_the_plan():
     q, k, _, _ = packed([70, 5])
     cu_seqlens = cu_seqlens_of([70, 5], "cuda")
     plans = [
-        _batch_cache.plan_for(*rows, cu_seqlens, cu_seqlens, AttentionOptions())
+        batch_cache.plan_for(*rows, cu_seqlens, cu_seqlens, AttentionOptions())
         for rows in ((q, k, k), [t[None].transpose(1, 2) for t in (q, k, k)])
     ]
     assert plans[0] is not None
@@ -145,12 +145,12 @@ def test_a_dense_graph_keeps_nothing_of_its_own():
     with torch.cuda.stream(side):
         expected = po.flash_attn_func(*given, causal=True)
     torch.cuda.current_stream().wait_stream(side)
-    _batch_cache._kept_cu_seqlens.cache_clear()
+    batch_cache._kept_cu_seqlens.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
         patch.setenv("PACKING_OPS_CHECK", "0")
         captured = po.flash_attn_func(*given, causal=True)
-    assert _batch_cache._kept_cu_seqlens.cache_info().currsize == 0
+    assert batch_cache._kept_cu_seqlens.cache_info().currsize == 0
     graph.replay()
     assert_same(captured, expected)
 

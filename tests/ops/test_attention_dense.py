@@ -5,13 +5,13 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_case import INF, Case, assert_close
 from helpers import assert_same
+from helpers.attention_case import INF, Case, assert_close
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import packing_ops as po
-from packing_ops import _batch_cache
+from packing_ops._runtime import batch_cache
 
 
 def dense_results(case, batch):
@@ -181,21 +181,21 @@ def test_signature_is_that_of_flash_attn():
 def test_layers_share_cu_seqlens(device):
     """One tensor for all layers, since a plan is found again by its cu_seqlens."""
     first = torch.zeros(3, 5, 2, 8, device=device)
-    cu_seqlens = _batch_cache.dense_cu_seqlens(*first.shape[:2], first, "q")
+    cu_seqlens = batch_cache.dense_cu_seqlens(*first.shape[:2], first, "q")
     assert_same(cu_seqlens, torch.tensor([0, 5, 10, 15], dtype=torch.int32, device=device))
-    assert _batch_cache.dense_cu_seqlens(*first.shape[:2], first + 1, "q") is cu_seqlens
-    assert _batch_cache.dense_cu_seqlens(first.shape[0], 4, first, "q").tolist() == [0, 4, 8, 12]
+    assert batch_cache.dense_cu_seqlens(*first.shape[:2], first + 1, "q") is cu_seqlens
+    assert batch_cache.dense_cu_seqlens(first.shape[0], 4, first, "q").tolist() == [0, 4, 8, 12]
     with FakeTensorMode() as mode:
-        fake = _batch_cache.dense_cu_seqlens(*first.shape[:2], mode.from_tensor(first), "q")
+        fake = batch_cache.dense_cu_seqlens(*first.shape[:2], mode.from_tensor(first), "q")
     assert isinstance(fake, FakeTensor)
-    assert _batch_cache.dense_cu_seqlens(*first.shape[:2], first, "q") is cu_seqlens
+    assert batch_cache.dense_cu_seqlens(*first.shape[:2], first, "q") is cu_seqlens
 
 
 def test_training_after_inference(device):
     """What inference keeps for the next call is no inference tensor."""
     case = Case([9] * 2, heads=(2, 1), dim=24, device=device, causal=True)
     expected = case.ours()
-    _batch_cache._kept_cu_seqlens.cache_clear()
+    batch_cache._kept_cu_seqlens.cache_clear()
     with torch.inference_mode():
         out = po.flash_attn_func(*(t.view(2, 9, -1, 24) for t in (case.q, case.k, case.v)), causal=True)
     assert_same(out.flatten(0, 1), expected["out"])

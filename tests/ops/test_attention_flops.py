@@ -5,17 +5,17 @@ import sys
 
 import pytest
 import torch
-from attention_case import OPEN, Case
-from pages_case import paged_case
+from helpers.attention_case import OPEN, Case
+from helpers.pages_case import paged_case
 from test_attention_prefix_trees import Tree, drawn_tree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import packing_ops as po
-from packing_ops._flops import visible_pairs
-from packing_ops.prefix_attention import PrefixPaths
+from packing_ops._runtime.flops import visible_pairs
 from packing_ops.reference.attention import visible, visible_in_tree
+from packing_ops.varlen.prefix_attention import PrefixPaths
 
 LENGTHS = [3, 0, 100, 1, 64]
 CROSS = [0, 5, 40, 7, 300]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from attention_case import Case, drawn_case
 from helpers import assert_same, cu_seqlens_of, non_contiguous
+from helpers.attention_case import Case, drawn_case
 from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import _ops
+from packing_ops._runtime import gate
 
 ops = torch.ops.packing_ops
 
@@ -255,7 +255,7 @@ def bad_calls(device):
     def backward(dout):
         out, lse = ops.varlen_attention(q, k, v, documents, documents, None, True, None, -1, -1, 0.0, None)
         options = documents, documents, None, True, None, -1, -1, 0.0, None
-        return lambda: _ops.varlen_attention_backward(dout, None, q, k, v, out, lse, *options)
+        return lambda: gate.varlen_attention_backward(dout, None, q, k, v, out, lse, *options)
 
     either = r"q: expected \[total_q, num_q_heads, head_dim\] or \[1, num_q_heads, total_q, head_dim\], got float32 "
     of_k = r"expected \[1, num_kv_heads, total_k, head_dim\] like "

@@ -13,7 +13,7 @@ from helpers import ROOT, copy_of_package
 LIBRARY = Path(os.environ.get("PACKING_OPS_JITTER_LIBRARY", ROOT / "build" / "jitter" / "packing_ops" / "_C.so"))
 CASES = """
 import hashlib, torch
-from attention_case import Case, drawn_ends
+from helpers.attention_case import Case, drawn_ends
 torch.manual_seed(0)
 for dim, dim_v in ((64, 64), (128, 128), (96, 64), (192, 192), (192, 128), (256, 256)):
     for heads in ((4, 1), (3, 1), (2, 2), (64, 1)):  # of 64 to a kv head: units of three tiles with 96 and 128 columns too

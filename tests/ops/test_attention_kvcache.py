@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from attention_case import Case
 from helpers import assert_same, cu_seqlens_of
-from pages_case import Pages, paged_case
+from helpers.attention_case import Case
+from helpers.pages_case import Pages, paged_case
 
 import packing_ops as po
 

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import torch
-from attention_case import OPEN, Case, document_alone, document_results, drawn_ends
+from helpers.attention_case import OPEN, Case, document_alone, document_results, drawn_ends
 
 PACKS = {"cuda": 1000, "cpu": 300}
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129]  # on both sides of every tile edge

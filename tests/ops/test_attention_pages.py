@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from attention_case import OPEN, Case, assert_close
 from helpers import assert_same, cu_seqlens_of
+from helpers.attention_case import OPEN, Case, assert_close
+from helpers.pages_case import Pages, paged_case, shared_pages
 from hypothesis import given
 from hypothesis import strategies as st
-from pages_case import Pages, paged_case, shared_pages
 
 import packing_ops as po
 from packing_ops.reference import attention as oracle

@@ -4,12 +4,12 @@ import contextlib
 
 import pytest
 import torch
-from attention_case import Case
 from helpers import assert_same, captured, cu_seqlens_of
-from pages_case import Pages, paged_case
+from helpers.attention_case import Case
+from helpers.pages_case import Pages, paged_case
 
 import packing_ops as po
-from packing_ops import _batch_cache
+from packing_ops._runtime import batch_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,8 +30,10 @@ def test_layers_of_a_step_share_a_plan(monkeypatch):
     monkeypatch.setenv("PACKING_OPS_CHECK", "0")
     case, pages = paged_case([(1, 300), (1, 20)], **SIZES)
     made = []
-    plan_op = _batch_cache._ops.paged_attention_plan
-    monkeypatch.setattr("packing_ops._ops.paged_attention_plan", lambda *args: made.append(1) or plan_op(*args))
+    plan_op = batch_cache._ops.paged_attention_plan
+    monkeypatch.setattr(
+        "packing_ops._runtime.gate.paged_attention_plan", lambda *args: made.append(1) or plan_op(*args)
+    )
     for _ in range(3):
         assert_same(paged(case, pages), contiguous(case))
     assert len(made) == 1

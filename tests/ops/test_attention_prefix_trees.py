@@ -6,15 +6,15 @@ import random
 
 import pytest
 import torch
-from attention_case import assert_close, lse_dtype
 from helpers import captured, cu_seqlens_of
+from helpers.attention_case import assert_close, lse_dtype
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import packing_ops as po
-from packing_ops.prefix_attention import prefix_paths
 from packing_ops.reference import attention as oracle
+from packing_ops.varlen.prefix_attention import prefix_paths
 
 ops = torch.ops.packing_ops
 FORK = 128

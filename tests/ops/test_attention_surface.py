@@ -5,15 +5,17 @@ import warnings
 
 import pytest
 import torch
-from attention_case import OPEN, Case
 from helpers import assert_same, cu_seqlens_of, non_contiguous
+from helpers.attention_case import OPEN, Case
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
-from packing_ops import _arguments, _batch_cache, _library, attention_backends
+from packing_ops._runtime import arguments as _arguments
+from packing_ops._runtime import batch_cache, library
 from packing_ops.reference import attention as oracle
+from packing_ops.varlen import backends
 
 # --- flash-attn's name and the other backends ---
 
@@ -178,7 +180,7 @@ class OnCuda(torch.Tensor):
 @pytest.fixture
 def gpu_of(monkeypatch):
     """The GPU that OnCuda's are on, in a library that has kernels for it."""
-    monkeypatch.setattr(_library, "without_cuda_kernel", set())
+    monkeypatch.setattr(library, "without_cuda_kernel", set())
     _arguments.warned.clear()
 
     def use(major, minor):
@@ -203,7 +205,7 @@ def test_backend_of_dtype_and_gpu(gpu_of, monkeypatch, dtype, capability, head_d
     gpu_of(*capability)
     q = torch.zeros(8, 4, head_dim, dtype=dtype).as_subclass(OnCuda)
     asked = []
-    monkeypatch.setattr(attention_backends, "kernels_of", lambda *call: asked.append(call) or "these")
+    monkeypatch.setattr(backends, "kernels_of", lambda *call: asked.append(call) or "these")
     name, reasons = po.select_attention_backend(q, torch.zeros(8, 2, head_dim), explain=True)
     assert (name, reasons["packing_ops"]) == (expected, why)
     half = dtype != torch.float32
@@ -215,7 +217,7 @@ def test_kernels_are_asked_for_with_vs_head_dim(gpu_of, monkeypatch):
     gpu_of(9, 0)
     q = torch.zeros(8, 4, 192, dtype=torch.bfloat16).as_subclass(OnCuda)
     asked = []
-    monkeypatch.setattr(attention_backends, "kernels_of", lambda *call: asked.append(call) or "these")
+    monkeypatch.setattr(backends, "kernels_of", lambda *call: asked.append(call) or "these")
     po.select_attention_backend(q, v=q[..., :128], explain=True)
     assert asked == [(True, 4, 4, 192, 0, 128)]
 
@@ -352,7 +354,7 @@ def test_inference_mode(device):
         for cu_seqlens in (case.cu_seqlens, made_here):
             out = po.varlen_attention(case.q, case.k, case.v, *cu_seqlens)
             assert_same(out, expected["out"])
-            plan = _batch_cache.plan_of(*cu_seqlens, geometry)
+            plan = batch_cache.plan_of(*cu_seqlens, geometry)
             assert plan.is_inference() == (cu_seqlens is made_here)
     for name, value in case.ours().items():
         assert_same(value, expected[name])

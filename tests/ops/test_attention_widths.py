@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention_case import Case, assert_close, document_alone, document_results, drawn_case, sdpa_by_document
 from helpers import assert_error_within, assert_same, cu_seqlens_of, non_contiguous
+from helpers.attention_case import Case, assert_close, document_alone, document_results, drawn_case, sdpa_by_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ import torch
 from helpers import cu_seqlens_of
 
 import packing_ops as po
-from packing_ops import _batch_cache
+from packing_ops._runtime import batch_cache
 
 
 def geometry(window=-1, total=9):
@@ -18,26 +18,26 @@ def geometry(window=-1, total=9):
 
 def kept():
     gc.collect()
-    return len(_batch_cache._tensor_caches)
+    return len(batch_cache._tensor_caches)
 
 
 def test_layers_of_alternating_windows_share_two_plans(device):
     cu_seqlens = cu_seqlens_of([5, 4], device)
-    first, other = (_batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in (-1, 2))
+    first, other = (batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in (-1, 2))
     assert first is not other
     for _ in range(3):
-        assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry()) is first
-        assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(2)) is other
+        assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry()) is first
+        assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(2)) is other
 
 
 def test_keys_of_their_own_have_plans_of_their_own(device):
     cu_seqlens, keys = cu_seqlens_of([5, 4], device), cu_seqlens_of([4, 5], device)
-    own, cross = (_batch_cache.plan_of(cu_seqlens, cu_k, geometry()) for cu_k in (cu_seqlens, keys))
-    assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry()) is own
-    assert _batch_cache.plan_of(cu_seqlens, keys, geometry()) is cross
-    assert _batch_cache.plan_of(cu_seqlens, keys.clone(), geometry()) is not cross
+    own, cross = (batch_cache.plan_of(cu_seqlens, cu_k, geometry()) for cu_k in (cu_seqlens, keys))
+    assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry()) is own
+    assert batch_cache.plan_of(cu_seqlens, keys, geometry()) is cross
+    assert batch_cache.plan_of(cu_seqlens, keys.clone(), geometry()) is not cross
     keys[1] = 3
-    assert _batch_cache.plan_of(cu_seqlens, keys, geometry()) is not cross
+    assert batch_cache.plan_of(cu_seqlens, keys, geometry()) is not cross
 
 
 def test_a_buffer_written_each_step_keeps_one_step(device):
@@ -45,10 +45,10 @@ def test_a_buffer_written_each_step_keeps_one_step(device):
     before = kept()
     for total in range(9, 30):
         cu_seqlens[2] = total
-        plan = _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(total=total))
-        assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(total=total)) is plan
+        plan = batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(total=total))
+        assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(total=total)) is plan
     assert kept() == before + 1
-    assert len(_batch_cache._tensor_caches[id(cu_seqlens)].entries) == 1
+    assert len(batch_cache._tensor_caches[id(cu_seqlens)].entries) == 1
     del cu_seqlens
     assert kept() == before
 
@@ -56,9 +56,9 @@ def test_a_buffer_written_each_step_keeps_one_step(device):
 def test_what_was_made_can_be_trained_with(device):
     values = torch.ones(3, device=device)
     with torch.inference_mode(), torch.no_grad():
-        made = _batch_cache.kept_with([values], ("twice",), lambda: values * 2)
+        made = batch_cache.kept_with([values], ("twice",), lambda: values * 2)
     assert not made.is_inference()
-    assert _batch_cache.kept_with([values], ("twice",), lambda: None) is made
+    assert batch_cache.kept_with([values], ("twice",), lambda: None) is made
 
 
 # --- writes that torch does not count ---
@@ -77,7 +77,7 @@ def test_uncounted_writes_are_noticed_on_the_cpu(write):
     version = values._version
 
     def twice():
-        return _batch_cache.kept_with([values], ("twice",), lambda: values * 2)
+        return batch_cache.kept_with([values], ("twice",), lambda: values * 2)
 
     first = twice()
     assert twice() is first
@@ -92,12 +92,12 @@ def test_uncounted_writes_are_noticed_on_the_cpu(write):
 def test_what_is_kept_of_a_tensor_is_bounded(device):
     cu_seqlens = cu_seqlens_of([5, 4], device)
     plans = [
-        _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in range(3 * _batch_cache.MOST_KEPT)
+        batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in range(3 * batch_cache.MOST_KEPT)
     ]
-    assert len(_batch_cache._tensor_caches[id(cu_seqlens)].entries) == _batch_cache.MOST_KEPT
-    newest = 3 * _batch_cache.MOST_KEPT - 1
-    assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(newest)) is plans[newest]
-    assert _batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(0)) is not plans[0]
+    assert len(batch_cache._tensor_caches[id(cu_seqlens)].entries) == batch_cache.MOST_KEPT
+    newest = 3 * batch_cache.MOST_KEPT - 1
+    assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(newest)) is plans[newest]
+    assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(0)) is not plans[0]
 
 
 def test_nothing_fake_is_kept():
@@ -106,10 +106,10 @@ def test_nothing_fake_is_kept():
     cu_seqlens = cu_seqlens_of([5, 4], "cpu")
     dense = torch.zeros(2, 41, 3)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _batch_cache.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)
-        _batch_cache.dense_cu_seqlens(*dense.shape[:2], dense, "q")
-    assert type(_batch_cache.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)) is torch.Tensor
-    assert type(_batch_cache.dense_cu_seqlens(*dense.shape[:2], dense, "q")) is torch.Tensor
+        batch_cache.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)
+        batch_cache.dense_cu_seqlens(*dense.shape[:2], dense, "q")
+    assert type(batch_cache.kept_with([cu_seqlens], ("twice",), lambda: cu_seqlens * 2)) is torch.Tensor
+    assert type(batch_cache.dense_cu_seqlens(*dense.shape[:2], dense, "q")) is torch.Tensor
 
 
 def test_layers_in_a_row_share_and_the_next_forward_looks_again():
@@ -117,7 +117,7 @@ def test_layers_in_a_row_share_and_the_next_forward_looks_again():
     made = []
 
     def ask(layer):
-        return _batch_cache.kept_with([values], ("twice",), lambda: made.append(layer) or values * 2, layer=layer)
+        return batch_cache.kept_with([values], ("twice",), lambda: made.append(layer) or values * 2, layer=layer)
 
     assert ask(3) is ask(4)
     values.numpy()[1] = 7.0  # between two layers of a forward nobody writes, and nobody looks
@@ -149,7 +149,7 @@ def test_a_result_that_somebody_has_written_into_is_made_again(device):
     values = torch.tensor([1.0, 7.0], device=device)
 
     def ask():
-        return _batch_cache.kept_with([values], ("twice",), lambda: values * 2)
+        return batch_cache.kept_with([values], ("twice",), lambda: values * 2)
 
     ask().add_(100)
     assert ask().tolist() == [2.0, 14.0]

@@ -7,7 +7,7 @@ import torch
 from helpers import cu_seqlens_of
 
 import packing_ops as po
-from packing_ops import _batch_cache
+from packing_ops._runtime import batch_cache
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,13 +31,13 @@ def _faults_of_a_later_call(monkeypatch):
 
 def test_uncounted_writes_are_a_fault_on_cuda():
     values = torch.tensor([1, 2, 3], device="cuda")
-    _batch_cache.kept_with([values], ("twice",), lambda: values * 2)
+    batch_cache.kept_with([values], ("twice",), lambda: values * 2)
     values.data[2] = 5
-    _batch_cache.kept_with([values], ("twice",), lambda: values * 2)
+    batch_cache.kept_with([values], ("twice",), lambda: values * 2)
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match=r"values: expected a tensor as it was .* index 2"):
-        _batch_cache.kept_with([values], ("twice",), lambda: values * 2)
-    assert _batch_cache.kept_with([values], ("twice",), lambda: values * 2).tolist() == [2, 4, 10]
+        batch_cache.kept_with([values], ("twice",), lambda: values * 2)
+    assert batch_cache.kept_with([values], ("twice",), lambda: values * 2).tolist() == [2, 4, 10]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -5,8 +5,8 @@ import torch
 from helpers import cu_seqlens_of
 
 import packing_ops
-from packing_ops import _ops, _plain
-from packing_ops._checks import checked_documents
+from packing_ops._runtime import gate, plain
+from packing_ops._runtime.checks import checked_documents
 
 ops = torch.ops.packing_ops
 OTHERS = "position_ids: expected to restart where cu_seq_lens_q starts a document and only there"
@@ -161,7 +161,7 @@ def test_unchanged_memory_passes_and_one_other_byte_does_not(device, values):
         other = values.clone()
         other.view(-1)[-1] = 0 if values.is_floating_point() else not bool(values.reshape(-1)[-1])
         with pytest.raises(ValueError, match="values: expected a tensor as it was"):
-            _ops.check_unchanged(values, other)
+            gate.check_unchanged(values, other)
 
 
 @pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)], ids=["shape", "dtype"])
@@ -169,9 +169,9 @@ def test_expected_is_like_values(device, other):
     with pytest.raises(
         ValueError, match=r"^values: expected a tensor as it was .*, got float32 \[3\] on .* where float"
     ):
-        _ops.check_unchanged(torch.zeros(3, device=device), other.to(device))
+        gate.check_unchanged(torch.zeros(3, device=device), other.to(device))
     with pytest.raises(ValueError, match="wanted: expected 'as it was', 'depths' or 'segments', got other"):
-        _ops.check_unchanged(torch.zeros(3, device=device), torch.zeros(3, device=device), "other")
+        gate.check_unchanged(torch.zeros(3, device=device), torch.zeros(3, device=device), "other")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_expected_is_like_values(device, other):
 )
 def test_a_difference_is_named_by_what_was_wanted(monkeypatch, device, wanted, says):
     monkeypatch.setenv("PACKING_OPS_CHECK", "1")
-    for check in (_ops.check_unchanged, _plain.check_unchanged):
+    for check in (gate.check_unchanged, plain.check_unchanged):
         with pytest.raises(ValueError, match=f"^{says}"):
             check(torch.zeros(3, device=device), torch.ones(3, device=device), wanted)
 

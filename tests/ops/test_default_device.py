@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT, assert_same, cu_seqlens_of
-from report_case import RECORDS, write_lines
+from helpers.report_case import RECORDS, write_lines
 
 import packing_ops as po
 from packing_ops import data

@@ -9,7 +9,7 @@ import torch
 from helpers import assert_same, cu_seqlens_of
 
 import packing_ops as po
-from packing_ops import _batch_cache
+from packing_ops._runtime import batch_cache
 from packing_ops.data import masked_loss, sequence_logps
 
 LENGTHS, TOTAL = [3, 0, 4], 9
@@ -134,11 +134,11 @@ def test_total_comes_with_the_metadata():
 def test_kept_in_the_metadata():
     """And nothing by the tensor, so that a batch's results go with its metadata."""
     metadata = po.PackedMetadata.from_lengths(LENGTHS)
-    kept = len(_batch_cache._tensor_caches)
+    kept = len(batch_cache._tensor_caches)
     first = metadata._slots(9)
     assert metadata._slots(9) is first
     assert len(metadata._cache.entries) == 1
-    assert len(_batch_cache._tensor_caches) == kept
+    assert len(batch_cache._tensor_caches) == kept
     metadata.cu_seqlens[2] += 1  # torch counts this write
     assert metadata._slots(9).tolist() == [0, 1, 2, 9, 18, 19, 20]
     metadata.cu_seqlens.data[2] -= 1  # and not this one
@@ -148,7 +148,7 @@ def test_kept_in_the_metadata():
 def test_forgotten_after_a_fault():
     metadata = po.PackedMetadata.from_lengths(LENGTHS)
     first = metadata._slots(9)
-    _batch_cache.forget()
+    batch_cache.forget()
     assert metadata._slots(9) is not first
 
 
@@ -165,10 +165,10 @@ def test_plan_of_the_metadata():
     metadata = po.PackedMetadata.from_lengths([70, 5], device="cuda")
     q = torch.randn(75, 2, 64, device="cuda", dtype=torch.bfloat16)
     plan = metadata.attention_plan(num_heads=2, num_kv_heads=2, head_dim=64)
-    kept = len(_batch_cache._tensor_caches)
+    kept = len(batch_cache._tensor_caches)
     assert_same(po.varlen_attention(q, q, q, metadata), po.varlen_attention(q, q, q, metadata.cu_seqlens, plan=plan))
     assert [key[0] for key in metadata._cache.entries] == ["plan"]
-    assert len(_batch_cache._tensor_caches) == kept
+    assert len(batch_cache._tensor_caches) == kept
 
 
 def test_compiles(fresh_compile):

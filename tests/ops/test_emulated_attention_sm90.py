@@ -1,12 +1,11 @@
 """Attention's kernels for compute capability 9.0 where there is no GPU: tensor maps, barriers and products by
 tests/emulator, which ends the process where a kernel reads what its writer has not fenced off."""
 
-import emulated
 import pytest
 import torch
-from attention_case import Case, document_alone, document_results, drawn_ends
 from emulator.build import cuda_headers
-from helpers import assert_same
+from helpers import assert_same, emulated
+from helpers.attention_case import Case, document_alone, document_results, drawn_ends
 
 HEADERS = cuda_headers()
 pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")

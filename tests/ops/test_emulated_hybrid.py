@@ -1,12 +1,12 @@
 """The CUDA kernels of causal_conv1d and gated_delta_rule on the CPU, from the rows to the gradients."""
 
-import emulated_hybrid as emulated
 import pytest
 import test_conv
 import test_scan
 import torch
 from emulator.build import cuda_headers
 from helpers import assert_error_within, assert_same, cu_seqlens_of
+from helpers import emulated_hybrid as emulated
 
 from packing_ops.reference import conv as conv_oracle
 from packing_ops.reference import scan as scan_oracle

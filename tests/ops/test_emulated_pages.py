@@ -3,13 +3,12 @@ to end, and no slot without a key, nor any memory beside pages, is read."""
 
 import re
 
-import emulated
 import pytest
 import torch
-from attention_case import Case
 from emulator.build import cuda_headers
-from helpers import ROOT, assert_same
-from pages_case import Pages, paged_case, shared_pages
+from helpers import ROOT, assert_same, emulated
+from helpers.attention_case import Case
+from helpers.pages_case import Pages, paged_case, shared_pages
 
 HEADERS = cuda_headers()
 pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")

@@ -3,13 +3,12 @@ instruction have another order there than on a GPU: test_prefix_invariance.py co
 
 import random
 
-import emulated
 import pytest
 import torch
-from attention_case import Case, document_alone, document_results
 from emulator.build import cuda_headers
-from helpers import assert_same
-from prefix_case import Pieces, blocks_ends
+from helpers import assert_same, emulated
+from helpers.attention_case import Case, document_alone, document_results
+from helpers.prefix_case import Pieces, blocks_ends
 
 HEADERS = cuda_headers()
 pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")

@@ -2,11 +2,10 @@
 
 import re
 
-import emulated
 import pytest
-from attention_case import Case, document_alone, document_results
 from emulator.build import cuda_headers
-from helpers import assert_same
+from helpers import assert_same, emulated
+from helpers.attention_case import Case, document_alone, document_results
 from test_emulated_attention import BF16, CROSS, EDGES, FP16, FP32, assert_near_on_every_schedule, results
 from test_visible_end import causal_ends, ends_case, with_ends
 

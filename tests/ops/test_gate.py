@@ -1,4 +1,4 @@
-"""packing_ops._ops: mistakes found in C++ have one class and our text, whatever torch makes of them."""
+"""packing_ops._runtime.gate: mistakes found in C++ have one class and our text, whatever torch makes of them."""
 
 import re
 import threading
@@ -10,7 +10,7 @@ from helpers import ROOT, assert_same, cu_seqlens_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import packing_ops as po
-from packing_ops import _library, _ops
+from packing_ops._runtime import gate, library
 
 CU_SEQLENS = cu_seqlens_of([2, 3])
 LABELS = torch.arange(5)
@@ -61,7 +61,7 @@ def test_what_torch_may_throw(thrown, wanted, text):
         def __call__(self, *args):
             raise thrown
 
-    error = raised(_ops._gate(Op()), LABELS, PAST, -100)
+    error = raised(gate._gate(Op()), LABELS, PAST, -100)
     assert type(error) is wanted
     assert str(error).startswith(text)
 
@@ -83,7 +83,7 @@ def test_both_attempts_make_value_errors():
 
     for value, attempts in ((-100, 1), (np.int64(-100), 2)):
         op = Op()
-        error = raised(_ops._gate(op), LABELS, PAST, value)
+        error = raised(gate._gate(op), LABELS, PAST, value)
         assert (type(error), str(error), op.calls) == (ValueError, PAST_THE_END, attempts)
 
 
@@ -97,7 +97,7 @@ def test_every_mistake_in_csrc_starts_with_the_names_of_arguments():
     ]
     assert len(texts) > 60
     for name, text in texts:
-        assert _ops._MISTAKE.match(("name" if name else "") + text), (name, text)
+        assert gate._MISTAKE.match(("name" if name else "") + text), (name, text)
 
 
 def test_backward_and_threads():
@@ -132,15 +132,16 @@ def test_torch_func_and_forward_mode():
 
 def test_only_the_gate_calls_ops():
     """A module that called torch.ops itself would raise what torch makes of a mistake."""
-    allowed = {"_ops.py", "_autograd.py", "_flops.py", "_library.py"}
+    runtime = ROOT / "packing_ops" / "_runtime"
+    allowed = {runtime / f"{name}.py" for name in ("gate", "autograd", "flops", "library")}
     for path in (ROOT / "packing_ops").rglob("*.py"):
-        if path.name not in allowed:
+        if path not in allowed:
             assert not re.search(r"= torch\.ops\.packing_ops|torch\.ops\.packing_ops\.\w+\(", path.read_text()), path
 
 
 def test_every_op_has_a_gate():
-    for name in _library.op_names():
-        assert getattr(_ops, name).__name__ == name
+    for name in library.op_names():
+        assert getattr(gate, name).__name__ == name
 
 
 def test_compiles_fullgraph_and_exports(fresh_compile):
@@ -159,7 +160,7 @@ def test_compiles_fullgraph_and_exports(fresh_compile):
 
 
 def test_gates_do_not_share_the_recompilations_of_each_other():
-    codes = [getattr(_ops, name).__code__ for name in _library.op_names()]
+    codes = [getattr(gate, name).__code__ for name in library.op_names()]
     assert len(set(map(id, codes))) == len(codes)
     assert len({code.co_name for code in codes}) == len(codes)
 

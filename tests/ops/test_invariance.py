@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import _invariant
 from packing_ops.data.losses import sequence_logps
+from packing_ops.invariance import mode as _invariant
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 VOCAB, SIZE = 9001, 24
@@ -134,7 +134,7 @@ def test_losses_by_token_and_by_document(device, lengths):
 
 
 def test_chunks_are_whole_grains():
-    from packing_ops._logps_chunks import chunk_of
+    from packing_ops.losses.chunks import chunk_of
 
     def chunk(asked, vocab=151_936):
         return chunk_of(asked, 1_000_000, torch.empty(0, 1), vocab)

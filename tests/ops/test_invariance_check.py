@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import packing_ops as po
-from packing_ops import _invariant
-from packing_ops._invariance_check import bits_of_rows, recorded
-from packing_ops._invariance_refusals import reason_of, refusals
+from packing_ops.invariance import mode as _invariant
+from packing_ops.invariance.check import bits_of_rows, recorded
+from packing_ops.invariance.refusals import reason_of, refusals
 
 LENGTHS = (1, 5, 7, 16, 40)
 

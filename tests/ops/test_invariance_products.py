@@ -12,7 +12,7 @@ import torch
 from helpers import assert_same, products_by_pairs, rows_of_products
 
 import packing_ops as po
-from packing_ops import _invariant
+from packing_ops.invariance import mode
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 OPENMP = ("omp_get_max_threads", "omp_set_num_threads")
@@ -77,8 +77,8 @@ def test_every_product_in_the_mode_has_16_rows(function, shape):
     x, w = torch.randn(*shape, 64, requires_grad=True), torch.randn(64, 48)
     with po.invariant():
         out = function(x, w)
-        assert set(rows_of_products(lambda: function(x, w))) == {_invariant.ROWS}
-    assert set(rows_of_products(out.sum().backward)) == {_invariant.ROWS}  # outside of the mode too
+        assert set(rows_of_products(lambda: function(x, w))) == {mode.ROWS}
+    assert set(rows_of_products(out.sum().backward)) == {mode.ROWS}  # outside of the mode too
 
 
 def test_every_product_of_a_batch_and_of_groups_has_16_rows():
@@ -86,7 +86,7 @@ def test_every_product_of_a_batch_and_of_groups_has_16_rows():
     ends = torch.tensor([1, 1, 20], dtype=torch.int32)
     with po.invariant():
         for call in (lambda: torch.bmm(x, w), lambda: x @ w, lambda: torch._grouped_mm(x[0], w, offs=ends)):
-            assert set(rows_of_products(lambda call=call: call().sum().backward())) == {_invariant.ROWS}
+            assert set(rows_of_products(lambda call=call: call().sum().backward())) == {mode.ROWS}
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def four_threads():
 @pytest.mark.parametrize("dtype", [*LOW, torch.float64], ids=str)
 def test_products_of_float32_are_those_of_one_thread(four_threads, dtype):
     """MKL splits those of a few rows among many threads by where a row stands. Threads that start meanwhile have all."""
-    set_threads, found = _invariant._setter_of_threads(), []
+    set_threads, found = mode._setter_of_threads(), []
 
     def product(rows):
         threads = set_threads(1)
@@ -111,18 +111,18 @@ def test_products_of_float32_are_those_of_one_thread(four_threads, dtype):
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        _invariant.by_blocks(product, [torch.zeros(4 * _invariant.ROWS, 2, dtype=dtype)])
-    assert found == [(_invariant.ROWS, 4 if dtype.itemsize == 2 else 1, 4)] * 3
+        mode.by_blocks(product, [torch.zeros(4 * mode.ROWS, 2, dtype=dtype)])
+    assert found == [(mode.ROWS, 4 if dtype.itemsize == 2 else 1, 4)] * 3
     assert set_threads(4) == 4
 
 
 def test_a_torch_without_mkl_sets_openmp_s_threads(four_threads, monkeypatch):
-    libraries = types.SimpleNamespace(**{name: getattr(_invariant._torch_cpu(), name) for name in OPENMP})
-    monkeypatch.setattr(_invariant, "_torch_cpu", lambda: libraries)
-    set_threads = _invariant._setter_of_threads.__wrapped__()
+    libraries = types.SimpleNamespace(**{name: getattr(mode._torch_cpu(), name) for name in OPENMP})
+    monkeypatch.setattr(mode, "_torch_cpu", lambda: libraries)
+    set_threads = mode._setter_of_threads.__wrapped__()
     assert (set_threads(1), set_threads(4)) == (4, 1)
-    monkeypatch.setattr(_invariant, "_torch_cpu", lambda: None)
-    set_threads = _invariant._setter_of_threads.__wrapped__()
+    monkeypatch.setattr(mode, "_torch_cpu", lambda: None)
+    set_threads = mode._setter_of_threads.__wrapped__()
     assert (set_threads(1), set_threads(1)) == (1, 1)
 
 
@@ -224,7 +224,7 @@ def test_operands_by_name(name):
     with po.invariant():
         found = rows_of_products(lambda: BY_NAME[name](x, weight))
         assert found
-        assert set(found) == {_invariant.ROWS}
+        assert set(found) == {mode.ROWS}
 
 
 LEFT_TO_TORCH = {

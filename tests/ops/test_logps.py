@@ -1,11 +1,11 @@
-"""packing_ops.logps against packing_ops.reference.logps."""
+"""packing_ops.losses.logps against packing_ops.reference.logps."""
 
 import pytest
 import torch
 from helpers import assert_error_within, assert_same, cu_seqlens_of, lengths_strategy, non_contiguous
+from helpers.logps_case import LENGTHS, LOW, batch, leaves, results_and_gradients
 from hypothesis import given
 from hypothesis import strategies as st
-from logps_case import LENGTHS, LOW, batch, leaves, results_and_gradients
 
 import packing_ops as po
 from packing_ops.reference import logps as oracle
@@ -211,7 +211,7 @@ def test_one_chunk_of_logits_in_memory(device):
             return out
 
     # Below the op, where its own products are seen.
-    from packing_ops import _logps as module
+    from packing_ops.losses import op as module
 
     targets = ops.logps_targets(labels, cu_seqlens, -100, 4000)
     options = 1.0, 0.0, chunk, None
@@ -226,7 +226,7 @@ def test_one_chunk_of_logits_in_memory(device):
 
 def test_chunk_by_default():
     """As docstrings tell: 64 MiB of logits on the CPU, equal chunks, at least 512 entries, at most all of them."""
-    from packing_ops._logps_chunks import chunk_of
+    from packing_ops.losses.chunks import chunk_of
 
     def chunk(total, vocab):
         return chunk_of(None, total, torch.empty(total, 1), vocab)

@@ -1,16 +1,15 @@
 """token_logps over the entries of the vocabulary that each token was drawn from, as a sampler with top-k or top-p has them."""
 
-import fresh_process
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_same, captured, cu_seqlens_of, lengths_strategy, non_contiguous
+from helpers import assert_same, captured, cu_seqlens_of, fresh_process, lengths_strategy, non_contiguous
+from helpers.logps_case import LOW, assert_outputs_and_gradients, batch, leaves
 from hypothesis import given
 from hypothesis import strategies as st
-from logps_case import LOW, assert_outputs_and_gradients, batch, leaves
 
 import packing_ops as po
-from packing_ops import _ops
+from packing_ops._runtime import gate
 from packing_ops.reference import logps as oracle
 
 ops = torch.ops.packing_ops
@@ -468,7 +467,7 @@ def test_wrong_masks_are_named(device):
         (non_contiguous(mask), "mask: expected contiguous"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            _ops.logps_chunk_(logits, None, targets, 0, one, 0.0, state, wrong)
+            gate.logps_chunk_(logits, None, targets, 0, one, 0.0, state, wrong)
 
 
 @pytest.mark.gpu

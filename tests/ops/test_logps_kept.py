@@ -6,11 +6,11 @@ import gc
 import pytest
 import torch
 from helpers import assert_same
-from logps_case import LOW, batch, leaves
+from helpers.logps_case import LOW, batch, leaves
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
-from packing_ops._logps_chunks import Gradients
+from packing_ops.losses.chunks import Gradients
 
 ops = torch.ops.packing_ops
 ALL = 2**40

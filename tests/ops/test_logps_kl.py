@@ -1,13 +1,13 @@
-"""packing_ops.distillation against packing_ops.reference.distillation."""
+"""packing_ops.losses.kl against packing_ops.reference.distillation."""
 
 import dataclasses
 
 import pytest
 import torch
 from helpers import assert_error_within, assert_same, cu_seqlens_of, lengths_strategy, non_contiguous
+from helpers.logps_case import LENGTHS, LOW, batch, leaves
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logps_case import LENGTHS, LOW, batch, leaves
 
 import packing_ops as po
 from packing_ops.reference import distillation as oracle
@@ -342,7 +342,7 @@ def test_logits_of_one_chunk_in_memory(device):
     """No tensor of the forward or the backward is larger than the chunk, but for what has the size of an argument."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from packing_ops import distillation as module
+    from packing_ops.losses import kl as module
 
     student, teacher, _, cu_seqlens = two_heads(device, 4000, 8, lengths=[900, 100], tail=0, dtype=torch.float32)
     chunk, largest, total = 100, 0, 1000
@@ -367,8 +367,8 @@ def test_logits_of_one_chunk_in_memory(device):
 
 def test_chunk_by_default():
     """512 MiB of logits, 64 MiB on the CPU, for both heads."""
-    from packing_ops._logps_chunks import Rows
-    from packing_ops.distillation import _block_of, _heads
+    from packing_ops.losses.chunks import Rows
+    from packing_ops.losses.kl import _block_of, _heads
 
     head = torch.empty(1024, 1), torch.empty(151_936, 1), None
     rows = Rows(torch.zeros(1024, dtype=torch.int32), None)

@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 from helpers import assert_error_within, assert_same, products_by_pairs
-from logps_case import LENGTHS, LOW, leaves
+from helpers.logps_case import LENGTHS, LOW, leaves
 from test_logps_kept import ALL, products
 from test_logps_kl import BETAS, as_dtype, ours, result_and_gradients, theirs, two_heads
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
-from packing_ops import _ops
+from packing_ops._runtime import gate
 
 CHUNK = 64  # of 301 entries
 
@@ -247,8 +247,8 @@ def test_nothing_is_kept_without_a_gradient(device):
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         ours(student, teacher, labels, cu_seqlens, keep_logits=ALL)
     assert not seen
-    targets = _ops.logps_targets(labels, cu_seqlens, -100, 301)
-    assert _ops.token_kl(*student, *teacher, targets, 1.0, 1.0, 0.5, None, None, 0)[2].numel() == 0
+    targets = gate.logps_targets(labels, cu_seqlens, -100, 301)
+    assert gate.token_kl(*student, *teacher, targets, 1.0, 1.0, 0.5, None, None, 0)[2].numel() == 0
 
 
 def test_auto_keeps_nothing_on_the_cpu():
@@ -356,10 +356,10 @@ def test_a_backward_in_another_mode_makes_it_again(within, chunk):
 
 def test_a_graph_with_its_backward_in_another_mode_is_refused():
     student, teacher, labels, cu_seqlens = two_heads("cpu", 9000, 8, 8, dtype=torch.float32)
-    targets, numbers = _ops.logps_targets(labels, cu_seqlens, -100, 9000), (1.0, 1.0, 0.5, 1000, None)
-    kl, *saved = _ops.token_kl(*student, *teacher, targets, *numbers, ALL)
+    targets, numbers = gate.logps_targets(labels, cu_seqlens, -100, 9000), (1.0, 1.0, 0.5, 1000, None)
+    kl, *saved = gate.token_kl(*student, *teacher, targets, *numbers, ALL)
     with po.invariant(), pytest.raises(ValueError, match="keep_logits: expected forward and backward both inside"):
-        _ops.token_kl_backward(kl, *student, *teacher, targets, *saved, *numbers, True, True, True)
+        gate.token_kl_backward(kl, *student, *teacher, targets, *saved, *numbers, True, True, True)
 
 
 @pytest.mark.parametrize("total", [0, 3])

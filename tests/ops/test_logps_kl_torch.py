@@ -1,9 +1,9 @@
-"""packing_ops.distillation inside torch: compiled, checkpointed, under autocast, counted; its ops themselves."""
+"""packing_ops.losses.kl inside torch: compiled, checkpointed, under autocast, counted; its ops themselves."""
 
 import pytest
 import torch
 from helpers import assert_same
-from logps_case import FLOATS, LENGTHS, leaves
+from helpers.logps_case import FLOATS, LENGTHS, leaves
 from test_logps_kl import BETAS, ours, two_heads
 from torch.utils.checkpoint import checkpoint
 
@@ -160,10 +160,10 @@ def test_ops_name_what_does_not_fit(device, change):
             "out: .*of logits's",
         ),
     }[change]
-    from packing_ops import _ops
+    from packing_ops._runtime import gate
 
     with pytest.raises(ValueError, match=f"^{message}"):
-        _ops.kl_chunk_backward_(*given)
+        gate.kl_chunk_backward_(*given)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -249,7 +249,7 @@ def test_scale_kept(device, dtype):
 
 
 def test_scale_kept_names_what_does_not_fit(device):
-    from packing_ops import _ops
+    from packing_ops._runtime import gate
 
     x, scales = torch.ones(3, 8, device=device), torch.ones(3, device=device)
     for given, message in (
@@ -263,7 +263,7 @@ def test_scale_kept_names_what_does_not_fit(device):
         ((x.int(), scales, x), "dz: "),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            _ops.kl_scale_kept_(*given)
+            gate.kl_scale_kept_(*given)
 
 
 def test_scales_may_lie_beside_what_they_scale_but_not_in_it(device):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from helpers import assert_same, lengths_strategy
+from helpers.logps_case import LOW, assert_outputs_and_gradients, batch, leaves
 from hypothesis import given
 from hypothesis import strategies as st
-from logps_case import LOW, assert_outputs_and_gradients, batch, leaves
 
 import packing_ops as po
 from packing_ops.reference import logps as oracle

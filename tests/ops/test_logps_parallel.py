@@ -1,10 +1,9 @@
 """token_logps where each rank has a shard of the vocabulary: results and gradients of the whole."""
 
-import fresh_process
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import cu_seqlens_of
+from helpers import cu_seqlens_of, fresh_process
 
 import packing_ops as po
 

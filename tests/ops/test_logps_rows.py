@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 from helpers import assert_same, captured, cu_seqlens_of, lengths_strategy, products_by_pairs
+from helpers.logps_case import batch, leaves, results_and_gradients
 from hypothesis import given
 from hypothesis import strategies as st
-from logps_case import batch, leaves, results_and_gradients
 
 import packing_ops as po
 from packing_ops.data import PackedCollator, PaddingFreeCollator, PaddingFreeDPOCollator
@@ -57,10 +57,10 @@ def test_rows_of_many_targets(device):
     ],
 )
 def test_wrong_rows(targets, size, message):
-    from packing_ops import _ops
+    from packing_ops._runtime import gate
 
     with pytest.raises(ValueError, match=message):
-        _ops.logps_rows(targets, size)
+        gate.logps_rows(targets, size)
 
 
 @given(lengths=lengths_strategy, share=st.sampled_from([0.0, 0.5, 0.9, 1.0]), bound=st.sampled_from([None, 0, 5, 1000]))
@@ -100,9 +100,9 @@ def test_rows_that_are_multiplied(device, monkeypatch, share):
 
 def test_all_rows_are_not_gathered(device, monkeypatch):
     hidden, weight, labels, _, _, _ = masked(device, 0.0)
-    from packing_ops import _logps_chunks
+    from packing_ops.losses import chunks
 
-    monkeypatch.setattr(_logps_chunks._ops, "gather_rows", lambda *args: pytest.fail("gathered"))
+    monkeypatch.setattr(chunks._ops, "gather_rows", lambda *args: pytest.fail("gathered"))
     targets = torch.zeros_like(labels, dtype=torch.int32)
     for bound in (None, len(targets), len(targets) + 9):
         ops.token_logps(hidden, weight, None, targets, None, 1.0, 0.0, None, bound, 0, False, None)

@@ -1,10 +1,10 @@
-"""packing_ops.logps inside torch: compiled, checkpointed, under autocast, counted; its ops themselves."""
+"""packing_ops.losses.logps inside torch: compiled, checkpointed, under autocast, counted; its ops themselves."""
 
 import numpy as np
 import pytest
 import torch
 from helpers import assert_same
-from logps_case import FLOATS, batch, leaves
+from helpers.logps_case import FLOATS, batch, leaves
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po

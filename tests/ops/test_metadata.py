@@ -124,7 +124,7 @@ def test_what_the_host_does_not_know_is_read_where_that_is_free():
 
 def test_a_padded_row_in_a_transformers_model(device):
     pytest.importorskip("transformers")
-    from hf_models import tiny_model
+    from helpers.hf_models import tiny_model
 
     from packing_ops.integrations.transformers import apply_packing_ops
 

@@ -1,12 +1,11 @@
 """No memory for a result: the error is torch's own, its class and its text, on the CPU and on a GPU."""
 
-import fresh_process
 import pytest
 import torch
-from helpers import ROOT, copy_of_package, cu_seqlens_of
+from helpers import ROOT, copy_of_package, cu_seqlens_of, fresh_process
 
 import packing_ops as po
-from packing_ops import _library
+from packing_ops._runtime import library as _library
 
 # 8 GiB or more each: a result, a copy of an expanded input, a result in the memory order of an expanded one.
 CALLS = {

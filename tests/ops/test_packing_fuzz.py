@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import _ops
+from packing_ops._runtime import gate
 from packing_ops.data import token_budget_microbatches
 
 STEPS = 65536
@@ -123,4 +123,4 @@ def test_costs_past_a_double_are_named(case, strategy):
 @pytest.mark.parametrize("cost", [(-1.0, 0.0), (float("nan"), 0.0), (1.0, float("inf"))])
 def test_costs_of_the_op_itself_are_checked(cost):
     with pytest.raises(ValueError, match="balance: expected finite costs of at least 0, got "):
-        _ops.pack_sequences(torch.tensor([3, 4]), 8, "balanced", 1, None, 1, 1, "error", False, *cost, "first", None)
+        gate.pack_sequences(torch.tensor([3, 4]), 8, "balanced", 1, None, 1, 1, "error", False, *cost, "first", None)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import _ops
+from packing_ops._runtime import gate
 from packing_ops.reference import padding as oracle
 
 ops = torch.ops.packing_ops
@@ -388,21 +388,21 @@ def bad_calls(device):
         "total negative": (lambda: po.unpad_input(hidden, mask, total=-1), "total: expected 0 to .*got -1"),
         "total too small": (lambda: po.unpad_input(hidden, mask, total=3), "indices: expected no more rows than total=3, got row 5 after them"),
         "one of many": (lambda: po.unpad_inputs({"ids": ids, "labels": ids[:, :2]}, mask), r"labels: expected \[batch, seqlen, ...\] = \[2, 3\] like attention_mask, got int64 \[2, 2\]"),
-        "many shapes": (lambda: _ops.gather_rows_many([ids, ids[:, :2]], indices, 4), r"input: expected the same \[batch, seqlen\] in every tensor, got int64 \[2, 3\] .* and int64 \[2, 2\]"),
+        "many shapes": (lambda: gate.gather_rows_many([ids, ids[:, :2]], indices, 4), r"input: expected the same \[batch, seqlen\] in every tensor, got int64 \[2, 3\] .* and int64 \[2, 2\]"),
         "many totals": (lambda: po.pad_inputs({"a": packed, "b": packed[:3]}, indices, 2, 3), "packed: expected the same total in every tensor"),
-        "input rank": (lambda: _ops.gather_rows(indices, indices, 4), r"input: expected \[batch, seqlen, ...\], got int64 \[4\]"),
+        "input rank": (lambda: gate.gather_rows(indices, indices, 4), r"input: expected \[batch, seqlen, ...\], got int64 \[4\]"),
         "packed rank": (lambda: po.pad_input(packed[0, 0], indices, 2, 3), r"packed: expected \[total, ...\], got float32 \[\]"),
         "indices dtype": (lambda: po.pad_input(packed, indices.int(), 2, 3), "indices: expected int64, got int32"),
         "indices rank": (lambda: po.pad_input(packed, indices[None], 2, 3), "indices: expected 1 dimensions, got int64"),
         "indices short": (lambda: po.pad_input(packed, indices[:3], 2, 3), "indices: expected at least total=4 entries"),
         "indices long": (lambda: po.pad_input(packed[:3], indices, 2, 3), "indices: expected no more rows than total=3, got row 5 after them"),
         "indices order": (lambda: po.pad_input(packed, indices.flip(0), 2, 3), "indices: expected strictly increasing rows, got 3 after 5 at index 1"),
-        "indices twice": (lambda: _ops.gather_rows(hidden, twice, 3), "indices: expected strictly increasing rows, got 1 after 1 at index 2"),
+        "indices twice": (lambda: gate.gather_rows(hidden, twice, 3), "indices: expected strictly increasing rows, got 1 after 1 at index 2"),
         "indices outside": (lambda: po.pad_input(packed, indices, 1, 5), r"indices: expected -1 or a row below batch \* seqlen = 5, got 5 at index 3"),
         "indices negative": (lambda: po.pad_input(packed, indices - 2, 2, 3), "indices: expected -1 or a row below .* got -2 at index 0"),
         "batch negative": (lambda: po.pad_input(packed, indices, -1, 3), "batch: expected 0 to .* got -1"),
         "seqlen negative": (lambda: po.pad_input(packed, indices, 2, -3), "seqlen: expected 0 to .* got -3"),
-        "gather total": (lambda: _ops.gather_rows(hidden, indices, -1), "total: expected at least 0, got -1"),
+        "gather total": (lambda: gate.gather_rows(hidden, indices, -1), "total: expected at least 0, got -1"),
     }
     # fmt: on
 

@@ -1,4 +1,4 @@
-"""packing_ops._plain, which runs where there is no compiled library: each op against the compiled one."""
+"""packing_ops._runtime.plain, which runs where there is no compiled library: each op against the compiled one."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ from helpers import assert_same, cu_seqlens_of, drawn_mask, lengths_strategy, ma
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing_ops import _library, _ops, _plain
+from packing_ops._runtime import gate, library, plain
 
 packed = {"lengths": lengths_strategy, "tail": st.integers(0, 5)}
 
 
 def assert_alike(name, *args):
     """Bit by bit, but for sums, which differ by a rounding."""
-    ours, compiled = getattr(_plain, name)(*args), getattr(_ops, name)(*args)
+    ours, compiled = getattr(plain, name)(*args), getattr(gate, name)(*args)
     if name in ("segment_sum", "gae"):
         torch.testing.assert_close(ours, compiled, rtol=1e-6, atol=1e-6)
     else:
@@ -21,8 +21,8 @@ def assert_alike(name, *args):
 
 
 def test_every_op_that_data_needs_is_there():
-    assert set(_plain._OPS) <= set(_library.op_names())
-    missing = set(_library.op_names()) - set(_plain._OPS)
+    assert set(plain._OPS) <= set(library.op_names())
+    missing = set(library.op_names()) - set(plain._OPS)
     assert {op.partition("_")[0] for op in missing} == {
         *(
             "attention",
@@ -56,7 +56,7 @@ def test_boundaries(lengths, tail):
         for name in ("mask_boundary_labels", "shift_labels", "count_target_tokens"):
             assert_alike(name, row, cu_seqlens.long(), -1)
     shifted = labels.clone(), labels.clone()
-    for module, row in zip((_plain, _ops), shifted, strict=True):
+    for module, row in zip((plain, gate), shifted, strict=True):
         module.mask_boundary_labels_shifted_(row, cu_seqlens, -100)
     assert_same(*shifted)
 
@@ -91,16 +91,16 @@ def test_padding(drawn, unused, multiple_of):
     for host_totals in (False, True):
         assert_alike("unpad_layout", mask, unused, host_totals)
     assert_alike("unpad_rows", rows, mask, unused)
-    indices, *_, totals = _ops.unpad_layout(mask, unused, True)
+    indices, *_, totals = gate.unpad_layout(mask, unused, True)
     assert_alike("gather_rows", rows[0], indices, mask.numel())
-    gathered = _ops.gather_rows_many(rows, indices[: totals[0]], int(totals[0]))
+    gathered = gate.gather_rows_many(rows, indices[: totals[0]], int(totals[0]))
     assert_alike("scatter_rows_many", gathered, indices[: totals[0]], *mask.shape)
 
 
 @given(
     lengths=st.lists(st.integers(0, 30), max_size=25),
     capacity=st.integers(16, 24),
-    strategy=st.sampled_from(_plain._STRATEGIES),
+    strategy=st.sampled_from(plain._STRATEGIES),
     alignment=st.sampled_from([1, 4]),
     most=st.sampled_from([None, 2]),
     overlong=st.sampled_from(["own", "split", "truncate", "drop"]),
@@ -182,7 +182,7 @@ WRONG = {
 def test_mistakes_have_the_same_words(case):
     name, *args = WRONG[case]
     texts = []
-    for module in (_plain, _ops):
+    for module in (plain, gate):
         with pytest.raises(ValueError, match=": expected") as caught:
             getattr(module, name)(*args)
         texts.append(str(caught.value))
@@ -192,10 +192,10 @@ def test_mistakes_have_the_same_words(case):
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda: _plain.shift_labels(ROW, torch.tensor([0, 5]), -100), "labels: expected int32 or int64"),
-        (lambda: _plain.shift_labels(LABELS, ROW, -100), "cu_seqlens: expected int32 or int64"),
-        (lambda: _plain.segment_sum(LABELS, torch.tensor([0, 5]), None, False), "values: expected floating"),
-        (lambda: _plain.pack_sequences(torch.tensor([3]), 8, "ffd", 1, None, 2, *PACK[3:]), "min_bins, bins_multiple_of: expected"),
+        (lambda: plain.shift_labels(ROW, torch.tensor([0, 5]), -100), "labels: expected int32 or int64"),
+        (lambda: plain.shift_labels(LABELS, ROW, -100), "cu_seqlens: expected int32 or int64"),
+        (lambda: plain.segment_sum(LABELS, torch.tensor([0, 5]), None, False), "values: expected floating"),
+        (lambda: plain.pack_sequences(torch.tensor([3]), 8, "ffd", 1, None, 2, *PACK[3:]), "min_bins, bins_multiple_of: expected"),
     ],
 )  # fmt: skip
 def test_other_mistakes_are_named(call, named):
@@ -204,13 +204,13 @@ def test_other_mistakes_are_named(call, named):
 
 
 def test_an_op_that_is_not_there_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(_library, "MISSING", "packing_ops: no compiled library at here")
+    monkeypatch.setattr(library, "MISSING", "packing_ops: no compiled library at here")
     with pytest.raises(ImportError, match="no compiled library at here"):
-        _plain.op_without_library("varlen_attention")(1, 2)
+        plain.op_without_library("varlen_attention")(1, 2)
     with pytest.raises(AttributeError):
-        _plain.op_without_library("__wrapped__")
-    _plain._warn_once.cache_clear()
+        plain.op_without_library("__wrapped__")
+    plain._warn_once.cache_clear()
     with pytest.warns(
         UserWarning, match=r"no compiled library at here; without it packing_ops.data runs in plain torch"
     ):
-        assert _plain.op_without_library("shift_labels") is _plain.shift_labels
+        assert plain.op_without_library("shift_labels") is plain.shift_labels

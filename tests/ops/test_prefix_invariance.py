@@ -3,7 +3,7 @@ the call has. Gradients depend on the document's length, and not on how many of 
 
 import pytest
 import torch
-from prefix_case import drawn_pieces
+from helpers.prefix_case import drawn_pieces
 
 import packing_ops as po
 

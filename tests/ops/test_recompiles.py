@@ -6,7 +6,7 @@ from helpers import assert_same
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import packing_ops as po
-from packing_ops import attention_backends
+from packing_ops.varlen import backends
 
 # Other totals and other numbers of documents. Three documents have as many cu_seqlens as q has heads.
 BATCHES = [[40, 20, 5], [10, 30, 33, 7, 9], [5, 70], [1, 2, 3, 4, 5, 6, 7, 8, 9], [50, 1]]
@@ -72,6 +72,6 @@ def test_a_constant_result_is_marked_as_torch_marks_it():
     def theirs():
         return 0
 
-    attention_backends._assume_constant_result(ours)
+    backends._assume_constant_result(ours)
     torch.compiler.assume_constant_result(theirs)
     assert vars(ours) == vars(theirs) != {}

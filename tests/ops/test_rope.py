@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 from helpers import assert_error_within, assert_same, non_contiguous
+from helpers.rope_inputs import FLOATS, LAYOUTS, dim_of_heads, heads, tables
 from hypothesis import given
 from hypothesis import strategies as st
-from rope_inputs import FLOATS, LAYOUTS, dim_of_heads, heads, tables
 
 import packing_ops as po
 from packing_ops.reference import rope as oracle

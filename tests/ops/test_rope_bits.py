@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from helpers import assert_same
-from rope_inputs import FLOATS, LAYOUTS, dim_of_heads, heads, tables
+from helpers.rope_inputs import FLOATS, LAYOUTS, dim_of_heads, heads, tables
 
 import packing_ops as po
 from packing_ops.reference import rope as oracle

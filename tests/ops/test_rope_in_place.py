@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers import assert_same
-from rope_inputs import tables
+from helpers.rope_inputs import tables
 
 import packing_ops as po
 

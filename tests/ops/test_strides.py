@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import cu_seqlens_of
-from rope_inputs import LAYOUTS, dim_of_heads, heads, tables
+from helpers.rope_inputs import LAYOUTS, dim_of_heads, heads, tables
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import packing_ops as po

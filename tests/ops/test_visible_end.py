@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from attention_case import OPEN, Case, assert_close, document_alone, document_results, drawn_ends
 from helpers import assert_error_within, assert_same, cu_seqlens_of, non_contiguous
+from helpers.attention_case import OPEN, Case, assert_close, document_alone, document_results, drawn_ends
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode

@@ -5,7 +5,7 @@ import torch
 from torch.func import vmap
 
 import packing_ops as po
-from packing_ops import _library
+from packing_ops._runtime import library
 
 BATCH = 3
 CU_SEQLENS = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -105,7 +105,7 @@ def test_the_gradient_of_what_is_served_may_be_refused():
 
 def test_every_op_that_torch_has_no_loop_for_says_so():
     """Lists of tensors, memory that is written, sizes that depend on values."""
-    for name in _library.op_names():
+    for name in library.op_names():
         schema = getattr(torch.ops.packing_ops, name).default._schema
         lists = any("List[Tensor]" in str(value.type) for value in (*schema.arguments, *schema.returns))
         wanted = lists or schema.is_mutable or name in ("pack_sequences", "pack_prefix_tree")

@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from processes import message_of, spawn
+from helpers.processes import message_of, spawn
 
 import packing_ops as po
-from packing_ops._arguments import checks_each_call
+from packing_ops._runtime.arguments import checks_each_call
 from packing_ops.parallel import ulysses_attention
 
 VALUES = {None: False, "": False, "0": False, "1": True, "true": True, "2": True, "no": True}

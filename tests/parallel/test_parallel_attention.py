@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import cu_seqlens_of
-from processes import message_of, spawn
+from helpers.processes import message_of, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from processes import nccl_ranks, spawn_on_gpus
+from helpers.processes import nccl_ranks, spawn_on_gpus
 from test_parallel_attention import ATTENTION, OPTIONS, compared
 from test_parallel_overlap import in_parts
 

@@ -10,8 +10,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from processes import message_of, spawn_on_gpus
-from ranks_as_threads import rank_of_identical_ranks, ranks_in_threads
+from helpers.processes import message_of, spawn_on_gpus
+from helpers.ranks_as_threads import rank_of_identical_ranks, ranks_in_threads
 from test_parallel_attention import ATTENTION, OPTIONS, compared
 from test_parallel_nccl import CASES, within
 from test_parallel_overlap import checkpointed, in_parts, same, two_branches

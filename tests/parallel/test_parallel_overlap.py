@@ -9,12 +9,12 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from processes import message_of, spawn
+from helpers.processes import message_of, spawn
 from test_parallel_attention import ATTENTION, OPTIONS, on_rank_1, results_of, whole_tensors
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
-from packing_ops import _ops
+from packing_ops._runtime import gate
 from packing_ops.integrations.ring_flash_attn import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
@@ -111,14 +111,14 @@ def sent(scheme, lengths, keep_keys):
 def order_of_calls(name):
     """What is started when: "sent", "attention", "backward"."""
     call, mine = call_of(name, "zigzag", **({"keep_keys": True} if name == "gathered" else {}))
-    forward, backward = _ops.varlen_attention, _ops.varlen_attention_backward
+    forward, backward = gate.varlen_attention, gate.varlen_attention_backward
     with in_parts(), counted() as calls:
-        _ops.varlen_attention = lambda *args: calls.append(("attention", 0)) or forward(*args)
-        _ops.varlen_attention_backward = lambda *args: calls.append(("backward", 0)) or backward(*args)
+        gate.varlen_attention = lambda *args: calls.append(("attention", 0)) or forward(*args)
+        gate.varlen_attention_backward = lambda *args: calls.append(("backward", 0)) or backward(*args)
         try:
             results_of(call, mine, {})
         finally:
-            _ops.varlen_attention, _ops.varlen_attention_backward = forward, backward
+            gate.varlen_attention, gate.varlen_attention_backward = forward, backward
     return ["sent" if kind in ("gather", "exchange") else kind for kind, _ in calls]
 
 

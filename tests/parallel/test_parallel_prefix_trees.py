@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from processes import message_of, spawn
+from helpers.processes import message_of, spawn
 
 import packing_ops as po
 from packing_ops.parallel import (

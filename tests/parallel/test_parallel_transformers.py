@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 import torch.nn.functional as F
 import transformers
-from hf_models import tiny_model
-from processes import message_of, spawn
+from helpers.hf_models import tiny_model
+from helpers.processes import message_of, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from helpers import ROOT
-from public_names import NEEDS, PUBLIC, public_names
+from helpers.public_names import NEEDS, PUBLIC, public_names
 
 # Shown in the examples of what they undo.
 UNDO = {"revert_packing_ops", "unpatch_pack_dataset", "unpatch_rope", "unpatch_router"}

@@ -6,7 +6,7 @@ import re
 import pytest
 import render_pages
 from helpers import ROOT
-from public_names import NEEDS, PUBLIC, public_names
+from helpers.public_names import NEEDS, PUBLIC, public_names
 
 READS = re.compile(r"(os\.)?(environ\.(get|setdefault|pop)|getenv)")
 API = {
@@ -147,12 +147,12 @@ def test_public_modules_are_checked_by_mypy():
     assert named[True] - {"packing_ops.integrations.*"} <= modules - integrations
     assert named[False] <= integrations | {"packing_ops.integrations"}
     unchecked = (named[True] | integrations) - named[False]
-    private = re.compile(r"packing_ops(\.data)?\._\w+|packing_ops\.integrations\.(\w+\.\w+|_\w+)(\.\w+)*|.*\*")
+    private = re.compile(r"packing_ops(\.data)?\._\w+(\.\w+)?|packing_ops\.integrations\.(\w+\.\w+|_\w+)(\.\w+)*|.*\*")
     assert [name for name in sorted(unchecked) if not private.fullmatch(name)] == []
 
 
 def test_versions_are_one():
-    from packing_ops._library import VERSION
+    from packing_ops._runtime.library import VERSION
 
     versions = re.findall(r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert versions[0] == VERSION
@@ -162,9 +162,9 @@ def test_versions_are_one():
 
 # What is filled while a program runs, and by whom it is emptied.
 STATE = {
-    "_batch_cache._tensor_caches",  # goes with its tensors
-    "_arguments.warned",  # warnings that were given
-    "_invariant._holders",  # who is in the mode of invariant() or apply_packing_ops, and goes with it
+    "_runtime.batch_cache._tensor_caches",  # goes with its tensors
+    "_runtime.arguments.warned",  # warnings that were given
+    "invariance.mode._holders",  # who is in the mode of invariant() or apply_packing_ops, and goes with it
     "integrations._patching._subclasses",  # goes with the modules of these classes
     "integrations._patching._left",  # patches to take back when nothing is compiled
     "integrations.ring_flash_attn.hf._kept",  # update_ring_flash_attn_params, restore_hf_flash_attn
@@ -174,11 +174,11 @@ STATE = {
     "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset
     "parallel.collectives._of_parent",  # goes with its groups; filled by a fork, os.register_at_fork
 }
-COUNTERS = {"_batch_cache._forgotten"}
-LONG = {"_autograd.register_autograd"}  # torch's own, rebuilt: its parts belong together
+COUNTERS = {"_runtime.batch_cache._forgotten"}
+LONG = {"_runtime.autograd.register_autograd"}  # torch's own, rebuilt: its parts belong together
 # Private functions with the arguments of an op or of another library's function.
 MIRRORS = {
-    "_flops._logps_forward", "_flops._logps_backward", "_logps._token_logps",
+    "_runtime.flops._logps_forward", "_runtime.flops._logps_backward", "losses.op._token_logps",
     "integrations.transformers.linear_attention._delta_rule",
 }  # fmt: skip
 MODULES = {

@@ -2,17 +2,19 @@
 
 import ast
 import re
+from types import ModuleType
 
 import pytest
 import torch
 from helpers import ROOT
-from native_functions import functions
+from helpers.native_functions import functions
 
-from packing_ops import _library
+from packing_ops._runtime import library
 from tools import generate_instances
 
 CSRC = ROOT / "csrc"
 FAMILIES = ["attention", "boundaries", "conv", "logps", "packing", "padding", "rope", "scan"]
+FOLDERS = {"attention": "varlen/", "logps": "losses/"}  # of packing_ops; the other families' modules lie in its root
 NATIVE = sorted(p for p in CSRC.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".cuh"})
 PYTHON = sorted(
     p for folder in ("packing_ops", "tests", "benchmarks", "examples", "tools") for p in (ROOT / folder).rglob("*.py")
@@ -43,7 +45,7 @@ OPS = families_of_ops()
 
 
 def test_schema_lists_every_op():
-    assert {*OPS} | _library.WITHOUT_TENSORS == set(_library.op_names())
+    assert {*OPS} | library.WITHOUT_TENSORS == set(library.op_names())
 
 
 def is_torch_free(path):
@@ -79,6 +81,29 @@ def test_nothing_imports_integrations():
     outside.remove(package / "__main__.py")  # a program that puts us into a model
     assert len(outside) > 50
     assert [name_of(path) for path in outside if "packing_ops.integrations" in path.read_text()] == []
+
+
+@pytest.mark.parametrize(
+    "package", ["", "varlen.", "losses.", "invariance.", "_runtime.", "data.", "parallel.", "reference."]
+)
+def test_no_public_name_hides_a_module(package):
+    """``import packing_ops.X as M`` gives the module, which a function of that name in __init__.py would hide."""
+    folder = ROOT / "packing_ops" / package.rstrip(".")
+    names = [path.stem for path in folder.glob("*.py") if path.stem not in ("__init__", "__main__")]
+    names += [path.parent.name for path in folder.glob("*/__init__.py")]
+    assert names
+    for name in names:
+        found = {}
+        exec(f"import packing_ops.{package}{name} as M", found)
+        assert isinstance(found["M"], ModuleType), name
+
+
+def test_roots_hold_few_files():
+    """The root of packing_ops: a module for each family, and for what belongs to none. Of tests: programs, and what
+    conftest.py imports before torch."""
+    assert len([*(ROOT / "packing_ops").glob("*.py")]) <= 16
+    loose = [path for path in (ROOT / "tests").glob("*.py") if '__name__ == "__main__"' not in path.read_text()]
+    assert {path.name for path in loose} == {"conftest.py", "gpus.py"}
 
 
 def test_folders_of_integrations_are_small():
@@ -209,7 +234,7 @@ def test_family_has_its_places(family):
     wanted = [
         folder / f"{family}.h",
         folder / f"{family}_bind.cpp",
-        ROOT / "packing_ops" / f"{family}.py",
+        ROOT / "packing_ops" / f"{FOLDERS.get(family, '')}{family}.py",
         ROOT / "packing_ops" / "reference" / f"{family}.py",
         ROOT / "tests" / "ops" / f"test_{family}.py",
         ROOT / "benchmarks" / f"bench_{family}.py",
@@ -224,8 +249,8 @@ def test_op_is_complete(op):
     assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None, "fake"
     tests = (path.read_text() for path in (ROOT / "tests" / "ops").glob(f"test_{OPS[op]}*.py"))
     assert any(re.search(rf"ops\.{op}\b", text) for text in tests), "opcheck in its test"
-    if _library.build_info()["cuda"]:
-        assert op not in _library.without_cuda_kernel, "CUDA kernel"
+    if library.build_info()["cuda"]:
+        assert op not in library.without_cuda_kernel, "CUDA kernel"
 
 
 def test_instances_are_the_generator_s():

@@ -8,14 +8,13 @@ import threading
 import warnings
 from pathlib import Path
 
-import data_toolkit
-import fresh_process
 import pytest
 import torch
-from helpers import ROOT, assert_same, copy_of_package, cu_seqlens_of
+from helpers import ROOT, assert_same, copy_of_package, cu_seqlens_of, data_toolkit, fresh_process
 
 import packing_ops as po
-from packing_ops import _driver, _library
+from packing_ops._runtime import driver as _driver
+from packing_ops._runtime import library as _library
 
 ALLOWED = (ROOT / "tests" / "allowed_symbols.txt").read_text().split()
 
@@ -78,7 +77,8 @@ def test_without_a_library_data_runs_in_plain_torch_and_ops_name_what_is_missing
 import json, sys, warnings
 sys.stderr = sys.stdout
 warnings.simplefilter("always")
-import packing_ops as po, data_toolkit, torch
+import packing_ops as po, torch
+from helpers import data_toolkit
 from packing_ops.report.info import describe_environment
 with open("told.json", "w") as file:
     json.dump({"found": data_toolkit.found(), "info": describe_environment()}, file)
@@ -155,7 +155,7 @@ def test_its_own_library_comes_first(tmp_path, clone, imported):
 
 def test_a_library_of_another_version_is_refused(tmp_path, clone, import_error):
     library = installed(tmp_path / "site")
-    load = clone / "packing_ops" / "_library.py"
+    load = clone / "packing_ops" / "_runtime" / "library.py"
     load.write_text(load.read_text().replace(f'VERSION = "{po.__version__}"', 'VERSION = "7.8.9"'))
     message = import_error(clone, tmp_path / "site")
     assert f"{clone / 'packing_ops'} is version 7.8.9" in message
@@ -277,12 +277,12 @@ def test_cpu_result_does_not_depend_on_threads():
 
 
 def test_torch_without_the_parts_of_own_autograd_gets_its_own(monkeypatch):
-    from packing_ops import _autograd
+    from packing_ops._runtime import autograd
 
     registered = []
     monkeypatch.setattr(torch.library, "register_autograd", lambda *args, **kwargs: registered.append((args, kwargs)))
-    monkeypatch.setattr(_autograd, "OWN", False)
-    _autograd.register_autograd("rope_qk", "backward", setup_context="context", linear=2)
+    monkeypatch.setattr(autograd, "OWN", False)
+    autograd.register_autograd("rope_qk", "backward", setup_context="context", linear=2)
     assert registered == [(("packing_ops::rope_qk", "backward"), {"setup_context": "context"})]
 
 
@@ -294,8 +294,8 @@ part = torch.autograd.function._SingleLevelFunction
 del torch.autograd.function._SingleLevelFunction  # as if renamed
 import packing_ops as po
 torch.autograd.function._SingleLevelFunction = part
-from packing_ops import _autograd
-assert not _autograd.OWN
+from packing_ops._runtime import autograd
+assert not autograd.OWN
 cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
 x = torch.randn(5, 2, 8, dtype=torch.float64, requires_grad=True)
 calls = {"attention": lambda x: po.varlen_attention(x, x, x, cu_seqlens), "sum": lambda x: po.segment_sum(x, cu_seqlens)}
@@ -322,17 +322,17 @@ def dual(call):
 
 
 def test_parts_of_torch_that_own_autograd_needs():
-    from packing_ops import _autograd
+    from packing_ops._runtime import autograd
 
-    assert all(map(_autograd._found, _autograd._PARTS))
-    assert _autograd._found("torch.distributed.distributed_c10d._world.pg_map")  # parallel/collectives.py, after a fork
-    assert not _autograd._found("torch._C.a_name_that_torch_has_not")
+    assert all(map(autograd._found, autograd._PARTS))
+    assert autograd._found("torch.distributed.distributed_c10d._world.pg_map")  # parallel/collectives.py, after a fork
+    assert not autograd._found("torch._C.a_name_that_torch_has_not")
 
 
 def test_own_autograd_is_for_ops_without_defaults_but_none():
-    """packing_ops._autograd hands arguments on as they come; the dispatcher leaves out those that equal a default, and it
+    """packing_ops._runtime.autograd hands arguments on as they come; the dispatcher leaves out those that equal a default, and it
     puts None in their place."""
-    sources = [path.read_text() for path in _library.PACKAGE.glob("*.py")]
+    sources = [path.read_text() for path in _library.PACKAGE.rglob("*.py")]
     names = [n for text in sources for n in re.findall(r'^register_autograd\(\s*"(\w+)"', text, re.MULTILINE)]
     assert {"varlen_attention", "rope_qk", "segment_sum_backward", "unpad_rows"} <= set(names)
     for name in names:

@@ -8,13 +8,13 @@ import sys
 import types
 import typing
 
-import fresh_process
 import pytest
-from public_names import HOSTS, NEEDS, PUBLIC, public_names
+from helpers import fresh_process
+from helpers.public_names import HOSTS, NEEDS, PUBLIC, public_names
 
 import packing_ops as po
 import packing_ops.data
-from packing_ops._lazy import lazy_modules
+from packing_ops._runtime.lazy import lazy_modules
 
 CONSTANTS = {"packing_ops": ["FORK_ALIGNMENT"]}
 LAZY = {"packing_ops.integrations.megatron": "megatron", "packing_ops.integrations.transformers": "transformers"}

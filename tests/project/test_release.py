@@ -5,7 +5,7 @@ import re
 import pytest
 from helpers import ROOT
 
-from packing_ops._library import VERSION
+from packing_ops._runtime.library import VERSION
 from tools.release_notes import notes
 
 CHANGELOG = """\
@@ -46,7 +46,9 @@ def test_a_tag_without_a_section_is_refused(tag, changelog, message):
 
 
 def test_this_version_has_notes():
-    assert notes(f"v{VERSION}", *((ROOT / name).read_text() for name in ("packing_ops/_library.py", "CHANGELOG.md")))
+    assert notes(
+        f"v{VERSION}", *((ROOT / name).read_text() for name in ("packing_ops/_runtime/library.py", "CHANGELOG.md"))
+    )
 
 
 def test_files_that_the_workflow_names_are_there():

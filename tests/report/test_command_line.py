@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from report_case import RECORDS, write_lines
+from helpers.report_case import RECORDS, write_lines
 
 from packing_ops.__main__ import main
 

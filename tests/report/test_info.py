@@ -9,7 +9,7 @@ import torch
 from helpers import ROOT
 
 import packing_ops as po
-from packing_ops import _driver
+from packing_ops._runtime import driver
 from packing_ops.report import info
 
 
@@ -59,11 +59,11 @@ def test_gpus_by_name_capability_and_memory(monkeypatch):
 
 def test_driver(monkeypatch, tmp_path):
     version = tmp_path / "version"
-    monkeypatch.setattr(_driver, "VERSION_FILE", version)
-    monkeypatch.setattr(_driver, "cuda_of_driver", lambda: None)
+    monkeypatch.setattr(driver, "VERSION_FILE", version)
+    monkeypatch.setattr(driver, "cuda_of_driver", lambda: None)
     assert facts()["driver"] == "none"
     version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06\nGCC version: 13\n")
-    monkeypatch.setattr(_driver, "cuda_of_driver", lambda: (13, 0))
+    monkeypatch.setattr(driver, "cuda_of_driver", lambda: (13, 0))
     assert facts()["driver"] == "580.65.06, for CUDA 13.0"
 
 

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import ROOT
+from helpers.report_case import RECORDS, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
-from report_case import RECORDS, write_lines
 
 import packing_ops as po
 from packing_ops.__main__ import main

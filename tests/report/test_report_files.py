@@ -9,9 +9,9 @@ import threading
 import tracemalloc
 from contextlib import suppress
 
-import fresh_process
 import pytest
-from report_case import CHAT, LENGTHS, RECORDS, write_lines
+from helpers import fresh_process
+from helpers.report_case import CHAT, LENGTHS, RECORDS, write_lines
 
 from packing_ops.__main__ import main
 from packing_ops.report import json_array, readers

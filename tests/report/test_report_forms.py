@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from report_case import CHAT, write_lines
+from helpers.report_case import CHAT, write_lines
 
 from packing_ops.__main__ import main
 from packing_ops.report.corpus import NAMED, read_corpus

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from report_case import RECORDS, write_lines
+from helpers.report_case import RECORDS, write_lines
 
 from packing_ops.__main__ import main
 from packing_ops.data import PackedStream

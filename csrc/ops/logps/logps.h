@@ -1,5 +1,5 @@
 // Log-probabilities of the next token: the softmax part, over one chunk of the vocabulary at a time. The products that
-// make the logits, and their gradients, are torch's (packing_ops/logps.py).
+// make the logits, and their gradients, are torch's (packing_ops/losses/logps.py).
 #pragma once
 
 #include <cstdint>

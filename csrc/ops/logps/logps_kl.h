@@ -1,5 +1,5 @@
 // How far apart two models' predictions of the next token are: what is done with the logits of both. The products that
-// make them, and the gradients, are torch's (packing_ops/distillation.py).
+// make them, and the gradients, are torch's (packing_ops/losses/kl.py).
 #pragma once
 
 #include <cstdint>

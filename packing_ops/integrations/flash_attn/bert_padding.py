@@ -6,7 +6,7 @@ import torch
 
 import packing_ops
 from packing_ops import unpad_input
-from packing_ops._arguments import described
+from packing_ops._runtime.arguments import described
 
 try:
     from einops import rearrange  # flash-attn needs einops, and its bert_padding shows this name

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from packing_ops.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from packing_ops.varlen.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 __all__ = [
     "flash_attn_func",

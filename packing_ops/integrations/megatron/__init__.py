@@ -22,7 +22,7 @@ Three lines of a training script change; examples/first/megatron_step.py is a wh
 
 from typing import TYPE_CHECKING
 
-from packing_ops._lazy import lazy_names
+from packing_ops._runtime.lazy import lazy_names
 from packing_ops.data.context_parallel import packed_alignment, thd_inverse_indices, thd_partition_indices
 
 if TYPE_CHECKING:  # what type checkers and docs/api read

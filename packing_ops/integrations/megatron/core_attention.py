@@ -5,15 +5,15 @@ from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
-from packing_ops import _ops
-from packing_ops._arguments import wide_sinks
-from packing_ops._batch_cache import dense_cu_seqlens
-from packing_ops.attention import attend, checked_options
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import wide_sinks
+from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
 from packing_ops.integrations.megatron.prefix_tree import TreeParams, refuse_ranks, refuse_segments
 from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
+from packing_ops.varlen.attention import attend, checked_options
 
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 
@@ -190,9 +190,9 @@ class PackingDotProductAttention(MegatronModule):
                     "attention_mask: expected no padding in sbhd under context parallelism, got some"
                 )
             indices, cu_seqlens = tokens
-            packed = _ops.gather_rows_many([t.transpose(0, 1) for t in (query, key, value)], indices, len(indices))
+            packed = gate.gather_rows_many([t.transpose(0, 1) for t in (query, key, value)], indices, len(indices))
             out = attend(*packed, cu_seqlens, cu_seqlens, options)[0]
-            return _ops.scatter_rows(out, indices, query.shape[1], query.shape[0]).transpose(0, 1).contiguous()
+            return gate.scatter_rows(out, indices, query.shape[1], query.shape[0]).transpose(0, 1).contiguous()
         # The columns of the batch as more heads: no copy, and each query group keeps its queries.
         if self.softmax_offset is not None:
             options = options._replace(sinks=wide_sinks(self.softmax_offset.repeat(query.shape[1])))

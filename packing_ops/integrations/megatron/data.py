@@ -14,7 +14,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import packing_ops as po
-from packing_ops import _ops
+from packing_ops._runtime import gate
 from packing_ops.data.context_parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices
 from packing_ops.integrations.megatron.source_indices import document_lengths, source_of_slots
 from packing_ops.integrations.megatron.varlen_call import spans_of
@@ -100,7 +100,7 @@ def preprocess_packed_seqs(
     params = _params(**fields, total_tokens=metadata.total)
     if lengths != slots:  # no field of megatron-core's, see patch_router
         params.document_lengths = torch.tensor(lengths, device=input_ids.device)
-    return _ops.gather_rows(input_ids, source, source.numel())[None], params
+    return gate.gather_rows(input_ids, source, source.numel())[None], params
 
 
 def next_token_targets(
@@ -143,7 +143,7 @@ def next_token_targets(
     if cu_seqlens.is_cpu and total != cu_seqlens[-1]:
         raise ValueError(f"total: expected {int(cu_seqlens[-1])} slots as packed, got {total}")
     source = source_of_slots(cu_seqlens, total, attention_mask, sub_seq_lengths)
-    packed = _ops.gather_rows(labels, source, total).masked_fill(source < 0, ignore_index)
+    packed = gate.gather_rows(labels, source, total).masked_fill(source < 0, ignore_index)
     targets = _part(po.shift_labels(packed, cu_seqlens, ignore_index=ignore_index), cu_seqlens, cp_size, cp_rank)[None]
     none = targets == ignore_index
     return targets.masked_fill(none, 0), (~none).float()
@@ -194,7 +194,7 @@ def postprocess_packed_seqs(
     if cp_size > 1:
         packed = _Gathered.apply(packed, cp_group)[thd_inverse_indices(cu_seqlens, cp_size, total=total)]
     source = source_of_slots(cu_seqlens, total, attention_mask, sub_seq_lengths)
-    return _ops.scatter_rows(packed, source, *attention_mask.shape)
+    return gate.scatter_rows(packed, source, *attention_mask.shape)
 
 
 class _Gathered(torch.autograd.Function):

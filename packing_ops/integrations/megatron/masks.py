@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer import utils
 
 from packing_ops import unpad_input
-from packing_ops._batch_cache import kept_with
+from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations.megatron.varlen_call import field_of
 
 # TransformerEngine's names; in thd its two padding types mean documents, in sbhd a mask of padding.

@@ -12,8 +12,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from packing_ops import _ops, apply_rotary_qk
-from packing_ops._batch_cache import kept_with
+from packing_ops import apply_rotary_qk
+from packing_ops._runtime import gate
+from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.data.context_parallel import thd_partition_indices
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.megatron.prefix_tree import with_depths
@@ -113,7 +114,7 @@ def fused_apply_rotary_pos_emb_thd(
         slots = torch.arange(total, device=cu_seqlens.device)
         positions = slots
         if freqs.shape[0] != total:
-            positions = _ops.position_ids_from_cu_seqlens(cu_seqlens, total).masked_fill_(slots >= cu_seqlens[-1], 0)
+            positions = gate.position_ids_from_cu_seqlens(cu_seqlens, total).masked_fill_(slots >= cu_seqlens[-1], 0)
         # Those of this rank
         if cp_size > 1:
             held = thd_partition_indices(cu_seqlens, cp_size, cp_rank, total=total)

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from packing_ops._batch_cache import kept_with
+from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.megatron.varlen_call import spans_of
 from packing_ops.router import router_statistics

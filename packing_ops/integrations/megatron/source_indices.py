@@ -6,8 +6,8 @@ from itertools import accumulate
 import torch
 
 import packing_ops as po
-from packing_ops import _ops
-from packing_ops._arguments import int64_tensor, integer
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import int64_tensor, integer
 
 
 def document_lengths(attention_mask: torch.Tensor | None, sub_seq_lengths: Sequence[Sequence[int]] | None) -> list[int]:
@@ -39,7 +39,7 @@ def source_of_slots(
 
 def _source_by_mask(cu_seqlens, document, position, attention_mask):
     """Each row is a document, whose tokens the mask marks."""
-    indices, ends, _, _ = _ops.unpad_layout(attention_mask, None, False)
+    indices, ends, _, _ = gate.unpad_layout(attention_mask, None, False)
     lengths = ends.diff()
     fits = _fits("attention_mask", lengths, cu_seqlens)[document]
     real = position < lengths[document]

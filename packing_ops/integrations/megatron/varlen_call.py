@@ -13,8 +13,8 @@ from typing import NamedTuple
 import megatron.core
 import torch
 
-from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
-from packing_ops._batch_cache import is_captured, kept_with
+from packing_ops._runtime.arguments import check_cu_seqlens, int32_cu_seqlens
+from packing_ops._runtime.batch_cache import is_captured, kept_with
 from packing_ops.metadata import PackedMetadata, check_causal
 from packing_ops.parallel.key_layout import KeyLayout, RowSpans, cumulated, key_layout
 

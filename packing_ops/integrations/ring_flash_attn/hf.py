@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from packing_ops._arguments import sides_of_keys
+from packing_ops._runtime.arguments import sides_of_keys
 from packing_ops.integrations.ring_flash_attn.llama3 import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,

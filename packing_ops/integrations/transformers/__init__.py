@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # what type checkers and docs/api read
     from packing_ops.integrations.transformers.stateful import declare
     from packing_ops.integrations.transformers.summary import info
 
-from packing_ops._lazy import lazy_names
+from packing_ops._runtime.lazy import lazy_names
 
 _MODULES = {
     "Applied": "apply",

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-from packing_ops import _invariant
-from packing_ops._invariance_refusals import refusals
 from packing_ops.integrations._patching import put_around, take_out, take_out_function
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import linear_attention as linear_attention_patch
@@ -20,7 +18,9 @@ from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import in_tables, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD
 from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, reads_text
-from packing_ops.invariance import check_invariance
+from packing_ops.invariance import mode
+from packing_ops.invariance.api import check_invariance
+from packing_ops.invariance.refusals import refusals
 
 # --- Applied ---
 
@@ -235,7 +235,7 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
     check_model(model)
     befores = {host: kept.before for host in hosts(model) if (kept := host.__dict__.get(STATE)) is not None}
     if (held := vars(model).pop(HELD, None)) is not None:
-        _invariant.release(held)
+        mode.release(held)
     for module in model.modules():
         take_out(module, PACKAGE)
     rope_patch.release(model)
@@ -357,7 +357,7 @@ def _why_not_invariant(model: torch.nn.Module) -> str | None:
 
 def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | None:
     """The mode from now on, None; else a sentence. It is off where layers differ, on where only the user can run the model."""
-    held = vars(model).setdefault(HELD, _invariant.Held())
+    held = vars(model).setdefault(HELD, mode.Held())
     for module in model.modules():
         on_cpu = any(t.dim() > 1 and t.is_cpu for t in module.parameters(recurse=False))
         if on_cpu and not isinstance(module, torch.nn.Embedding):
@@ -376,7 +376,7 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
         else:
             if found.packs:
                 return None
-            _invariant.release(vars(model).pop(HELD))
+            mode.release(vars(model).pop(HELD))
             for module in model.modules():
                 take_out_function(module, _by_blocks)
             return found.why_not()[0]
@@ -386,7 +386,7 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
 def _by_blocks(module: torch.nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         _refuse_graph()
-    with _invariant.ProductsByBlocks():
+    with mode.ProductsByBlocks():
         return before(*args, **kwargs) if before is not None else type(module).forward(module, *args, **kwargs)
 
 

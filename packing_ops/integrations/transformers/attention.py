@@ -8,9 +8,8 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from packing_ops import _ops
-from packing_ops._arguments import dtype_name
-from packing_ops.attention import DTYPES, attend, checked_options
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import dtype_name
 from packing_ops.integrations import _additions
 from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations.transformers import (
@@ -41,7 +40,8 @@ from packing_ops.integrations.transformers.versions import (
     PreTrainedModel,
     sdpa_attention_forward,
 )
-from packing_ops.masks import visible_mask
+from packing_ops.varlen.attention import DTYPES, attend, checked_options
+from packing_ops.varlen.masks import visible_mask
 
 
 def register(name: str = "packing_ops") -> None:
@@ -245,8 +245,8 @@ def _varlen(heads, documents, options):
     if indices is None:
         rows = [tensor.flatten(0, 1) for tensor in rows]
         return attend(*rows, cu_seqlens, cu_seqlens, options)[0].unflatten(0, (batch, seqlen))
-    rows = _ops.gather_rows_many(rows, indices, indices.shape[0])
-    return _ops.scatter_rows(attend(*rows, cu_seqlens, cu_seqlens, options)[0], indices, batch, seqlen)
+    rows = gate.gather_rows_many(rows, indices, indices.shape[0])
+    return gate.scatter_rows(attend(*rows, cu_seqlens, cu_seqlens, options)[0], indices, batch, seqlen)
 
 
 def _one_dtype(query, key, value):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from packing_ops._batch_cache import kept_with
+from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
@@ -30,7 +30,7 @@ from packing_ops.integrations.transformers.versions import (
     constant,
     reads_text,
 )
-from packing_ops.prefix_attention import check_same, kept_paths, positions_of_paths
+from packing_ops.varlen.prefix_attention import check_same, kept_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 REQUESTS = "write_index"  # a keyword that transformers' continuous batching alone gives: where new keys go in its cache

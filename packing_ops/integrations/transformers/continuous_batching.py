@@ -6,13 +6,13 @@ import importlib
 import torch
 import torch.nn.functional as F
 
-from packing_ops import _ops
-from packing_ops._arguments import sum_dtype
-from packing_ops._batch_cache import kept_with
-from packing_ops.attention import attend
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import sum_dtype
+from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers.call import NAMES, call_of_layers
-from packing_ops.paged_attention import KeyPages, attend_pages
+from packing_ops.varlen.attention import attend
+from packing_ops.varlen.paged_attention import KeyPages, attend_pages
 
 # --- attention over its cache ---
 
@@ -119,7 +119,7 @@ def _log_probs(logits, tokens):
     logits = F.pad(logits, (0, -vocab % 8))[:, :vocab]  # rows start on 16 bytes, as those of token_logps
     sums = logits.new_zeros(3, rows, dtype=sum_dtype(logits.dtype))
     sums[0] = -float("inf")
-    _ops.logps_chunk_(logits, None, tokens, 0, torch.ones_like(sums[0]), 0.0, sums)
+    gate.logps_chunk_(logits, None, tokens, 0, torch.ones_like(sums[0]), 0.0, sums)
     largest, total, chosen = sums
     return (chosen - (largest + total.log())).float()
 

@@ -10,10 +10,10 @@ import re
 import torch
 import torch.nn.functional as F
 
-from packing_ops import _ops
-from packing_ops._arguments import check_cu_seqlens, int32_cu_seqlens
-from packing_ops._batch_cache import dense_cu_seqlens, is_captured, kept_with
-from packing_ops._checks import checked_documents
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import check_cu_seqlens, int32_cu_seqlens
+from packing_ops._runtime.batch_cache import dense_cu_seqlens, is_captured, kept_with
+from packing_ops._runtime.checks import checked_documents
 from packing_ops.integrations._patching import kept_with_class
 from packing_ops.integrations.transformers.versions import constant, source_of
 
@@ -49,10 +49,10 @@ class BatchDocuments:
     def document_ids(self, batch, seqlen):
         """int32 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
         total = batch * seqlen if self.indices is None else self.indices.numel()
-        numbers = _ops.seq_idx_from_cu_seqlens(self.cu_seqlens, total) + 1  # scatter_rows leaves 0 in padding
+        numbers = gate.seq_idx_from_cu_seqlens(self.cu_seqlens, total) + 1  # scatter_rows leaves 0 in padding
         numbers = numbers.masked_fill(numbers == self.cu_seqlens.numel(), 0)  # behind the last document
         if self.indices is not None:
-            numbers = _ops.scatter_rows(numbers, self.indices, batch, seqlen)
+            numbers = gate.scatter_rows(numbers, self.indices, batch, seqlen)
         return numbers.view(batch, seqlen) - 1
 
 
@@ -92,14 +92,14 @@ def _from_values(batch, seqlen, padding, position_ids):
     if padding is None:  # positions of each row so much smaller than the row's before that a document starts there
         rows = torch.arange(batch, device=position_ids.device)[:, None]
         positions = position_ids.expand(batch, seqlen).long() - rows * _APART
-        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions.flatten())
+        cu_seqlens, count = gate.cu_seqlens_from_position_ids(positions.flatten())
         if not compiling:
             cu_seqlens = cu_seqlens[: int(count) + 1]
         return BatchDocuments(cu_seqlens)
 
     # Real slots and rows.
     real = padding != 0
-    indices, cu_seqlens, _, totals = _ops.unpad_layout(real, None, False)
+    indices, cu_seqlens, _, totals = gate.unpad_layout(real, None, False)
     runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, :1].sum(1)
     interior, within_rows = (runs > 1).any(), []
 
@@ -112,7 +112,7 @@ def _from_values(batch, seqlen, padding, position_ids):
         starts = (first.flatten()[slots] & ~after) | F.pad(row[1:] != row[:-1], (1, 0), value=True)
         # As positions: they grow by one, and fall where a document starts.
         positions = torch.arange(batch * seqlen, device=slots.device) - 2 * starts.cumsum(0)
-        cu_seqlens, count = _ops.cu_seqlens_from_position_ids(positions)
+        cu_seqlens, count = gate.cu_seqlens_from_position_ids(positions)
         within_rows = [count.view(()), first.any()]
 
     # Sizes: upper bounds in a graph, else read at once, which is the one synchronisation.

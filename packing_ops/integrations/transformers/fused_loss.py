@@ -12,8 +12,8 @@ import warnings
 
 import torch
 
-from packing_ops._arguments import int32_cu_seqlens
-from packing_ops._batch_cache import cu_seqlens_of_rows
+from packing_ops._runtime.arguments import int32_cu_seqlens
+from packing_ops._runtime.batch_cache import cu_seqlens_of_rows
 from packing_ops.boundaries import mask_boundary_labels
 from packing_ops.integrations._patching import (
     Patch,
@@ -39,7 +39,7 @@ from packing_ops.integrations.transformers.versions import (
     models_in,
     source_of,
 )
-from packing_ops.logps import chunked_cross_entropy
+from packing_ops.losses.logps import chunked_cross_entropy
 from packing_ops.router import load_balancing_loss
 from packing_ops.segments import segment_sum, slots_with_tokens
 

@@ -14,8 +14,8 @@ import re
 import torch
 from transformers.activations import ACT2FN
 
-from packing_ops import _ops
-from packing_ops._batch_cache import dense_cu_seqlens
+from packing_ops._runtime import gate
+from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.conv import causal_conv1d
 from packing_ops.integrations._patching import PRIVATE, Patch, kept_with_class, revert_left
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
@@ -98,14 +98,14 @@ def _packed(tensors, documents, batch, seqlen):
     if documents.indices is None:
         return [each.flatten(0, 1) for each in tensors], documents.cu_seqlens.to(device)
     indices = documents.indices.to(device)
-    return _ops.gather_rows_many(tensors, indices, indices.shape[0]), documents.cu_seqlens.to(device)
+    return gate.gather_rows_many(tensors, indices, indices.shape[0]), documents.cu_seqlens.to(device)
 
 
 def _unpacked(rows, documents, batch, seqlen):
     """Returns packed rows ``[total, ...]`` as ``[batch, seqlen, ...]``, zeros at padding."""
     if documents is None or documents.indices is None:
         return rows.unflatten(0, (batch, seqlen))
-    return _ops.scatter_rows(rows, documents.indices.to(rows.device), batch, seqlen)
+    return gate.scatter_rows(rows, documents.indices.to(rows.device), batch, seqlen)
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from packing_ops import _ops
-from packing_ops._batch_cache import kept_with
+from packing_ops._runtime import gate
+from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers import versions
 from packing_ops.integrations.transformers.call import (
@@ -35,7 +35,7 @@ from packing_ops.integrations.transformers.documents import (
     several_in,
 )
 from packing_ops.integrations.transformers.versions import CACHE, masking_utils, refusal, version
-from packing_ops.visible_ends import visible_end_from_blocks
+from packing_ops.varlen.visible_ends import visible_end_from_blocks
 
 
 class MaskPattern:
@@ -279,7 +279,7 @@ def ends_of_blocks(documents, blocks):
     if numbers.numel() < 2:
         return ends
     # Numbers that grow from run to run of a document do not come back.
-    of_documents = _ops.seq_idx_from_cu_seqlens(documents.cu_seqlens, numbers.shape[0]) * (numbers.max() + 1)
+    of_documents = gate.seq_idx_from_cu_seqlens(documents.cu_seqlens, numbers.shape[0]) * (numbers.max() + 1)
     keys = of_documents + numbers
     starts = (keys[1:] != keys[:-1]) & (numbers[1:] != 0)
     comes_back = starts & (keys[1:] <= keys.cummax(0).values[:-1])

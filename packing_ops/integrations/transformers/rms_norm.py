@@ -10,10 +10,10 @@ import inspect
 import torch
 import torch.nn.functional as F
 
-from packing_ops._invariant import ANY_ORDER, rms_norm_in_any_order
 from packing_ops.integrations._patching import function_of, kept_with_class, put, put_class, stock_of
 from packing_ops.integrations._trial import agree, alike, attempt, bare, numbers, quiet, with_gradients
 from packing_ops.integrations.transformers.rope import HOSTS
+from packing_ops.invariance.mode import ANY_ORDER, rms_norm_in_any_order
 
 
 def _weight(self, hidden_states):

@@ -2,8 +2,8 @@
 
 import torch
 
-from packing_ops._arguments import check_cu_seqlens
-from packing_ops._batch_cache import kept_with
+from packing_ops._runtime.arguments import check_cu_seqlens
+from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations.transformers.documents import can_read, refuse_where
 from packing_ops.integrations.transformers.versions import models_in
 

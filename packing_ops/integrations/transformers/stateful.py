@@ -16,7 +16,7 @@ import weakref
 
 import torch
 
-from packing_ops._batch_cache import unseen
+from packing_ops._runtime.batch_cache import unseen
 from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
 from packing_ops.integrations.transformers import linear_attention
 from packing_ops.integrations.transformers.call import here, traced
@@ -50,7 +50,7 @@ from packing_ops.integrations.transformers.versions import (
     source_of,
     unwrapped,
 )
-from packing_ops.prefix_attention import kept_paths
+from packing_ops.varlen.prefix_attention import kept_paths
 
 # What declare() leaves in a class: subclasses inherit it, FSDP2's among them, and it goes with the class.
 _MIXES = "_packing_ops_mixes"

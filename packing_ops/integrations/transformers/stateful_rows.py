@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from packing_ops._batch_cache import kept_with
+from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations.transformers.linear_attention import DOCUMENTS
-from packing_ops.prefix_attention import PrefixPaths
+from packing_ops.varlen.prefix_attention import PrefixPaths
 
 CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "cache", "state"))
 

@@ -8,7 +8,7 @@ import sys
 import torch
 
 import packing_ops
-from packing_ops._arguments import is_new, warned
+from packing_ops._runtime.arguments import is_new, warned
 from packing_ops.integrations._patching import kept_with_class
 
 OLDEST, NEWEST = "5.17", "5.24"  # that the tests have run with

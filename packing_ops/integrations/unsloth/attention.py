@@ -3,8 +3,8 @@
 import torch
 
 from packing_ops import PackedMetadata, varlen_attention
-from packing_ops._arguments import sides_of_flash_attn, sides_of_keys
-from packing_ops._batch_cache import kept_with
+from packing_ops._runtime.arguments import sides_of_flash_attn, sides_of_keys
+from packing_ops._runtime.batch_cache import kept_with
 
 
 def packed_attention(

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from packing_ops import PackedMetadata, block_causal_mask, xformers_bias
-from packing_ops._arguments import sides_of_keys
-from packing_ops._batch_cache import kept_with
+from packing_ops._runtime.arguments import sides_of_keys
+from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.metadata import check_causal
 
 

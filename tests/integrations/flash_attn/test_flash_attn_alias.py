@@ -5,9 +5,8 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-import fresh_process
 import pytest
-from helpers import ROOT
+from helpers import ROOT, fresh_process
 
 transformers_installed = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers"
@@ -256,7 +255,7 @@ def test_transformers_runs_a_model_through_the_alias():
         positions = torch.arange(9).repeat(2)[None]
         assert_equal(results("flash_attention_2", None, position_ids=positions), each)
         assert_equal(results("flash_attention_2", None, position_ids=positions, **explicit), each)
-        assert host._flash_varlen_fn.__module__ == "packing_ops.flash_attn"
+        assert host._flash_varlen_fn.__module__ == "packing_ops.varlen.flash_attn"
         assert host._unpad_fn.__module__ == "packing_ops.padding"
 
         model.eval()

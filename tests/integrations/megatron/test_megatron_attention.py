@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
-from megatron_case import (  # noqa: F401
+from helpers.megatron_case import (  # noqa: F401
     HEADS,
     LENGTHS,
     VOCABULARY,
@@ -29,8 +25,13 @@ from megatron_case import (  # noqa: F401
     thd_params,
     tiny_gpt,
 )
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 
-from packing_ops import PackedMetadata, _batch_cache
+from packing_ops import PackedMetadata
+from packing_ops._runtime import batch_cache
 from packing_ops.integrations.megatron import PackingDotProductAttention, core_attention, use_packing_ops
 from packing_ops.integrations.megatron import varlen_call as layouts
 from packing_ops.reference.attention import varlen_attention as reference
@@ -370,14 +371,14 @@ def test_layout_is_made_once_per_batch(device, monkeypatch):
 
 @pytest.mark.parametrize("slots", [None, [5, 3, 8]])
 def test_nothing_is_kept_longer_than_its_batch(slots, device):
-    kept = len(_batch_cache._tensor_caches)
+    kept = len(batch_cache._tensor_caches)
     params = thd_params([5, 3, 7], device, slots=slots)
     out = module_of(device=device)(*heads_of(16, device=device), None, packed_seq_params=params)
     # A layout where there is one to work out, and on CUDA the plan.
-    assert len(_batch_cache._tensor_caches) == kept + (slots is not None) + (device == "cuda")
+    assert len(batch_cache._tensor_caches) == kept + (slots is not None) + (device == "cuda")
     out.sum().backward()
     del params, out
-    assert len(_batch_cache._tensor_caches) == kept
+    assert len(batch_cache._tensor_caches) == kept
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core")
 
 from helpers import cu_seqlens_of, drawn_mask, masks
-from megatron_case import spawn
+from helpers.megatron_case import spawn
 
 import packing_ops as po
 from packing_ops.data.context_parallel import aligned, packed_alignment, thd_inverse_indices, thd_partition_indices

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 from helpers import ROOT
+from helpers.megatron_case import RECOMPUTED, VOCABULARY, has_fields, one_process, thd_params, tiny_gpt  # noqa: F401
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron_case import RECOMPUTED, VOCABULARY, has_fields, one_process, thd_params, tiny_gpt  # noqa: F401
 
 import packing_ops as po
 from packing_ops.integrations.megatron import packed_seq_params, patch_rope, unpatch_rope, use_packing_ops
@@ -116,7 +116,7 @@ def ways_of(params, model):
         if event != "call" or below or not Path(code.co_filename).is_relative_to(ROOT / "packing_ops"):
             return
         module = Path(code.co_filename).stem
-        if module == "_ops":
+        if module == "gate":
             below.append(frame)
             return
         count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)

@@ -11,10 +11,7 @@ from torch.torch_version import TorchVersion
 pytest.importorskip("megatron.core")
 
 import megatron.core
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.enums import AttnMaskType
-from megatron_case import (
+from helpers.megatron_case import (
     VOCABULARY,
     assert_near,
     config_of,
@@ -25,6 +22,9 @@ from megatron_case import (
     thd_params,
     tiny_gpt,
 )
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
 
 from packing_ops import varlen_attention
 from packing_ops.integrations.megatron import (

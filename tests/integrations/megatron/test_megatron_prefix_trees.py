@@ -10,16 +10,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from helpers import ROOT
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron_case import (
+from helpers.megatron_case import (
     RECOMPUTED,
     SHAPE,
     VOCABULARY,
@@ -34,6 +25,15 @@ from megatron_case import (
     tensor_parallel_part,
     tiny_gpt,
 )
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 import packing_ops as po
 from packing_ops.integrations.megatron import (

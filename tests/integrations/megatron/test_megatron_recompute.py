@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from helpers.megatron_case import RECOMPUTED, VOCABULARY, assert_near, one_process, thd_params, tiny_gpt  # noqa: F401
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron_case import RECOMPUTED, VOCABULARY, assert_near, one_process, thd_params, tiny_gpt  # noqa: F401
 
 from packing_ops.integrations.megatron import patch_rope, unpatch_rope, use_packing_ops
 from packing_ops.integrations.megatron import varlen_call as layouts

@@ -12,9 +12,18 @@ from helpers import ROOT, assert_same, cu_seqlens_of
 
 pytest.importorskip("megatron.core")
 
+from helpers.megatron_case import (  # noqa: F401
+    LENGTHS,
+    assert_near,
+    causal_mask,
+    config_of,
+    heads_of,
+    module_of,
+    one_process,
+    thd_params,
+)
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
-from megatron_case import LENGTHS, assert_near, causal_mask, config_of, heads_of, module_of, one_process, thd_params  # noqa: F401
 
 from packing_ops.integrations.megatron import PackingDotProductAttention
 

@@ -11,10 +11,10 @@ pytest.importorskip("megatron.core")
 import megatron.core.models.common.embeddings.rope_utils as rope_utils
 import megatron.core.transformer.attention as attention
 from helpers import assert_same, cu_seqlens_of
+from helpers.megatron_case import config_of, one_process, thd_params, tiny_gpt  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron_case import config_of, one_process, thd_params, tiny_gpt  # noqa: F401
 
 from packing_ops import apply_rotary_qk
 from packing_ops.data.context_parallel import thd_partition_indices

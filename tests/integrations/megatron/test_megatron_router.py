@@ -9,12 +9,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from helpers import assert_same
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss, switch_load_balancing_loss_func
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron_case import (
+from helpers.megatron_case import (
     RECOMPUTED,
     SHAPE,
     VOCABULARY,
@@ -25,6 +20,11 @@ from megatron_case import (
     spawn,
     thd_params,
 )
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss, switch_load_balancing_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
 
 import packing_ops as po
 from packing_ops.integrations.megatron import (

@@ -11,6 +11,7 @@ from helpers import cu_seqlens_of
 
 pytest.importorskip("megatron.core")
 
+from helpers.megatron_case import LENGTHS, SHAPE, VOCABULARY, assert_near, config_of, one_process, thd_params  # noqa: F401
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -26,7 +27,6 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron_case import LENGTHS, SHAPE, VOCABULARY, assert_near, config_of, one_process, thd_params  # noqa: F401
 
 from packing_ops.integrations.megatron import PackingDotProductAttention, use_packing_ops
 from packing_ops.reference.attention import varlen_attention as reference

@@ -8,13 +8,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron_case import (
+from helpers.megatron_case import (
     RECOMPUTED,
     VOCABULARY,
     assert_near,
@@ -24,6 +18,12 @@ from megatron_case import (
     tensor_parallel_part,
     tiny_gpt,
 )
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from packing_ops.integrations.megatron import next_token_targets, preprocess_packed_seqs, use_packing_ops
 

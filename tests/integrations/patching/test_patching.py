@@ -36,7 +36,7 @@ def changes(before, after):
 
 
 def llama():
-    from hf_models import tiny_model
+    from helpers.hf_models import tiny_model
 
     return tiny_model("llama").train()
 

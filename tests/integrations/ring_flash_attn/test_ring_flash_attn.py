@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import cu_seqlens_of
-from processes import message_of, spawn
+from helpers.processes import message_of, spawn
 
 from packing_ops.integrations.ring_flash_attn import (
     install_ring_flash_attn_alias,
@@ -71,7 +71,7 @@ def case(options, packed=None):
 
 
 def in_transformers():
-    from hf_models import tiny_model
+    from helpers.hf_models import tiny_model
 
     import packing_ops as po
 

@@ -2,7 +2,7 @@
 
 python tests/integrations/transformers/causal_families.py [family ...]   # runs these, or those that have changed
 
-It writes causal_families.json. Sizes that a family needs beyond the recipe are in MORE of tests/hf_families.py.
+It writes causal_families.json. Sizes that a family needs beyond the recipe are in MORE of tests/helpers/hf_families.py.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script
 
-import hf_families
 import torch
 import transformers
+from helpers import hf_families
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import packing_ops as po

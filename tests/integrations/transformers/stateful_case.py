@@ -2,7 +2,7 @@
 
 import torch
 from helpers import cu_seqlens_of
-from hf_models import tiny_model
+from helpers.hf_models import tiny_model
 
 LENGTHS = [5, 7, 1, 3]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402

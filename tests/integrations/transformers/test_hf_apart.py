@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from hf_models import FAMILIES, tiny_model
+from helpers.hf_models import FAMILIES, tiny_model
 from stateful_case import CLOSE, Blur, Decays, alone, assert_apart, behind_attention, logits, packed
 
 from packing_ops.integrations.transformers import declare, register

@@ -8,10 +8,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_patch_case import LENGTHS, module_of, outputs, packed, tiny, tiny_gpt2  # noqa: E402
+from helpers.hf_patch_case import LENGTHS, module_of, outputs, packed, tiny, tiny_gpt2  # noqa: E402
 
 import packing_ops as po  # noqa: E402
-from packing_ops import _arguments  # noqa: E402
+from packing_ops._runtime import arguments as _arguments  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
     Applied,
     apply_packing_ops,

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import FAMILIES, made_mask, tiny_model  # noqa: E402
+from helpers.hf_models import FAMILIES, made_mask, tiny_model  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops import _arguments  # noqa: E402
+from packing_ops._runtime import arguments  # noqa: E402
 from packing_ops.integrations import transformers as integration  # noqa: E402
 from packing_ops.integrations.transformers import documents as batch_documents  # noqa: E402
 from packing_ops.integrations.transformers import masks, register, versions  # noqa: E402
@@ -28,7 +28,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    _arguments.warned.clear()
+    arguments.warned.clear()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_towers import TOWERS  # noqa: E402
+from helpers.hf_towers import TOWERS  # noqa: E402
 from stateful_models import COMMON, FAMILIES  # noqa: E402
 from test_hf_vision import assert_near, tiny_tower_model  # noqa: E402
 

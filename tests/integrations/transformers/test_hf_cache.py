@@ -10,10 +10,10 @@ from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE, tiny_model  # noqa: E402
+from helpers.hf_models import CACHE, tiny_model  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops import _arguments  # noqa: E402
+from packing_ops._runtime import arguments  # noqa: E402
 from packing_ops.integrations.transformers import register  # noqa: E402
 
 LENGTHS = [5, 7, 4]
@@ -24,7 +24,7 @@ REFUSED = f"{CACHE}: expected a cache of one document in each row"
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    _arguments.warned.clear()
+    arguments.warned.clear()
 
 
 def prompts(kind, device):

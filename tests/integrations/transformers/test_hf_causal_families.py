@@ -49,7 +49,7 @@ def holds_a_convolution(layer):
 
 HOW = (
     "python tests/integrations/transformers/causal_families.py runs what is new and writes it down. 'not run': give the "
-    "family sizes in MORE of tests/hf_families.py, or a reason in NOT_PACKED of causal_families.py. 'LEAK' and 'DIFFERS': "
+    "family sizes in MORE of tests/helpers/hf_families.py, or a reason in NOT_PACKED of causal_families.py. 'LEAK' and 'DIFFERS': "
     "packing_ops lets documents see each other or counts their positions wrongly: mend it, or refuse it with an error "
     "that names the argument"
 )

@@ -6,13 +6,13 @@ import random
 import pytest
 import torch
 from helpers import assert_error_within, assert_same, cu_seqlens_of, non_contiguous
-from hf_models import tiny_model
+from helpers.hf_models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 
 import packing_ops as po
-from packing_ops._invariant import ANY_ORDER, rms_norm_in_any_order
+from packing_ops.invariance.mode import ANY_ORDER, rms_norm_in_any_order
 
 transformers = pytest.importorskip("transformers")
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from hf_models import tiny_model
+from helpers.hf_models import tiny_model
 
 import packing_ops as po
 

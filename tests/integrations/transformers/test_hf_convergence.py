@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from common.text_data import VOCAB_SIZE, docstring_pairs, encode  # noqa: E402
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 from stateful_case import (  # noqa: E402
     CLOSE,
     LENGTHS,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_models import FAMILIES, tiny_model
+from helpers.hf_models import FAMILIES, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import packing_ops as po

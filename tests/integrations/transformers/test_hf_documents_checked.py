@@ -6,9 +6,9 @@ from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 
-from packing_ops import _arguments, _ops  # noqa: E402
+from packing_ops._runtime import arguments, gate  # noqa: E402
 from packing_ops.integrations.transformers import register  # noqa: E402
 
 LENGTHS = [5, 7, 4]
@@ -27,14 +27,14 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    _arguments.warned.clear()
+    arguments.warned.clear()
 
 
 @pytest.fixture
 def checks(monkeypatch):
     """Counts the calls of the op that checks."""
-    seen, check = [], _ops.check_documents
-    monkeypatch.setattr(_ops, "check_documents", lambda *given: seen.append(given) or check(*given))
+    seen, check = [], gate.check_documents
+    monkeypatch.setattr(gate, "check_documents", lambda *given: seen.append(given) or check(*given))
     return seen
 
 

@@ -7,7 +7,18 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_families import KINDS, NONE, PAGE, lines_of_page, made, mappings, page_of, row_of, row_of_module, tiny_config  # noqa: E402
+from helpers.hf_families import (  # noqa: E402
+    KINDS,
+    NONE,
+    PAGE,
+    lines_of_page,
+    made,
+    mappings,
+    page_of,
+    row_of,
+    row_of_module,
+    tiny_config,
+)
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations._patching import stock_of  # noqa: E402

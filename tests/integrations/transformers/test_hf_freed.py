@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from hf_models import tiny_model
+from helpers.hf_models import tiny_model
 from stateful_case import Decays, in_llama, packed
 from stateful_models import stateful_model
 from transformers.models.llama.modeling_llama import LlamaRMSNorm

@@ -11,7 +11,7 @@ from helpers import cu_seqlens_of
 
 pytest.importorskip("transformers")
 
-from hf_models import tiny_model, transformers
+from helpers.hf_models import tiny_model, transformers
 
 from packing_ops.data import PaddingFreeCollator
 from packing_ops.integrations.transformers import apply_packing_ops, fused_loss, info, revert_packing_ops

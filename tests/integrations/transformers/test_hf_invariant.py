@@ -8,12 +8,12 @@ import warnings
 import pytest
 import torch
 from helpers import assert_same, rows_of_products
-from hf_models import tiny_model
+from helpers.hf_models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops import _invariant
+from packing_ops.invariance import mode
 
 transformers = pytest.importorskip("transformers")
 from packing_ops.integrations.transformers import apply_packing_ops, info, revert_packing_ops  # noqa: E402
@@ -143,7 +143,7 @@ def test_every_product_has_16_rows(family, more):
         documents = [torch.randint(1, 128, (n,)) for n in lengths]
         found = rows_of_products(lambda documents=documents: gradients_of_embeddings(model, *documents))
         assert len(found) > 20
-        assert set(found) == {_invariant.ROWS}
+        assert set(found) == {mode.ROWS}
     revert_packing_ops(model)
 
 
@@ -391,7 +391,7 @@ def test_in_one_s_own_block():
     apply_packing_ops(model)
     with po.invariant():
         claimed(model)
-    assert not _invariant.active()
+    assert not mode.active()
 
 
 def test_nothing_is_said_of_a_model_that_is_claimed():

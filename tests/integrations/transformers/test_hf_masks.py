@@ -9,10 +9,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE  # noqa: E402
+from helpers.hf_models import CACHE  # noqa: E402
 
 import packing_ops  # noqa: E402
-from packing_ops import _arguments  # noqa: E402
+from packing_ops._runtime import arguments  # noqa: E402
 from packing_ops.integrations.transformers import attention, call, masks, register  # noqa: E402
 from packing_ops.integrations.transformers.apply import apply_packing_ops  # noqa: E402
 from packing_ops.integrations.transformers.attention import _CALL, HARMLESS, SDPA  # noqa: E402
@@ -35,7 +35,7 @@ GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     register()
-    _arguments.warned.clear()
+    arguments.warned.clear()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE, FAMILIES, tiny_model  # noqa: E402
+from helpers.hf_models import CACHE, FAMILIES, tiny_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, register, versions  # noqa: E402

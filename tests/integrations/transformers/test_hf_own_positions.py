@@ -29,8 +29,8 @@ NEED_POSITIONS = {
 }
 
 
-import hf_families  # noqa: E402
 from causal_families import class_of, config_of  # noqa: E402
+from helpers import hf_families  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

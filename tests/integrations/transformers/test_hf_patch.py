@@ -4,14 +4,13 @@ import copy
 import gc
 import pickle
 
-import fresh_process
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_same, fresh_process
 
 transformers = pytest.importorskip("transformers")
 
-from hf_patch_case import (  # noqa: E402, F401
+from helpers.hf_patch_case import (  # noqa: E402, F401
     FAMILIES,
     KNOWN,
     LAYERS,

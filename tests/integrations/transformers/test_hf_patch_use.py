@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 transformers = pytest.importorskip("transformers")
 
-from hf_patch_case import (  # noqa: E402, F401
+from helpers.hf_patch_case import (  # noqa: E402, F401
     LENGTHS,
     NAMED,
     assert_near,

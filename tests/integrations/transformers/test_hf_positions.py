@@ -9,9 +9,9 @@ from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 
-from packing_ops import _arguments, _ops  # noqa: E402
+from packing_ops._runtime import arguments, gate  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
     positions,
@@ -297,9 +297,9 @@ def test_rows_of_one_document_get_no_positions_and_no_more_readings(device, monk
     """A mask of ones numbers nothing: documents are found once, by what the layers ask for too."""
     register()
     model = tiny_model("llama", attn_implementation="packing_ops", device=device)
-    seen, layouts, find = [], [], _ops.unpad_layout
+    seen, layouts, find = [], [], gate.unpad_layout
     model.model.register_forward_pre_hook(lambda *call: seen.append(call[2].get("position_ids")), with_kwargs=True)
-    monkeypatch.setattr(_ops, "unpad_layout", lambda *given: layouts.append(given) or find(*given))
+    monkeypatch.setattr(gate, "unpad_layout", lambda *given: layouts.append(given) or find(*given))
     mask = torch.ones(2, 9, dtype=torch.long, device=device)
     mask[1, 5:] = 0
     model(torch.randint(3, 60, (2, 9), device=device), attention_mask=mask)
@@ -355,7 +355,7 @@ def test_a_loss_function_of_the_user_gets_labels_as_they_are(how, device, monkey
     )
     apply_packing_ops(model)
     told = []
-    monkeypatch.setattr(_arguments, "warned", set())
+    monkeypatch.setattr(arguments, "warned", set())
     monkeypatch.setattr(versions.logging.get_logger(versions.__name__), "warning", told.append)
     for way in ways(lengths, device)[:3]:
         torch.testing.assert_close(model(torch.cat(documents, 1), labels=labels, **way).loss, wanted, **CLOSE)

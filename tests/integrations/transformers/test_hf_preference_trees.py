@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_models import tiny_model
+from helpers.hf_models import tiny_model
 
 import packing_ops as po
 from packing_ops.data import PaddingFreeDPOCollator

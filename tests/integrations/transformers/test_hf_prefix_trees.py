@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hf_models import CACHE, FAMILIES, tiny_model, transformers
+from helpers.hf_models import CACHE, FAMILIES, tiny_model, transformers
 
 import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, info, register, revert_packing_ops, unregister

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hf_models import tiny_model
+from helpers.hf_models import tiny_model
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import packing_ops as po

@@ -13,9 +13,9 @@ from helpers import ROOT
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import tiny_model  # noqa: E402
-from hf_patch_case import tiny, tiny_gpt2  # noqa: E402
-from hf_towers import tiny_tower_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
+from helpers.hf_patch_case import tiny, tiny_gpt2  # noqa: E402
+from helpers.hf_towers import tiny_tower_model  # noqa: E402
 
 from packing_ops.integrations.transformers import Applied, apply_packing_ops, revert_packing_ops  # noqa: E402
 

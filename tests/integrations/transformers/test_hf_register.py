@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 
 from packing_ops.integrations.transformers import call, masks, register, unregister, versions  # noqa: E402
 

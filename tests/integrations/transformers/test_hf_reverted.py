@@ -7,8 +7,8 @@ transformers = pytest.importorskip("transformers")
 
 import causal_families  # noqa: E402
 import stateful_models  # noqa: E402
-from hf_models import tiny_model  # noqa: E402
-from hf_towers import tiny_tower_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
+from helpers.hf_towers import tiny_tower_model  # noqa: E402
 
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
 

@@ -247,7 +247,7 @@ def test_the_loss_of_trls_fused_head_is_balanced_too(device, family):
 
 def test_images_with_as_many_patches_as_the_text_has_slots():
     """Documents are those of the text: 2 images of 16 patches beside 2 rows of 16 slots."""
-    from hf_towers import TEXT, TOKENS, TOWERS
+    from helpers.hf_towers import TEXT, TOKENS, TOWERS
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     text = {**TEXT, **experts, "decoder_sparse_step": 1, "mlp_only_layers": []}

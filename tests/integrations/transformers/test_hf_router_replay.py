@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, replay_routing  # noqa: E402

@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE, tiny_model  # noqa: E402
+from helpers.hf_models import CACHE, tiny_model  # noqa: E402
 from stateful_case import CLOSE, LENGTHS, Blur, alone, assert_apart, behind_attention, in_llama, logits, packed  # noqa: E402
 from stateful_models import SERVED, stateful_model  # noqa: E402
 

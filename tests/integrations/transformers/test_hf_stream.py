@@ -7,7 +7,7 @@ datasets = pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
 from common.hf_setup import byte_tokenizer  # noqa: E402
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from packing_ops.data import PackedStream, PaddingFreeCollator  # noqa: E402

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import ROOT
-from hf_models import FAMILIES, tiny_model
+from helpers.hf_models import FAMILIES, tiny_model
 
 import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, versions

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import FAMILIES, tiny_model, transformers
+from helpers.hf_models import FAMILIES, tiny_model, transformers
 
 import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops

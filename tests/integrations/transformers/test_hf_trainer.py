@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from common.hf_setup import byte_tokenizer  # noqa: E402
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402

@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_families import formula_of_class  # noqa: E402
+from helpers.hf_families import formula_of_class  # noqa: E402
 
 from packing_ops.integrations._rope_trial import Rotation, rotation_of  # noqa: E402
 from packing_ops.integrations.transformers import rms_norm, rope  # noqa: E402

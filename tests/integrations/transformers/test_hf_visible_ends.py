@@ -5,10 +5,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import CACHE  # noqa: E402
+from helpers.hf_models import CACHE  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
-from packing_ops import _arguments  # noqa: E402
+from packing_ops._runtime import arguments  # noqa: E402
 from packing_ops.integrations.transformers import attention, masks, register  # noqa: E402
 from packing_ops.reference import attention as oracle  # noqa: E402
 
@@ -73,7 +73,7 @@ def row_of(family, documents, device):
 def calls(monkeypatch):
     """The visible_end of each call that varlen_attention served."""
     register()
-    _arguments.warned.clear()
+    arguments.warned.clear()
     seen, serve = [], attention._varlen
     monkeypatch.setattr(attention, "_varlen", lambda *given: seen.append(given[-1].visible_end) or serve(*given))
     return seen
@@ -112,7 +112,7 @@ def test_loss_and_gradients_are_those_of_documents_alone(family, compiled, devic
     torch.testing.assert_close(found, torch.cat(logits, 1), **CLOSE)
     ends = [each for each in calls[served_by_towers:] if each is not None]
     assert len(ends) == (0 if compiled else TEXT["num_hidden_layers"]), "the text's layers"
-    assert any("SDPA" in reason for reason in _arguments.warned) == compiled
+    assert any("SDPA" in reason for reason in arguments.warned) == compiled
     by_document = zip(found.split(lengths, 1), inputs["labels"].split(lengths, 1), strict=True)
     loss = sum(loss_of(*each) for each in by_document)
     torch.testing.assert_close(loss, wanted, **CLOSE)
@@ -178,7 +178,7 @@ def test_blocks_that_are_no_runs_fall_back(window, blocks, runs, device, calls):
     assert isinstance(mask, masks.MaskPattern)
     torch.testing.assert_close(found, wanted, **CLOSE)
     assert len(calls) == runs
-    assert any("no runs of neighbours" in reason for reason in _arguments.warned) == (not runs)
+    assert any("no runs of neighbours" in reason for reason in arguments.warned) == (not runs)
 
 
 def test_a_compiled_model_gets_the_mask(device, fresh_compile, calls):

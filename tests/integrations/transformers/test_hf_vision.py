@@ -13,7 +13,7 @@ from helpers import assert_same
 
 transformers = pytest.importorskip("transformers")
 
-from hf_towers import TOWERS, tiny_tower_model  # noqa: E402
+from helpers.hf_towers import TOWERS, tiny_tower_model  # noqa: E402
 
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,

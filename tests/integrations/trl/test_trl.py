@@ -16,7 +16,7 @@ datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
 import trl.data_utils as data_utils  # noqa: E402
 from common.hf_setup import byte_tokenizer  # noqa: E402
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.data import PaddingFreeCollator  # noqa: E402

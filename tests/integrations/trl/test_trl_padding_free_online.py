@@ -7,8 +7,8 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 import transformers  # noqa: E402
 from common.hf_setup import byte_tokenizer  # noqa: E402
-from hf_models import tiny_model  # noqa: E402
-from trl_case import CLOSE, PAIRS, settings, without_padding  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
+from helpers.trl_case import CLOSE, PAIRS, settings, without_padding  # noqa: E402
 
 from packing_ops.integrations import trl as integration  # noqa: E402
 from packing_ops.integrations.transformers import continuous_batching  # noqa: E402

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("trl")
 accelerate_utils = pytest.importorskip("accelerate.utils")
-from hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: E402
 
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402

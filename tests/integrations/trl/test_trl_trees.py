@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hf_models import FAMILIES, tiny_model, transformers
+from helpers.hf_models import FAMILIES, tiny_model, transformers
 
 packing = pytest.importorskip("trl.experimental.async_grpo.packing")
 if not hasattr(packing, "TreeRow"):

@@ -1,0 +1,193 @@
+"""Gradients of the ops, at half the host's time of torch.library.register_autograd; more derivatives than it has.
+
+torch (2.13) reads an op's schema again for each of its arguments in each forward that wants a gradient: 26 us for the
+twelve of varlen_attention, more than the rest of the call. It also drops forward-mode tangents without a word and refuses
+torch.func; here every derivative is right or refused under the op's name.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import forward_ad
+
+from packing_ops._runtime import library
+
+_registrations = torch.library.Library("packing_ops", "IMPL")
+# What torch's own registration is made of. A torch that has renamed it gets that one, and the gate refuses tangents.
+_PARTS = (
+    "torch._C._AutoDispatchBelowAutograd",
+    "torch._C._after_autograd_keyset",
+    "torch._C._any_requires_grad",
+    "torch._C._are_functorch_transforms_active",
+    "torch._functorch.utils.enable_single_level_autograd_function",
+    "torch.autograd.forward_ad._current_level",
+    "torch.autograd.forward_ad._set_fwd_grad_enabled",
+    "torch.autograd.function._SingleLevelFunction",
+)
+
+
+def _found(path: str) -> bool:
+    where = torch
+    for part in path.split(".")[1:]:
+        if not hasattr(where, part):
+            return False
+        where = getattr(where, part)
+    return True
+
+
+OWN = all(map(_found, _PARTS))
+
+
+def in_forward_mode() -> bool:
+    """Tensors may have tangents: inside torch.func.jvp or forward_ad.dual_level."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def refuse_lost_tangents(name: str, args: tuple) -> None:
+    """NotImplementedError for tangents where torch's own registration (not OWN) would drop them."""
+    tensors = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    if any(isinstance(each, torch.Tensor) and has_tangent(each) for each in tensors):
+        raise NotImplementedError(f"packing_ops::{name} has no forward-mode derivative in torch {torch.__version__}")
+
+
+def past_autograd(op: Callable, *args):
+    """op(*args) without the trip through its autograd, 6 us of the host's, where nobody can want a derivative of it."""
+    if (
+        not OWN
+        or torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
+        or in_forward_mode()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def on_its_own(function: Callable[..., tuple]) -> Callable[..., tuple]:
+    """An op in Python, without autocast and without autograd: its gradient is registered."""
+
+    def op(*args):
+        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+            return function(*args)
+
+    return op
+
+
+def register_autograd(name: str, backward: Callable, *, setup_context: Callable, linear: int = 0) -> None:
+    """torch.library.register_autograd, and forward-mode derivatives and torch.func.
+
+    Args:
+        name: of the op, without its namespace: it has no keyword-only arguments, and its first argument alone may be a list
+            of tensors.
+        backward, setup_context: as torch has them; gradients that there are none of come as None.
+        linear: leading arguments in which the op is linear: its tangent is the op of theirs. 0: it has none.
+    """
+    if library.MISSING:
+        return None  # plain torch has its own
+    op = getattr(torch.ops.packing_ops, name).default
+    if not OWN:
+        if (
+            op._schema.is_mutable
+        ):  # torch's takes none that writes. Ours are backwards, called where nothing is recorded.
+            return None
+        return torch.library.register_autograd(f"packing_ops::{name}", backward, setup_context=setup_context)
+    names = [argument.name for argument in op._schema.arguments]
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
+    of_list = "List[Tensor]" in str(op._schema.arguments[0].type)
+    several = len(op._schema.returns) > 1
+
+    def below(keyset, *args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def below_level(keyset, *args):
+        """Function.apply has switched recording off; other levels of torch.func may want it."""
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return below(keyset, *args)
+
+    class Recorded(torch.autograd.function._SingleLevelFunction):
+        @staticmethod
+        def forward(ctx, *args_and_call):
+            # The call last, so that ctx.needs_input_grad counts as the op's arguments do.
+            *args, (call, keyset, count) = args_and_call
+            if of_list:
+                ctx.count, args = count, [args[:count], *args[count:]]
+            ctx.set_materialize_grads(False)
+            output = call(keyset, *args)
+            setup_context(ctx, args, output)
+            if in_forward_mode():
+                ctx.save_for_forward(*(a if isinstance(a, torch.Tensor) else None for a in args_and_call))
+                ctx.rest = [None if isinstance(a, torch.Tensor) else a for a in args_and_call]
+            if of_list:
+                return (*output[0], *output[1:]) if several else tuple(output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *grads):
+            if not of_list:
+                return *backward(ctx, *grads), None
+            # As torch has them: lists in and out.
+            count, needed = ctx.count, ctx.needs_input_grad
+            ctx.needs_input_grad = (needed[:count], *needed[count:-1])
+            of_tensors, *others = backward(ctx, grads[:count], *grads[count:])
+            ctx.needs_input_grad = needed
+            return *of_tensors, *others, None
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            args = [a if a is not None else b for a, b in zip(ctx.saved_tensors, ctx.rest, strict=True)][:-1]
+            follows = ctx.count if of_list else linear
+            for i, tangent in enumerate(tangents[:-1]):
+                if i < follows and isinstance(args[i], torch.Tensor):
+                    args[i] = torch.zeros_like(args[i]) if tangent is None else tangent.contiguous()
+                elif tangent is not None:
+                    argument = names[max(i - ctx.count + 1, 0)] if of_list else names[i]
+                    raise NotImplementedError(
+                        f"packing_ops::{name} has no forward-mode derivative with respect to {argument}"
+                    )
+            if of_list:
+                args = [args[: ctx.count], *args[ctx.count :]]
+            output = op(*args)
+            if of_list:
+                output = (*output[0], *output[1:]) if several else tuple(output)
+            one = isinstance(output, torch.Tensor)
+            found = [t if t.is_floating_point() or t.is_complex() else None for t in ([output] if one else output)]
+            return found[0] if one else tuple(found)
+
+    def recorded(call, keyset, args):
+        if not of_list:
+            return Recorded.apply(*args, (call, keyset, None))
+        count = len(args[0])
+        flat = Recorded.apply(*args[0], *args[1:], (call, keyset, count))
+        return (list(flat[:count]), *flat[count:]) if several else list(flat)
+
+    def autograd(keyset, *args):
+        args += defaults[len(args) :]  # torch strips what equals its default
+        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or in_forward_mode():
+            if not torch._C._are_functorch_transforms_active():
+                return recorded(below, keyset, args)
+            # The dispatcher has come to one level of torch.func: this is its autograd, as the ops of torch have it.
+            with torch._functorch.utils.enable_single_level_autograd_function():
+                return recorded(below_level, keyset, args)
+        return below(keyset, *args)
+
+    Recorded.__name__ = Recorded.__qualname__ = f"{name}_backward"
+    _registrations.impl(name, autograd, "Autograd", with_keyset=True)
+
+
+def register_no_autograd(name: str, of: str) -> None:
+    """The op computes the gradient of the op ``of``, and has none itself: whoever asks for one gets an error."""
+
+    def setup_context(ctx, inputs, output):
+        pass
+
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"packing_ops::{of} has no second derivative (packing_ops::{name} has no gradient)")
+
+    register_autograd(name, backward, setup_context=setup_context)

@@ -1,0 +1,259 @@
+"""The cache of what the layers of a model share about a batch: cu_seqlens of dense rows, layouts, attention plans.
+
+Entries are kept with a cu_seqlens tensor: in its PackedMetadata, or for as long as the tensor lives. An entry is used
+only for the values that it was made from. Torch counts the writes that it sees (``_version``), but not those of
+dist.broadcast, recv, ``.data``, NumPy or DLPack, so the values are compared before an entry is used again: on the CPU
+at once, on CUDA by a kernel that reports through the fault flag.
+"""
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from packing_ops._runtime import gate
+from packing_ops._runtime.checks import check_unchanged
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    """Whether results may be kept: False in a trace, for fake tensors and those of torch.func, and while a CUDA graph is
+    captured, whose replays may have other values."""
+    return not (
+        torch.compiler.is_compiling()
+        or type(tensor) is not torch.Tensor
+        or (torch._C._len_torch_dispatch_stack() and _traced())
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())  # is_captured, without a call: each layer asks
+    )
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured, in which the host can read no values."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _traced() -> bool:
+    """Whether a dispatch mode makes results fake. Modes that only observe, such as profilers, do not."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Hides ops from modes that observe. What is computed once for several layers must not be among the ops of one: selective
+    checkpointing takes each op of a layer's recomputation for the same one of its forward."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def _stream(tensor: torch.Tensor) -> int:
+    """The current stream, 0 on the CPU. An entry is for one stream: a kernel on another would not wait for it."""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
+
+
+# --- cu_seqlens of a dense batch ---
+
+
+def cu_seqlens_of_rows(rows: int, seqlen: int, device: torch.device) -> torch.Tensor:
+    """int32 ``[rows + 1]``: every row of a dense batch is a document."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device) * seqlen
+
+
+def dense_cu_seqlens(batch: int, seqlen: int, like: torch.Tensor, name: str) -> torch.Tensor:
+    """int32 ``[batch + 1]`` of equal rows, on the device of ``like``: the same tensor in every call, so that layers share
+    a plan."""
+    if batch * seqlen >= 2**31:
+        raise ValueError(f"{name}: expected batch * seqlen below 2**31, got batch {batch} and seqlen {seqlen}")
+    if is_real(like):
+        return _kept_cu_seqlens(batch, seqlen, like.device, _stream(like))
+    return cu_seqlens_of_rows(batch, seqlen, like.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_cu_seqlens(batch, seqlen, device, stream):
+    with torch.inference_mode(False):  # the next call may train
+        return cu_seqlens_of_rows(batch, seqlen, device)
+
+
+# --- what the layers of a model share about a batch ---
+
+MOST_KEPT = 8  # entries of one tensor: its plans by geometry, its layouts
+
+
+class BatchCache:
+    """The entries of one cu_seqlens tensor, by key, the oldest first. PackedMetadata holds one.
+
+    Copies and pickles of it are empty.
+    """
+
+    __slots__ = ("entries", "state")
+
+    def __init__(self):
+        self.state, self.entries = None, {}
+
+    def __reduce__(self):
+        return BatchCache, ()
+
+    def entries_at(self, version: int) -> dict:
+        """The entries, none of which is older than the last write that torch has seen, or than the last fault."""
+        state = version, _forgotten
+        if self.state != state:
+            self.state, self.entries = state, {}
+        return self.entries
+
+
+class _TensorCache(BatchCache):
+    """The entries of cu_seqlens that come without a PackedMetadata; dropped when the tensor is freed."""
+
+    __slots__ = ("first",)
+
+    def __init__(self, first):
+        super().__init__()
+        tensor_id = id(first)
+        self.first = weakref.ref(first, lambda _, caches=_tensor_caches: caches.pop(tensor_id, None))
+
+
+_tensor_caches: dict[int, _TensorCache] = {}  # by id of the tensor
+_forgotten = 0  # how often forget() was called
+
+
+def _cache_of(first: torch.Tensor) -> BatchCache:
+    cache = _tensor_caches.get(id(first))
+    if cache is None or cache.first() is not first:
+        cache = _tensor_caches[id(first)] = _TensorCache(first)
+    return cache
+
+
+class _Entry:
+    __slots__ = ("layer", "made", "others", "state", "values", "version")
+
+    def __init__(self, made, others, state, values):
+        self.made, self.others, self.state, self.values, self.layer = made, others, state, values, None
+        self.version = _version(made)
+
+    def is_of(self, others, state):
+        if self.state != state or self.version != _version(self.made):
+            return False
+        return all(map(operator.is_, [reference() for reference in self.others], others))
+
+
+def _version(made) -> int:
+    return made._version if isinstance(made, torch.Tensor) else 0
+
+
+def kept_with(
+    tensors: Sequence[torch.Tensor],
+    key: tuple,
+    make: Callable[[], object],
+    *,
+    layer: int | None = None,
+    checked_by_kernel: bool = False,
+    cache: BatchCache | None = None,
+) -> Any:
+    """``make()``, or its earlier result for ``key`` if these very tensors still have the same values.
+
+    On the CPU changed values are seen at once, and ``make`` is called again. On CUDA nothing waits for the comparison:
+    changed values raise in a later call, and this call returns the result of the old ones.
+
+    The result is kept in ``cache``, or without one as long as ``tensors[0]`` lives; it must hold no reference to that
+    tensor. A result that was written into is made again.
+
+    Args:
+        layer: number of the calling layer. A call of layer n + 1 right after one of layer n is taken to be in the same
+            forward, where the values are not compared again. Leave it out where layers of several batches run in turn.
+        checked_by_kernel: the kernel that uses the result compares the values itself, as attention does with its plan.
+        cache: that of the PackedMetadata that ``tensors[0]`` belongs to.
+
+    Raises:
+        ValueError: on CUDA, in a later call: values changed unseen by torch. All entries are dropped.
+    """
+    first, *others = tensors
+    if not is_real(first):
+        return make()
+    for tensor in tensors:
+        if tensor.is_inference():  # it has no version
+            return make()
+    entries = (_cache_of(first) if cache is None else cache).entries_at(first._version)
+    state = [tensor._version for tensor in others]
+    if first.is_cuda:
+        state.append(_stream(first))
+    entry = entries.get(key)
+    if entry is not None and entry.is_of(others, state):
+        follows = layer is not None and entry.layer is not None and layer == entry.layer + 1
+        entry.layer = layer
+        if checked_by_kernel or follows or _unchanged(tensors, entry.values):
+            return entry.made
+    with torch.inference_mode(False), torch.no_grad(), unseen():  # the next call may train
+        values = None if checked_by_kernel else [tensor.clone() for tensor in tensors]
+        made = make()
+    entries.pop(key, None)
+    while len(entries) >= MOST_KEPT:
+        entries.pop(next(iter(entries)))
+    entries[key] = entry = _Entry(made, [weakref.ref(tensor) for tensor in others], state, values)
+    entry.layer = layer
+    return made
+
+
+def _unchanged(tensors, values) -> bool:
+    """On CUDA always True: a change is a fault of a later call, so that nothing waits for the comparison."""
+    with unseen():
+        if not tensors[0].is_cuda:
+            return all(map(torch.equal, tensors, values))
+        try:
+            for tensor, value in zip(tensors, values, strict=True):
+                check_unchanged(tensor, value)
+        except ValueError:
+            forget()
+            raise
+        return True
+
+
+def forget() -> None:
+    """Drop all entries: after a fault it is not known which of them is wrong."""
+    global _forgotten
+    _forgotten += 1  # entries_at then drops those of each PackedMetadata
+    _tensor_caches.clear()
+
+
+# --- the plan of a batch ---
+
+
+def plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache: BatchCache | None = None) -> torch.Tensor | None:
+    """The plan of an attention call; None on the CPU, and for shapes that the op itself refuses with a message."""
+    if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and q.is_cuda):
+        return None
+    if q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] == 1:
+        (_, num_heads, total_q, head_dim), (_, num_kv_heads, total_k, _) = q.shape, k.shape
+    elif q.dim() == k.dim() == 3:
+        (total_q, num_heads, head_dim), (total_k, num_kv_heads, _) = q.shape, k.shape
+    else:
+        return None
+    head_dim_v = v.shape[-1] if v.dim() else 0
+    if num_kv_heads == 0 or num_heads % num_kv_heads or not (0 < head_dim <= 512 and 0 < head_dim_v <= 512):
+        return None
+    if options.paths is not None:
+        total_k = options.paths.row_of_key.shape[0]
+    mask = options.causal, *options.window_size
+    geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, *mask, head_dim_v)
+    return plan_of(cu_seqlens_q, cu_seqlens_k, geometry, cache, visible_end=options.visible_end)
+
+
+def plan_of(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tuple, cache: BatchCache | None = None, *,
+    visible_end: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The plan: made for the first layer with this geometry, kept with cu_seqlens for the others."""
+    same = cu_seqlens_k is cu_seqlens_q
+    tensors = (cu_seqlens_q,) if same else (cu_seqlens_q, cu_seqlens_k)
+    if visible_end is not None:
+        tensors += (visible_end,)
+    return kept_with(
+        tensors,
+        ("plan", same, visible_end is None, geometry),
+        lambda: gate.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry, visible_end),
+        checked_by_kernel=True,
+        cache=cache,
+    )

@@ -1,0 +1,475 @@
+"""Attention over packed documents: each one attends to itself alone.
+
+q is ``[total_q, num_q_heads, head_dim]``, k and v are ``[total_k, num_kv_heads, head_dim]``, v and out with a head_dim
+of their own; document ``i`` owns rows ``cu_seqlens[i] : cu_seqlens[i + 1]``. Scores are ``softmax_scale * q.k``, then ``softcap * tanh(score / softcap)``.
+With n queries and m keys in a document, query i stands at key i + m - n and sees the keys from ``left`` before to
+``right`` after that position (-1: all; causal: right is 0).
+
+What holds on every device:
+    A document's out, lse and gradients are the same to the bit alone or in any pack, and from run to run.
+    NaN or Inf in a document stays in it. Inside it, a key reaches only the rows that see it, and a row only the keys
+    that it sees.
+In the half types on a GPU, NaN and Inf spread by blocks of 128, counted from the document's start, since 0 * NaN is added for
+hidden pairs. A key also reaches rows less than 192 rows from one that sees some key of its block, and a row reaches keys
+likewise. Under a causal mask over as many keys as queries, rows before key // 128 * 128 - 191 stay clean. lse is exact.
+    Memory grows with the tokens, never with their square.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, overload
+
+import torch
+
+from packing_ops._runtime import batch_cache, gate
+from packing_ops._runtime.arguments import (
+    FLOATS,
+    Layout,
+    check_tensor,
+    layout_of,
+    refuse_beside,
+    refuse_misplaced,
+    sum_dtype,
+    wide_sinks,
+    window_sides,
+    without_batch,
+)
+from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+from packing_ops.varlen.paged_attention import attend_pages, pages_of
+from packing_ops.varlen.prefix_attention import PrefixPaths, kept_paths, of_tree, rows_of_tree, token_major
+
+# By device. Float64 has no CUDA kernel.
+DTYPES = {"cpu": FLOATS, "cuda": tuple(dtype for dtype in FLOATS if dtype != torch.float64)}
+
+
+class AttentionOptions(NamedTuple):
+    """The options of an attention call, under varlen_attention's names. Inside the package they travel in this one value.
+
+    Public functions and hosts make it by checked_options. What is computed from an option is in this module: attend, of_heads
+    and the methods, which give the arguments of the ops.
+    """
+
+    causal: bool = True
+    softmax_scale: float | None = None
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    visible_end: torch.Tensor | None = None
+    paths: PrefixPaths | None = None  # of a prefix tree: cu_seqlens_q are its segments, cu_seqlens_k those of the paths
+
+    def arguments(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
+        """From sinks on, what varlen_attention's op and its backward take."""
+        return self.sinks, self.causal, self.softmax_scale, *self.window_size, self.softcap, plan, self.visible_end
+
+    def arguments_of_pages(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
+        """From sinks on, what paged_attention's op takes."""
+        return self.sinks, self.causal, self.softmax_scale, *self.window_size, self.softcap, plan
+
+    def arguments_of_tree(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
+        """After the tensors of the tree, what prefix_attention's op and its backward take: a tree is causal."""
+        return self.softmax_scale, self.window_size[0], self.softcap, plan
+
+
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
+    *misplaced: NoReturn,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
+    parents: torch.Tensor | PrefixPaths | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    layout: Layout | None = None,
+) -> torch.Tensor: ...
+@overload
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
+    *misplaced: NoReturn,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
+    parents: torch.Tensor | PrefixPaths | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    layout: Layout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
+    *misplaced: NoReturn,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
+    parents: torch.Tensor | PrefixPaths | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    return_lse: bool = False,
+    layout: Layout | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention inside each document of a packed row. Differentiable in q, k, v, sinks and through lse.
+
+    Args:
+        q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 512. Any strides
+            with a contiguous last dimension (a view into a fused QKV projection, say), no copy is made. CUDA: no
+            float64, head_dim of the half types in multiples of 8, their rows on 16 bytes (else one copy).
+            Or with a batch of 1, see ``layout``.
+        k: ``[total_k, num_kv_heads, head_dim]``, in the layout and the dtype of q; num_kv_heads divides num_q_heads
+            (GQA, MQA).
+        v: like k, but its head_dim may be another one, 1 to 512 (192 and 128 in multi-head latent attention). No
+            copy is made for it. CUDA, half types: a multiple of 8.
+        cu_seqlens_q: PackedMetadata of q's row, or its cu_seqlens, int32 ``[num_documents + 1]`` (int64 is copied in each
+            call); zero-length documents may stand anywhere.
+        cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
+        causal: a query sees no key after its own position.
+        softmax_scale: without it ``head_dim ** -0.5``.
+        window_size: (left, right), how many keys are seen before and after its own position, -1 for all. A causal
+            window of w keys, its own included, is ``(w - 1, 0)``.
+        softcap: bound of the scores, 0 or inf for none.
+        sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
+        plan: from attention_plan for these lengths and heads; without it one is made, and kept in the PackedMetadata or
+            with cu_seqlens, so that layers called with the same ones share it.
+        visible_end: int32 ``[total_q]``, for each query the end of the keys that it sees, counted in keys of its document:
+            it takes the place of the causal limit. In each document: above the position of the query (key i + m - n, at
+            the top), not decreasing, at most the number of keys. Values at padding are ignored. The left window cuts as ever; a right one, or ``causal=False``, contradicts it. So one call serves
+            image blocks inside causal text, prefixes, documents that see all of themselves beside causal ones
+            (visible_end_from_blocks, visible_end_from_prefix_lengths, visible_end_from_causal make it). Without it that
+            of the PackedMetadata, where ``cu_seqlens_k`` is left out or is the same one.
+        parents: int32 ``[num_segments]``: cu_seqlens_q are the segments of a prefix tree (pack_prefix_tree), and this is
+            each one's parent, -1 for a root. A token sees the tokens of its segment's ancestors, then its own segment up
+            to itself; windows count along that path. k and v are gathered along the paths, which are found once for a
+            tree. A tensor on CUDA is read on the host, which waits. PackedMetadata.from_prefix_tree in place of
+            cu_seqlens_q does not wait, nor do its ``paths`` here. Causal, without ``cu_seqlens_k``.
+        block_table: int32 ``[num_documents, pages]``: k and v are pages, ``[num_pages, page_size, num_kv_heads, head_dim]``,
+            page_size a multiple of 128 (any, where a document has one page), and these are the pages of each document.
+            Forward only, without ``cu_seqlens_k``, ``visible_end`` and ``parents``. docs/pages.md.
+        seqused_k: int32 ``[num_documents]``, the keys of each document, beside ``block_table``. Rows after them are not read.
+        return_lse: also return the log of each denominator, sink included.
+        layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
+            models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three
+            dimensions are thd. Four are bhsd where q has more heads than k and as many tokens; elsewhere they may be
+            either, and the layout must be named.
+
+    Returns:
+        out like q with v's head_dim, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64
+        for float64). In the layouts with a batch out is ``[1, total_q, num_q_heads, head_dim of v]``, and gradients have
+        its memory order.
+        Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
+        and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. A row's out and
+        lse depend, to the bit, on the keys that it sees: a prefix of its document that has them and a chunk of its
+        queries give the same. No synchronisation.
+        Work: 2 * (head_dim + head_dim of v) operations per visible pair of query and key and head, in backward
+        6 * head_dim + 4 * head_dim of v (in documents of more than 4096 keys 8 and 6). register_flop_formulas lets
+        torch's FlopCounterMode count these, 6 and 4 in backward, document by document, which synchronises; fake tensors
+        count as one document.
+
+    Example:
+        >>> q = k = torch.zeros(3, 1, 2)
+        >>> v = torch.tensor([[[1.0, 2.0]], [[5.0, 6.0]], [[7.0, 8.0]]])
+        >>> varlen_attention(q, k, v, torch.tensor([0, 2, 3], dtype=torch.int32)).tolist()
+        [[[1.0, 2.0]], [[3.0, 4.0]], [[7.0, 8.0]]]
+
+        The first document's tokens see both of each other:
+
+        >>> cu_seqlens, visible_end = torch.tensor([[0, 2, 3, 3], [2, 2, 1, 0]], dtype=torch.int32)
+        >>> varlen_attention(q, k, v, cu_seqlens, visible_end=visible_end[:3]).tolist()
+        [[[3.0, 4.0]], [[3.0, 4.0]], [[7.0, 8.0]]]
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, four dimensions that may be either layout, cu_seqlens that
+            do not start at 0, decrease or end past the rows, causal with keys to the right, visible_end beside
+            ``causal=False`` or a right window. The message names the argument. Values of visible_end that are too small,
+            too large or decrease too: on CUDA in a later call, and then the results are zeros. The same for
+            seqused_k larger than the table allows, and for page numbers outside k, where another page is read.
+        TypeError: an option by position, as flash-attn's max_seqlen_q.
+        NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp); any
+            derivative with block_table.
+
+    Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
+    """
+    refuse_misplaced(misplaced)
+    options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
+    if (pages := pages_of(block_table, seqused_k, cu_seqlens_k=cu_seqlens_k, parents=parents)) is not None:
+        out, lse = attend_pages(q, k, v, cu_seqlens_q, pages, options, plan=plan, layout=layout)
+        return (out, lse) if return_lse else out
+    check_tensor(q, "q")
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan=plan, layout=layout, parents=parents)
+    return (out, lse) if return_lse else out
+
+
+def checked_options(
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    visible_end: torch.Tensor | None = None,
+) -> AttentionOptions:
+    """AttentionOptions whose window_size is a pair and whose sinks are float32 or float64."""
+    if sinks is not None:
+        sinks = wide_sinks(sinks)
+    return AttentionOptions(causal, softmax_scale, window_sides(window_size), softcap, sinks, visible_end)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor,
+    options: AttentionOptions,
+    *,
+    plan: torch.Tensor | None = None,
+    layout: str | None = None,
+    parents: torch.Tensor | PrefixPaths | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """varlen_attention of a tensor q and of options that are checked: (out, lse)."""
+    if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_q, PackedMetadata):
+        if options.visible_end is None and cu_seqlens_q.visible_end is not None:
+            options = options._replace(visible_end=cu_seqlens_q.visible_end)
+        if cu_seqlens_q.paths is not None:
+            options = options._replace(paths=cu_seqlens_q.paths)
+    cache = None
+    tokens_first = (layout or q.dim() == 4) and layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"
+    if tokens_first:
+        q, k, v = (without_batch(t, name) for name, t in (("q", q), ("k", k), ("v", v)))
+    if not (isinstance(cu_seqlens_q, torch.Tensor) and isinstance(cu_seqlens_k, torch.Tensor)):
+        cu_seqlens_q, cu_seqlens_k, cache = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
+    if parents is not None or options.paths is not None:
+        if cu_seqlens_k is not cu_seqlens_q:
+            raise ValueError("cu_seqlens_k: expected None beside a prefix tree, whose segments are those of q and of k")
+        options, cu_seqlens_k = of_tree(rows_of_tree(q, k, v), cu_seqlens_q, options, parents, cache)
+    if plan is None:
+        plan = batch_cache.plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache)
+    try:
+        out, lse = attention_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan)
+    except ValueError:
+        batch_cache.forget()  # it may be of a plan that was kept while its cu_seqlens changed
+        raise
+    return (out[None] if tokens_first else out), lse
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    options: AttentionOptions,
+    plan: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op: (out, lse)."""
+    if (paths := options.paths) is not None:
+        tree = paths.cu_seqlens, options.sinks, *paths.tensors[1:]
+        return gate.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
+    return gate.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *options.arguments(plan))
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    saved: Sequence[torch.Tensor],
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    options: AttentionOptions,
+    plan: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The op's backward: (dq, dk, dv, dsinks). ``saved``: q, k, v, out and lse."""
+    if (paths := options.paths) is not None:
+        tree = paths.cu_seqlens, options.sinks, *paths.tensors[1:]
+        return gate.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
+    return gate.varlen_attention_backward(dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, *options.arguments(plan))
+
+
+def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:
+    """The options for some of the query heads."""
+    return options if options.sinks is None else options._replace(sinks=options.sinks[heads])
+
+
+def without_metadata(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    documents_q: PackedMetadata | torch.Tensor,
+    documents_k: PackedMetadata | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, batch_cache.BatchCache | None]:
+    """cu_seqlens of q and of k, and the cache of q's PackedMetadata."""
+    check_tensor(k, "k")
+    for name, documents in (("cu_seqlens_q", documents_q), ("cu_seqlens_k", documents_k)):
+        if isinstance(documents, int):
+            raise TypeError(
+                f"{name}: expected PackedMetadata or its cu_seqlens, got {documents} (int): varlen_attention takes no "
+                "max_seqlen, leave it out (flash_attn_varlen_func takes flash-attn's arguments)"
+            )
+    total_q, total_k = (rows.shape[2] if rows.dim() == 4 else rows.shape[:1].numel() for rows in (q, k))
+    same = documents_k is documents_q and total_k == total_q
+    cu_seqlens_q = cu_seqlens_of(documents_q, total_q, like="q", name="cu_seqlens_q", tree=same)
+    cu_seqlens_k = cu_seqlens_q if same else cu_seqlens_of(documents_k, total_k, like="k", name="cu_seqlens_k")
+    return cu_seqlens_q, cu_seqlens_k, documents_q._cache if isinstance(documents_q, PackedMetadata) else None
+
+
+def attention_plan(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    total_q: int,
+    total_k: int | None = None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    head_dim_v: int | None = None,
+    visible_end: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    parents: torch.Tensor | PrefixPaths | None = None,
+) -> torch.Tensor:
+    """The work list of a packed batch on a GPU: made once, used by the forward and backward of every layer.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k, causal, window_size, visible_end: as varlen_attention.
+        total_q, total_k: rows of q and of k; without total_k those of q.
+        num_heads, num_kv_heads, head_dim: of the calls that will use it.
+        head_dim_v: head_dim of their v, where it is another than that of q and k.
+        seqused_k: for calls with a block_table, whose values do not matter; then pass total_k = pages * page_size.
+        parents: of a prefix tree, whose segments cu_seqlens_q has; total_k is then not read.
+
+    Returns:
+        int32, its size independent of the lengths; empty on the CPU. One kernel, no synchronisation. A plan is valid
+        only for the values of cu_seqlens and visible_end that it was made from: make it again when they change (for a
+        CUDA graph, capture this call too). Each forward and backward compares cu_seqlens with its copy, each forward
+        visible_end; other values are a ValueError in a later call.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
+        >>> attention_plan(cu_seqlens, total_q=3, num_heads=4, num_kv_heads=2, head_dim=64).shape
+        torch.Size([0])
+
+    Raises:
+        ValueError: cu_seqlens, visible_end or heads that do not fit; the message names the argument.
+    """
+    if parents is not None:
+        refuse_beside("parents", cu_seqlens_k=cu_seqlens_k, visible_end=visible_end, seqused_k=seqused_k)
+        paths = kept_paths(cu_seqlens_q, parents, total_q, None)
+        cu_seqlens_k, total_k = (paths.cu_seqlens, paths.row_of_key.shape[0]) if paths.shares else (None, None)
+    total_k = total_q if total_k is None else total_k
+    geometry = total_q, total_k, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size), head_dim_v
+    if seqused_k is not None:
+        refuse_beside("seqused_k", cu_seqlens_k=cu_seqlens_k, visible_end=visible_end)
+        return gate.paged_attention_plan(cu_seqlens_q, seqused_k, *geometry)
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    return gate.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry, visible_end)
+
+
+# --- registration: shapes for torch.compile, gradients ---
+
+
+def _plan_size(total_q: int, total_k: int, documents: int, group: int, visible_end: bool = False) -> int:
+    """attention_plan_size of csrc/ops/attention/attention.h."""
+    cu_seqlens = (2 * (documents + 1) + 7) // 8
+    entries = 8 * (cu_seqlens + total_q * (group + 1) // 32 + total_k // 32 + 6 * documents)
+    return 16 + entries + (total_q + total_k if visible_end else 0)
+
+
+@gate.register_fake("attention_plan")
+def _(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    total_q: int,
+    total_k: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    causal: bool,
+    left: int,
+    right: int,
+    head_dim_v: int | None = None,
+    visible_end: torch.Tensor | None = None,
+) -> torch.Tensor:
+    size = 0
+    if cu_seqlens_q.device.type == "cuda":
+        sizes = total_q, total_k, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads
+        size = _plan_size(*sizes, visible_end is not None)
+    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
+
+
+@gate.register_fake("paged_attention_plan")
+def _(cu_seqlens_q: torch.Tensor, seqused_k: torch.Tensor, total_q: int, *others: Any) -> torch.Tensor:
+    _, num_heads, num_kv_heads, *_ = others
+    size = 0
+    if cu_seqlens_q.device.type == "cuda":
+        size = 4 + _plan_size(total_q, 0, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads)
+    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
+
+
+def _out_and_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    out = q.new_empty((*token_major(q).shape[:-1], v.shape[-1]))
+    return out, q.new_empty(out.shape[-3:-1][::-1], dtype=sum_dtype(q.dtype))
+
+
+def _gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *others: Any,
+) -> tuple[torch.Tensor, ...]:
+    sinks = others[2]
+    dq, dk, dv = (token_major(t.new_empty(token_major(t).shape)) for t in (q, k, v))
+    return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=sum_dtype(q.dtype))
+
+
+gate.register_fake("paged_attention")(_out_and_lse)
+for _op in ("varlen_attention", "prefix_attention"):
+    gate.register_fake(_op)(_out_and_lse)
+    gate.register_fake(f"{_op}_backward")(_gradients)
+
+
+def _varlen_attention_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan, visible_end = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan, visible_end)
+
+
+def _varlen_attention_backward(
+    ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    *inputs, sinks, plan, visible_end = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(inputs[3])
+    dq, dk, dv, dsinks = past_autograd(
+        gate.varlen_attention_backward, dout, dlse, *inputs, sinks, *ctx.options, plan, visible_end
+    )
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(7 * [None])
+
+
+register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)
+register_no_autograd("varlen_attention_backward", of="varlen_attention")

@@ -1,0 +1,267 @@
+"""Attention over prefix trees: samples that share a prefix, whose shared tokens stand in the row once.
+
+A tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then its own.
+k and v are gathered along the paths, and varlen_attention's kernels run on them: queries of a segment are the last ones of a
+document. A row's out and lse depend on the keys that it sees alone. Gradients of a document's last queries do not depend on
+how many of them a call has. So sharing changes no bit of out and lse, nor of the gradients of rows that one sample alone
+holds. dk and dv of a shared row are sums over the segments that see it, in their order.
+
+The gathered k and v are not kept for the backward, which gathers them again.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import check_tensor, described
+from packing_ops._runtime.autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime.batch_cache import BatchCache, is_captured, is_real, kept_with
+from packing_ops._runtime.checks import check_unchanged
+
+if TYPE_CHECKING:
+    from packing_ops.varlen.attention import AttentionOptions
+
+
+class PrefixPaths(NamedTuple):
+    """The paths of a tree's segments, one after the other: which rows of k and v they hold. int32, on the device of k.
+
+    Attributes:
+        segments: ``[num_segments + 1]``, the tree's cu_seqlens that the paths are of.
+        cu_seqlens: ``[num_segments + 1]``, where each path starts in ``row_of_key``.
+        row_of_key: ``[paths]``.
+        key_offsets: ``[total + 1]``; the keys of row ``r`` are ``keys_of_row[key_offsets[r] : key_offsets[r + 1]]``.
+        keys_of_row: ``[paths]``.
+        shares: whether a segment has a parent. Without, the segments are documents, and attention gathers nothing.
+    """
+
+    segments: torch.Tensor
+    cu_seqlens: torch.Tensor
+    row_of_key: torch.Tensor
+    key_offsets: torch.Tensor
+    keys_of_row: torch.Tensor
+    shares: bool = True
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.cu_seqlens, self.row_of_key, self.key_offsets, self.keys_of_row
+
+    def padded(self, total: int) -> "PrefixPaths":
+        """Of the same tree in a row of ``total`` slots."""
+        more = total + 1 - self.key_offsets.shape[0]
+        last = self.key_offsets[-1:].expand(more)
+        return self._replace(key_offsets=torch.cat([self.key_offsets, last]))
+
+    def to(self, device: torch.device | str | None) -> "PrefixPaths":
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            target = torch.device(device or tensor.device)
+            return tensor.to(target, non_blocking=target.type != "cpu")
+
+        cu_seqlens, row_of_key, key_offsets, keys_of_row = map(move, self.tensors)
+        return PrefixPaths(move(self.segments), cu_seqlens, row_of_key, key_offsets, keys_of_row, self.shares)
+
+
+def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
+    """The paths of a tree's segments. Tensors on CUDA are copied to the host, which waits for them.
+
+    Args:
+        cu_seqlens: int32 ``[num_segments + 1]``; a segment with children has a multiple of 128 tokens.
+        parents: int32 ``[num_segments]``, the index of an earlier segment, -1 for a root; segments are in depth-first order.
+        total: rows, those after the last segment included.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 128, 130, 131], dtype=torch.int32)
+        >>> paths = prefix_paths(cu_seqlens, torch.tensor([-1, 0, 0], dtype=torch.int32), 131)
+        >>> paths.cu_seqlens.tolist(), paths.row_of_key[128 + 128 :].tolist()[:4], paths.row_of_key[-1:].tolist()
+        ([0, 128, 258, 387], [128, 129, 0, 1], [130])
+
+    Raises:
+        ValueError: segments or parents that are no tree in this form; the message names the argument.
+    """
+    path_cu_seqlens, row_of_key, key_offsets, keys_of_row = gate.prefix_paths(cu_seqlens, parents, total)
+    shares = torch.compiler.is_compiling() or bool((parents >= 0).any())
+    return PrefixPaths(cu_seqlens.clone(), path_cu_seqlens, row_of_key, key_offsets, keys_of_row, shares)
+
+
+def paths_of_rows(
+    segments: torch.Tensor, cu_seqlens: torch.Tensor, row_of_key: torch.Tensor, total: int
+) -> PrefixPaths:
+    """The paths of a library that finds their rows itself. No synchronisation.
+
+    Args:
+        segments: int32 ``[num_segments + 1]``, the tree's cu_seqlens.
+        cu_seqlens: int32 ``[num_segments + 1]``, where each path starts in ``row_of_key``.
+        row_of_key: integer ``[paths]``.
+        total: rows of k and v.
+
+    Example:
+        >>> segments, cu_seqlens = torch.tensor([[0, 2, 3], [0, 2, 5]], dtype=torch.int32)
+        >>> paths = paths_of_rows(segments, cu_seqlens, torch.tensor([0, 1, 0, 1, 2]), 3)
+        >>> paths.key_offsets.tolist(), paths.keys_of_row.tolist()
+        ([0, 2, 4, 5], [0, 2, 1, 3, 4])
+    """
+    in_order, keys_of_row = row_of_key.sort(stable=True)
+    key_offsets = torch.searchsorted(in_order, torch.arange(total + 1, device=row_of_key.device))
+    return PrefixPaths(segments.clone(), cu_seqlens, row_of_key.int(), key_offsets.int(), keys_of_row.int())
+
+
+def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
+    """int64 ``[total]``: each row's distance from its root; the rows after the last segment count from 0."""
+    cu_seqlens = paths.segments
+    before = F.pad(paths.cu_seqlens.diff() - cu_seqlens.diff(), (0, 1))  # 0 behind the last segment
+    segment = gate.seq_idx_from_cu_seqlens(cu_seqlens, total)
+    return gate.position_ids_from_cu_seqlens(cu_seqlens, total) + before.index_select(0, segment)
+
+
+def check_same(values: torch.Tensor, expected: torch.Tensor, wanted: str) -> None:
+    """ValueError where values differ: on the CPU at once, on CUDA in a later call, in a graph never. wanted: as check_unchanged."""
+    if is_real(values):
+        check_unchanged(values, expected, wanted)
+
+
+def kept_paths(
+    cu_seqlens: torch.Tensor, parents: torch.Tensor | PrefixPaths, total: int, cache: BatchCache | None
+) -> PrefixPaths:
+    """prefix_paths, once for the layers of a model; paths that have been found as they are."""
+    if isinstance(parents, PrefixPaths):
+        return parents
+    if is_captured(cu_seqlens):
+        raise ValueError(
+            "parents: expected PackedMetadata.from_prefix_tree in place of parents while a CUDA graph is captured, since "
+            "the host reads them"
+        )
+    key = ("paths", total)
+    return kept_with((cu_seqlens, parents), key, lambda: prefix_paths(cu_seqlens, parents, total), cache=cache)
+
+
+def rows_of_tree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """ValueError where k and v have not the rows of q, which are the tree's."""
+    axis = 2 if q.dim() == 4 else 0
+    rows = q.shape[axis] if q.dim() in (3, 4) else -1
+    for name, tensor in (("k", k), ("v", v)):
+        check_tensor(tensor, name)
+        if tensor.dim() != q.dim() or tensor.shape[axis] != rows:
+            raise ValueError(
+                f"{name}: expected the layout and the {rows} rows of q, which are the tree's, got {described(tensor)}"
+            )
+    return rows
+
+
+def of_tree(
+    rows: int,
+    cu_seqlens: torch.Tensor,
+    options: "AttentionOptions",
+    parents: torch.Tensor | PrefixPaths | None,
+    cache: BatchCache | None,
+) -> tuple["AttentionOptions", torch.Tensor]:
+    """The options with the paths of the call's tree, and the cu_seqlens of its keys. Segments that share nothing are documents.
+
+    parents: where the options have no paths of a PackedMetadata yet. ValueError for what a tree does not have.
+    """
+    if not options.causal or options.window_size[1] > 0:
+        given = f"causal={options.causal}, window_size={options.window_size}"
+        raise ValueError(f"causal, window_size: expected a causal call for a prefix tree, got {given}")
+    if options.visible_end is not None:
+        came = described(options.visible_end)
+        raise ValueError(f"visible_end: expected None beside a prefix tree, which is causal, got {came}")
+    if options.paths is not None and parents is not None:
+        raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
+    paths = options.paths if parents is None else parents
+    if isinstance(paths, PrefixPaths):
+        if paths.key_offsets.shape[0] != rows + 1:
+            raise ValueError(
+                f"parents: expected the paths of a tree of {rows} rows, got {paths.key_offsets.shape[0] - 1}"
+            )
+        check_same(cu_seqlens, paths.segments, "segments")
+    else:
+        check_tensor(paths, "parents")
+        paths = kept_paths(cu_seqlens, paths, rows, cache)  # type: ignore[arg-type]
+    if not paths.shares:
+        return options._replace(paths=None), cu_seqlens
+    return options._replace(paths=paths), paths.cu_seqlens
+
+
+# --- the op and its backward ---
+
+
+def token_major(rows: torch.Tensor) -> torch.Tensor:
+    """``[1, num_heads, total, head_dim]`` as ``[1, total, num_heads, head_dim]`` and back; three dimensions stay."""
+    return rows if rows.dim() == 3 else rows.transpose(1, 2)
+
+
+def _along_paths(rows: torch.Tensor, row_of_key: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0 if rows.dim() == 3 else 2, row_of_key)
+
+
+def _sum_by_row(grad: torch.Tensor, key_offsets: torch.Tensor, keys_of_row: torch.Tensor) -> torch.Tensor:
+    """Adds up the gradients of the keys of each row, in ascending order."""
+    by_token = token_major(grad)
+    flat = by_token.reshape(keys_of_row.shape[0], by_token.shape[-2] * by_token.shape[-1])
+    summed = F.embedding_bag(keys_of_row, flat, key_offsets, mode="sum", include_last_offset=True)
+    return token_major(summed.view(*by_token.shape[:-3], -1, *by_token.shape[-2:]))
+
+
+@on_its_own
+def _prefix_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *given: Any
+) -> tuple[torch.Tensor, ...]:
+    path_cu_seqlens, sinks, row_of_key, _, _, *options = given
+    k, v = _along_paths(k, row_of_key), _along_paths(v, row_of_key)
+    return gate.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *_as_varlen(sinks, *options))
+
+
+@on_its_own
+def _prefix_attention_backward(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
+) -> tuple[torch.Tensor, ...]:
+    out, lse, cu_seqlens, path_cu_seqlens, sinks, row_of_key, key_offsets, keys_of_row, *options = given
+    k, v = _along_paths(k, row_of_key), _along_paths(v, row_of_key)
+    dq, dk, dv, dsinks = gate.varlen_attention_backward(
+        dout, dlse, q, k, v, out, lse, cu_seqlens, path_cu_seqlens, *_as_varlen(sinks, *options)
+    )
+    dk, dv = (_sum_by_row(grad, key_offsets, keys_of_row) for grad in (dk, dv))
+    return dq, dk, dv, dsinks
+
+
+def _as_varlen(sinks: torch.Tensor | None, softmax_scale: float | None, left: int, *others: Any) -> tuple[Any, ...]:
+    """The options as varlen_attention's op takes them: causal, no window to the right, no visible_end.
+
+    others: softcap, the plan and what may follow it, the same in both ops; visible_end stands right after the plan.
+    """
+    return sinks, True, softmax_scale, left, -1, *others[:2], None, *others[2:]
+
+
+# --- registration: gradients; the shapes are those of varlen_attention, in attention.py ---
+
+_registrations = torch.library.Library("packing_ops", "IMPL")
+for _key in ("CPU", "CUDA"):
+    _registrations.impl("prefix_attention", _prefix_attention, _key)
+    _registrations.impl("prefix_attention_backward", _prefix_attention_backward, _key)
+
+
+@gate.register_fake("prefix_paths")
+def _(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> tuple[torch.Tensor, ...]:
+    paths = torch.library.get_ctx().new_dynamic_size()
+    sizes = cu_seqlens.shape[0], paths, total + 1, paths
+    return tuple(cu_seqlens.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    # after_plan: arguments that the op may get later; none so far
+    (q, k, v, *tree), (*ctx.options, plan), ctx.after_plan = inputs[:9], inputs[9:13], inputs[13:]
+    ctx.save_for_backward(q, k, v, *output, *tree, plan)
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    *inputs, plan = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(inputs[3])
+    options = *ctx.options, plan, *ctx.after_plan
+    dq, dk, dv, dsinks = past_autograd(gate.prefix_attention_backward, dout, dlse, *inputs, *options)
+    sinks, others = inputs[7], 3 + len(options)  # three tensors of the tree
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(others * [None])
+
+
+register_autograd("prefix_attention", _backward, setup_context=_context)
+register_no_autograd("prefix_attention_backward", of="prefix_attention")

@@ -1,0 +1,148 @@
+"""What tests of several families need: lengths, packed rows, comparisons."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Lengths with the edges that kernels trip over.
+lengths_strategy = st.lists(
+    st.one_of(st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65]), st.integers(0, 200)), min_size=0, max_size=12
+)
+
+MASK_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32]
+MASK_DTYPES += [torch.float64, torch.bfloat16, torch.float16]
+
+
+def cu_seqlens_of(lengths, device="cpu"):
+    """int32 cumulated lengths, by plain Python."""
+    cu_seqlens = [0]
+    for length in lengths:
+        cu_seqlens.append(cu_seqlens[-1] + length)
+    return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+
+
+def mask_of(kind, batch, seqlen, device="cpu"):
+    """int64 mask: padding right, left, on both sides, anywhere; some rows may be all padding."""
+    column = torch.arange(seqlen)[None]
+    first, second = torch.randint(0, seqlen + 1, (2, batch, 1)).sort(dim=0).values
+    real = {
+        "right": column < first,
+        "left": column >= first,
+        "both": (column >= first) & (column < second),
+        "holes": torch.rand(batch, seqlen) < 0.6,
+    }[kind]
+    return real.to(device, torch.int64)
+
+
+masks = st.tuples(
+    st.sampled_from(["right", "left", "both", "holes"]), st.integers(0, 5), st.integers(0, 40), st.integers(0, 999)
+)
+
+
+def drawn_mask(drawn, device):
+    kind, batch, seqlen, seed = drawn
+    torch.manual_seed(seed)
+    return mask_of(kind, batch, seqlen, device)
+
+
+def non_contiguous(tensor):
+    """The same values with a stride of 2 in the last dimension."""
+    return torch.stack([tensor, torch.zeros_like(tensor)], dim=-1)[..., 0]
+
+
+def captured(call, before=None):
+    """(a CUDA graph of ``call``, what its replays write). ``before``, or the call, runs once on another stream first; values
+    are not checked in a capture, where nothing can wait."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        (before or call)()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
+        patch.setenv("PACKING_OPS_CHECK", "0")
+        found = call()
+    return graph, found
+
+
+def assert_same(actual, expected):
+    """Bit-equal, with dtype, shape and device."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_error_within(actual, torch_low, oracle, factor=2.0, floor=0.0):
+    """Against an fp64 oracle, at most ``factor`` times the error that torch itself makes in that dtype."""
+    oracle = oracle.double()
+    ours = (actual.double() - oracle).abs().max().item() if actual.numel() else 0.0
+    theirs = (torch_low.double() - oracle).abs().max().item() if actual.numel() else 0.0
+    assert ours == ours, "NaN in the result"
+    assert ours <= factor * theirs + floor, f"error {ours:.3e}, torch's own {theirs:.3e}"
+
+
+def rows_of_products(call):
+    """The number of rows of each product that call() runs on the CPU, forward and backward; of those with one term, which add
+    nothing up, none: transformers 5.17 makes RoPE's angles by one."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as found:
+        call()
+    first = {
+        "aten::mm": 0,
+        "aten::bmm": 0,
+        "aten::addmm": 1,
+        "aten::addmm_": 1,
+        "aten::baddbmm": 1,
+        "aten::_grouped_mm": 0,
+    }
+    shapes = [event.input_shapes[first[event.name]] for event in found.events() if event.name in first]
+    return [shape[-2] for shape in shapes if shape[-1] > 1]
+
+
+def products_by_pairs(monkeypatch):
+    """torch.mm and torch.addmm as oneDNN has them for half types on a CPU with AMX: the last term of an odd row is paired with
+    the first of the row after it, times 0."""
+
+    def by_pairs(real, first):
+        def product(*given, **named):
+            found, x = real(*given, **named), given[first]
+            if x.is_cpu and x.element_size() == 2 and x.shape[1] % 2:
+                found[:-1] += 0 * x[1:, :1]
+            return found
+
+        return product
+
+    for name, first in (("mm", 0), ("addmm", 1)):
+        monkeypatch.setattr(torch, name, by_pairs(getattr(torch, name), first))
+
+
+def cpu_seconds(call, runs=3):
+    """The least time of this thread that ``call`` takes: compare it with another call's, never with a number."""
+    times = []
+    for _ in range(runs):
+        start = time.thread_time()
+        call()
+        times.append(time.thread_time() - start)
+    return min(times)
+
+
+def copy_of_package(folder):
+    """packing_ops and its library in another folder."""
+    package = folder / "packing_ops"
+    shutil.copytree(ROOT / "packing_ops", package, ignore=shutil.ignore_patterns("__pycache__"))
+    return package
+
+
+def pytest_of_its_own(tests, selected, before=(), **environment):
+    """What another pytest process printed, up to its first failure; ``before``: a command that runs it."""
+    command = [*before, sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", selected, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout

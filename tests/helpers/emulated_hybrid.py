@@ -1,0 +1,75 @@
+"""The CUDA kernels of causal_conv1d and gated_delta_rule on the CPU, as tests/helpers/emulated.py has those of attention."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from emulator.build import compiled
+
+from helpers.emulated import DTYPES, GPUS
+
+
+@functools.cache
+def library(headers: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(compiled(headers, "hybrid")))
+    loaded.emulated_conv.restype = loaded.emulated_scan.restype = ctypes.c_char_p
+    loaded.emulated_scan.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_void_p]
+    return loaded
+
+
+def _run(headers: Path, gpu: str, call: str, sizes: list[int], options: list[float], tensors: list) -> None:
+    code = library(headers)
+    code.emulator_configure(GPUS.index(gpu), True, 0)
+    numbers = (ctypes.c_int64 * len(sizes))(*map(int, sizes))
+    pointers = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
+    error = getattr(code, call)(numbers, *options, pointers)
+    if error:
+        raise RuntimeError(error.decode())
+
+
+def like(*tensors):
+    """Memory for their gradients, filled with what must not stay there."""
+    return [None if t is None else torch.full_like(t, torch.nan) for t in tensors]
+
+
+def conv(headers: Path, x, weight, bias, cu_seqlens, initial_state, dout, dfinal_state, *, silu: bool, gpu="sm_90"):
+    """out, final_state, and the gradients of x, weight, bias and initial_state."""
+    documents, (channels, width) = len(cu_seqlens) - 1, weight.shape
+    results = [*like(dout, dfinal_state, x, weight, bias, initial_state)]
+    sizes = [x.shape[0], documents, channels, width, silu, DTYPES[x.dtype]]
+    _run(
+        headers,
+        gpu,
+        "emulated_conv",
+        sizes,
+        [],
+        [cu_seqlens, x, weight, bias, initial_state, dout, dfinal_state, *results],
+    )
+    return results
+
+
+def scan(
+    headers: Path,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    cu_seqlens,
+    initial_state,
+    dout,
+    dfinal_state,
+    *,
+    l2norm: bool,
+    scale: float,
+    gpu="sm_90",
+):
+    """out, final_state, and the gradients of q, k, v, g, beta and initial_state; without dout the first two alone."""
+    documents, (total, k_heads, dim), (_, heads, dim_v) = len(cu_seqlens) - 1, q.shape, v.shape
+    final_state = q.new_full((documents, heads, dim, dim_v), torch.nan, dtype=torch.float32)
+    results = [*like(v), final_state, *(like(q, k, v, g, beta, initial_state) if dout is not None else [None] * 6)]
+    sizes = [total, documents, k_heads, heads, dim, dim_v, l2norm, DTYPES[q.dtype]]
+    inputs = [cu_seqlens, q, k, v, g, beta, initial_state, dout, dfinal_state]
+    _run(headers, gpu, "emulated_scan", sizes, [scale], [*inputs, *results])
+    return results

@@ -1,0 +1,116 @@
+"""Scripts in processes of their own, on the CPU, which do not import torch and transformers anew: forks of a server that has.
+
+The server starts with the first call, before it has any thread. It has none of packing_ops, and nothing of what tests have
+changed. multiprocessing's start method "forkserver" takes its processes from the same server, in scripts too.
+"""
+
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import types
+from multiprocessing import forkserver
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTED = [  # what is not installed is left out
+    "hypothesis",
+    "matplotlib.pyplot",
+    "megatron.core.models.gpt.gpt_model",
+    "pytest",
+    "rich.progress",
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "trl.trainer.sft_trainer",
+]
+# What libraries read when they are imported. Some ask for GPUs then, which forks could not use.
+SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+def start_server() -> None:
+    """Before any use of the start method "forkserver"; what runs already stays."""
+    kept = {name: os.environ.get(name) for name in SETTINGS}
+    os.environ.update(SETTINGS)
+    try:
+        multiprocessing.set_forkserver_preload(IMPORTED)
+        forkserver.ensure_running()
+    finally:
+        for name, value in kept.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def run(*command, folder: Path, **options) -> str:
+    """stdout of ``python *command``: a script and its arguments, or "-c" and code. It must end well.
+
+    Args:
+        folder: where what it prints is kept.
+        options: cwd and environment of the process, and paths: what is in front of sys.path instead of the repository.
+    """
+    return run_ranks(1, *command, folder=folder, **options)[0]
+
+
+def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
+    """The same in so many processes at once, told of each other as torchrun tells them."""
+    start_server()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    context, processes = multiprocessing.get_context("forkserver"), []
+    for rank in range(world_size):
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
+        told |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+        address = forkserver._forkserver._forkserver_address
+        environment = (told if world_size > 1 else {}) | options.get("environment", {})
+        arguments = [str(c) for c in command], rank, folder, address, {**options, "environment": environment}
+        processes.append(context.Process(target=_main, args=arguments))
+        processes[-1].start()
+    printed = []
+    for process in processes:
+        process.join(1200)  # a machine may be busy
+        if process.is_alive():
+            process.kill()
+    for rank, process in enumerate(processes):
+        out, err = ((folder / f"{name}_{rank}").read_text() for name in ("stdout", "stderr"))
+        assert process.exitcode == 0, f"exit code {process.exitcode}\n{out}\n{err}"
+        printed.append(out)
+    return printed
+
+
+def _main(command, rank, folder, address, options):
+    """In the process: becomes what ``python *command`` would be."""
+    gc.freeze()  # a collection need not visit, and so copy, what the server has imported
+    # By itself it would start a server of its own.
+    forkserver._forkserver._forkserver_address, forkserver._forkserver.ensure_running = address, lambda: None
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with open(folder / f"{name}_{rank}", "wb") as file:
+            os.dup2(file.fileno(), number)
+        setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
+    os.chdir(options.get("cwd", ROOT))
+    os.environ.update(options.get("environment", {}))
+    with contextlib.suppress(ImportError):
+        import torch
+
+        torch.set_num_threads(1)
+    own = {str(ROOT), *(str(ROOT / name) for name in ("tests", "benchmarks", "examples")), "", "."}
+    sys.path[:] = [*map(str, options.get("paths", [ROOT])), *(path for path in sys.path if path not in own)]
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # what multiprocessing calls it in processes of its own
+    if command[0] == "-c":
+        name, code = "<string>", command[1]
+        sys.argv = ["-c", *command[2:]]
+    else:
+        name = main.__file__ = str(options.get("cwd", ROOT) / Path(command[0]))
+        code = Path(name).read_text()
+        sys.argv = [name, *command[1:]]
+        sys.path.insert(0, str(Path(name).parent))
+    exec(compile(code, name, "exec"), vars(main))
+
+
+if __name__ == "__main__":  # so that their bytecode is there
+    for name in IMPORTED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)

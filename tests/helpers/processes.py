@@ -1,0 +1,65 @@
+"""A function in several processes of one group: gloo on the CPU, NCCL on GPUs."""
+
+import contextlib
+import ctypes
+import datetime
+import os
+
+import torch
+import torch.distributed
+import torch.multiprocessing
+
+from helpers import fresh_process
+
+
+def spawn(worker, world_size, folder):
+    """What ``worker()`` returns in each of so many processes of one group; its exception is raised here."""
+    fresh_process.start_server()
+    arguments = world_size, folder, worker
+    torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def nccl_ranks():
+    """As many as there are GPUs; two on one GPU, which NCCL takes from 2.30 on; else 1."""
+    gpus = torch.cuda.device_count()
+    if gpus != 1 or not torch.distributed.is_nccl_available():
+        return gpus
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError):  # torch tells the one that it was built with
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return 2 if version.value >= 23000 else 1
+
+
+def spawn_on_gpus(worker, world_size, folder):
+    """The same over NCCL, a GPU for each process where there are so many; not forks, which could not use them."""
+    arguments = world_size, folder, worker
+    torch.multiprocessing.start_processes(_gpu_process, arguments, nprocs=world_size, start_method="spawn")
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _gpu_process(rank, world_size, folder, worker):
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    if world_size > torch.cuda.device_count():
+        os.environ.update({"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"})
+    store = f"file://{folder}/store"
+    timeout = datetime.timedelta(seconds=60)
+    torch.distributed.init_process_group("nccl", store, timeout=timeout, rank=rank, world_size=world_size)
+    torch.save(worker(), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _process(rank, world_size, folder, worker):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
+    torch.save(worker(), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def message_of(call):
+    """Of the exception that it must raise."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
