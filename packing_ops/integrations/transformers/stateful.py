@@ -364,11 +364,11 @@ def _checkpoint(module, stock, function, *args, **kwargs):
 
 def _with_documents(documents, function, *args, **kwargs):
     now = here()
-    before, now.row_documents = now.row_documents, documents
+    before, now.row_documents, traced.row_documents = now.row_documents, documents, documents
     try:
         return function(*args, **kwargs)
     finally:
-        now.row_documents = before
+        now.row_documents = traced.row_documents = before
 
 
 def _current_documents():
