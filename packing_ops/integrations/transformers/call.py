@@ -300,6 +300,10 @@ def numbers_of(mask, call) -> torch.Tensor | None:
     """The document numbers that a call took out of this 2-D mask, or the mask; None for one that cannot number."""
     if not is_tensor(mask, 2) or mask.dtype == torch.bool:
         return None
+    # GPT-2 views it in its own shape. A graph does not know what is viewed: there its numbers are refused.
+    viewed = None if torch.compiler.is_compiling() else mask._base
+    if viewed is not None and (viewed.shape, viewed.stride()) == (mask.shape, mask.stride()):
+        mask = viewed
     for each in () if call is None else (call, *call.outers):
         if each.padding is mask and each.numbers is not None:
             return each.numbers
