@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import check_tensor, sum_dtype
+from packing_ops._runtime.arguments import check_tensor, refuse_gradient, sum_dtype
 from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
@@ -112,6 +112,8 @@ def gated_delta_rule(
     """
     for name, tensor in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
         check_tensor(tensor, name)
+    if isinstance(scale, torch.Tensor):
+        refuse_gradient(scale, "scale", "a number or a tensor")
     cu_seqlens = cu_seqlens_of(cu_seqlens, q.shape[0] if q.dim() else 1, like="q")
     sums = sum_dtype(v.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None and q.dim() else scale

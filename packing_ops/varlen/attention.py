@@ -27,6 +27,7 @@ from packing_ops._runtime.arguments import (
     check_tensor,
     layout_of,
     refuse_beside,
+    refuse_gradient,
     refuse_misplaced,
     sum_dtype,
     wide_sinks,
@@ -232,7 +233,10 @@ def checked_options(
     sinks: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
 ) -> AttentionOptions:
-    """AttentionOptions whose window_size is a pair and whose sinks are float32 or float64."""
+    """AttentionOptions whose window_size is a pair, whose sinks are float32 or float64, and whose scalars want no gradient."""
+    for name, scalar in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if isinstance(scalar, torch.Tensor):
+            refuse_gradient(scalar, name, "a number or a tensor")
     if sinks is not None:
         sinks = wide_sinks(sinks)
     return AttentionOptions(causal, softmax_scale, window_sides(window_size), softcap, sinks, visible_end)

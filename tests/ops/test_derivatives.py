@@ -126,6 +126,32 @@ def test_attention_gradient_penalty_on_something_else():
     assert torch.autograd.grad(of_scale, scale)[0] == 6
 
 
+SCALED = {
+    "varlen_attention": (
+        lambda x, **scalar: po.varlen_attention(x, x, x, CU_SEQLENS, **scalar),
+        "softmax_scale",
+        "softcap",
+    ),
+    "attention": (lambda x, **scalar: po.attention(x, x, x, CU_SEQLENS, **scalar), "softmax_scale", "softcap"),
+    "flash_attn_func": (lambda x, **scalar: po.flash_attn_func(*[x[None]] * 3, **scalar), "softmax_scale", "softcap"),
+    "gated_delta_rule": (
+        lambda x, **scalar: po.gated_delta_rule(x, x, x, *[x[..., 0]] * 2, CU_SEQLENS, **scalar)[0],
+        "scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_scalar_that_would_lose_its_gradient_is_refused(name):
+    run, *scalars = SCALED[name]
+    x, learned = torch.randn(5, 2, 8), torch.tensor(0.5, requires_grad=True)
+    for scalar in scalars:
+        with pytest.raises(ValueError, match=rf"^{scalar}: expected a number or a tensor without requires_grad"):
+            run(x, **{scalar: learned})
+        with torch.no_grad():
+            assert torch.equal(run(x, **{scalar: learned}), run(x, **{scalar: 0.5}))
+
+
 def test_attention_refuses_forward_mode():
     x = numbers()
     with pytest.raises(NotImplementedError, match=r"varlen_attention.*forward-mode"):
