@@ -30,13 +30,14 @@ from packing_ops.boundaries import (
 )
 from packing_ops.conv import causal_conv1d
 from packing_ops.invariance.api import Invariance, LayerInvariance, check_invariance, invariant, is_invariant
+from packing_ops.keys import FORK_ALIGNMENT, PrefixPaths, PrefixTree
 from packing_ops.losses.kl import token_kl
 from packing_ops.losses.logps import chunked_cross_entropy, token_logps
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Packing, pack_ffd, pack_sequences
 from packing_ops.padding import pad_input, pad_inputs, unpad_input, unpad_inputs
 from packing_ops.padding_batches import iter_microbatches, trim_padding
-from packing_ops.prefix_tree import FORK_ALIGNMENT, PrefixTree, pack_prefix_tree, prefix_token_logps
+from packing_ops.prefix_tree import pack_prefix_tree, prefix_token_logps
 from packing_ops.prompts import (
     compute_prompt_boundaries,
     compute_prompt_end_indices,
@@ -50,7 +51,6 @@ from packing_ops.varlen.attention import attention_plan, varlen_attention
 from packing_ops.varlen.backends import attention, select_attention_backend
 from packing_ops.varlen.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from packing_ops.varlen.masks import block_causal_mask, xformers_bias
-from packing_ops.varlen.prefix_attention import PrefixPaths
 from packing_ops.varlen.visible_ends import (
     visible_end_from_blocks,
     visible_end_from_causal,

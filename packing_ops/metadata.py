@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,7 @@ from packing_ops._runtime.arguments import (
     wrong_type,
 )
 from packing_ops._runtime.batch_cache import BatchCache, is_real, kept_with, plan_of
-from packing_ops.varlen.prefix_attention import PrefixPaths, positions_of_paths, prefix_paths
-
-if TYPE_CHECKING:
-    from packing_ops.prefix_tree import PrefixTree
+from packing_ops.keys import PrefixPaths, PrefixTree, positions_of_paths, prefix_paths
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +160,7 @@ class PackedMetadata:
         return cls(cu_seqlens, total, longest, indices[:total], num_tokens=total, seqlen=attention_mask.shape[1])
 
     @classmethod
-    def from_prefix_tree(cls, tree: "PrefixTree", *, device: torch.device | str | None = None) -> "PackedMetadata":
+    def from_prefix_tree(cls, tree: PrefixTree, *, device: torch.device | str | None = None) -> "PackedMetadata":
         """From pack_prefix_tree's result: cu_seqlens are its segments, num_documents counts them. No synchronisation.
 
         varlen_attention and apply_rotary_qk take it, and models by to_transformers. What works sample by sample

@@ -1,7 +1,6 @@
 """Prefix trees: samples that share a prefix as one tree of segments, in which the prefix is once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
@@ -17,6 +16,7 @@ from packing_ops._runtime.arguments import (
     one_row,
     wrong_type,
 )
+from packing_ops.keys import FORK_ALIGNMENT, PrefixTree
 from packing_ops.losses.logps import (
     LogpsOptions,
     checked_allowed,
@@ -26,161 +26,6 @@ from packing_ops.losses.logps import (
     output_names,
 )
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
-
-FORK_ALIGNMENT = 128  # csrc/core/fork_alignment.h
-"""Forks of a prefix tree are at multiples of this number of tokens, so that no key tile of attention holds two segments."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PrefixTree:
-    """Samples as trees of segments; pack_prefix_tree makes it.
-
-    A row is one token that a model computes. It sees the rows of its segment up to itself, and all rows of the segments
-    above: of the segment's parent, of the parent's parent, and so on. Segments are in depth-first order, tree after tree,
-    so that all segments below one follow it. Those of one bin (one row of the batch) are next to each other.
-
-    Attributes:
-        rows: int64 ``[num_rows]``, the token that each row holds: ``tokens[tree.rows]`` are the input_ids.
-        cu_seqlens: int32 ``[num_segments + 1]``; segment i has the rows ``cu_seqlens[i] : cu_seqlens[i + 1]``. The
-            length of a segment with children is a multiple of FORK_ALIGNMENT.
-        parents: int32 ``[num_segments]``, the segment that each one continues, always an earlier one; -1: a root.
-        position_ids: int64 ``[num_rows]``, each row's distance from its root: its tokens' positions in their samples.
-        row_of_token: int64 ``[num_tokens]``, the row that computes each token of the samples. What a model makes of
-            the rows, indexed by it, is what it makes of the samples end to end, and the gradient of a row is the sum
-            over its tokens.
-        copies: int64 ``[num_rows]``, the number of tokens that each row computes, at least 1.
-        bin_offsets: int64 ``[num_bins + 1]``; bin b has the segments ``bin_offsets[b] : bin_offsets[b + 1]``.
-        samples: int64 ``[num_samples]``, ascending: which of the samples that were packed. All of them, except in the
-            tree of one bin.
-        sample_bins: int64 ``[num_samples]``, the bin that has all rows of a sample.
-        sample_cu_seqlens: int32 ``[num_samples + 1]``, where the samples lie in row_of_token.
-        repeated_at_forks: rows that hold again what a segment beside them holds, since a fork is at a multiple of
-            FORK_ALIGNMENT and no earlier than min_shared. None in the tree of one bin.
-        repeated_by_cuts: rows that bins hold again of a tree that capacity cut. None in the tree of one bin.
-
-    Example:
-        >>> tokens = torch.arange(400)
-        >>> tokens[200:350] = tokens[:150]  # two samples of 200 tokens begin with the same 150
-        >>> tree = pack_prefix_tree(tokens, [0, 200, 400])
-        >>> tree
-        PrefixTree(num_samples=2, num_tokens=400, num_rows=272, num_segments=3, num_bins=1)
-        >>> tree.lengths.tolist(), tree.parents.tolist()  # 22 of the 150 tokens are once in each child
-        ([128, 72, 72], [-1, 0, 0])
-        >>> bool((tokens[tree.rows][tree.row_of_token] == tokens).all())
-        True
-
-    Compared by identity, as PackedMetadata.
-    """
-
-    rows: torch.Tensor
-    cu_seqlens: torch.Tensor
-    parents: torch.Tensor
-    position_ids: torch.Tensor
-    row_of_token: torch.Tensor
-    copies: torch.Tensor
-    bin_offsets: torch.Tensor
-    samples: torch.Tensor
-    sample_bins: torch.Tensor
-    sample_cu_seqlens: torch.Tensor
-    repeated_at_forks: int | None
-    repeated_by_cuts: int | None
-
-    @property
-    def num_rows(self) -> int:
-        """Tokens that a model computes."""
-        return self.rows.numel()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the samples."""
-        return self.row_of_token.numel()
-
-    @property
-    def num_segments(self) -> int:
-        return self.parents.numel()
-
-    @property
-    def num_bins(self) -> int:
-        return self.bin_offsets.numel() - 1
-
-    @property
-    def num_samples(self) -> int:
-        return self.samples.numel()
-
-    @property
-    def shared_tokens(self) -> int | None:
-        """Tokens that an earlier sample begins with too: num_rows is num_tokens less these, plus what is repeated."""
-        if self.repeated_at_forks is None or self.repeated_by_cuts is None:
-            return None
-        return self.num_tokens - self.num_rows + self.repeated_at_forks + self.repeated_by_cuts
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """int32 ``[num_segments]``."""
-        return self.cu_seqlens.diff()
-
-    @property
-    def rows_before(self) -> torch.Tensor:
-        """int64 ``[num_rows]``: the row before each row on its path; -1 for a root's first row. No synchronisation."""
-        before = torch.arange(-1, self.num_rows - 1, device=self.rows.device)
-        last_rows = F.pad(
-            self.cu_seqlens[1:].long() - 1, (0, 1), value=-1
-        )  # of each segment; parent -1 has the last entry
-        return before.index_put((self.cu_seqlens[:-1].long(),), last_rows[self.parents.long()])
-
-    def bin(self, index: int) -> "PrefixTree":
-        """The tree of one bin alone, one row of the batch, with the samples that the bin has.
-
-        ``rows`` are still indices of the tokens that were packed, ``samples`` of the samples; the rest counts from 0.
-        Take it before ``to``: on a GPU it waits for values.
-
-        Example:
-            >>> tree = pack_prefix_tree(torch.tensor([5, 6, 7, 8, 9]), [0, 2, 5], capacity=3)
-            >>> tree.bin(1).samples.tolist(), tree.bin(1).rows.tolist()
-            ([0], [0, 1])
-
-        Raises:
-            ValueError: index outside 0 to num_bins - 1.
-        """
-        if not 0 <= integer(index, "index") < self.num_bins:
-            raise ValueError(f"index: expected 0 to num_bins - 1 = {self.num_bins - 1}, got {index}")
-        if self.num_bins == 1:
-            return self
-        first, last = self.bin_offsets[index : index + 2].tolist()
-        begin, end = self.cu_seqlens[[first, last]].tolist()
-        parents = self.parents[first:last]
-        served = self.sample_bins == index
-        lengths = self.sample_cu_seqlens.diff()
-        row_of_token = self.row_of_token[served.repeat_interleave(lengths)]
-        return PrefixTree(
-            rows=self.rows[begin:end].clone(),  # a view would be pickled with all of its memory
-            cu_seqlens=self.cu_seqlens[first : last + 1] - begin,
-            parents=torch.where(parents < 0, parents, parents - first),
-            position_ids=self.position_ids[begin:end].clone(),
-            row_of_token=row_of_token - begin,
-            copies=self.copies[begin:end].clone(),
-            bin_offsets=self.bin_offsets[index : index + 2] - first,
-            samples=self.samples[served],
-            sample_bins=torch.zeros_like(self.samples[served]),
-            sample_cu_seqlens=gate.cu_seqlens_from_lengths(lengths[served]),
-            repeated_at_forks=None,
-            repeated_by_cuts=None,
-        )
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "PrefixTree":
-        """The same tree with its tensors on ``device``. A copy to the CPU is always waited for."""
-        non_blocking = non_blocking and torch.device(device).type != "cpu"
-        fields = dict(vars(self))
-        for name, value in fields.items():
-            if isinstance(value, torch.Tensor):
-                fields[name] = value.to(device, non_blocking=non_blocking)
-        return PrefixTree(**fields)
-
-    def __repr__(self) -> str:
-        return (
-            f"PrefixTree(num_samples={self.num_samples}, num_tokens={self.num_tokens}, num_rows={self.num_rows}, "
-            f"num_segments={self.num_segments}, num_bins={self.num_bins})"
-        )
 
 
 def pack_prefix_tree(

@@ -15,7 +15,7 @@ from packing_ops._runtime.arguments import FLOATS, checks_each_call, number
 from packing_ops._runtime.batch_cache import is_captured
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.collectives import start_all_gather
-from packing_ops.varlen.attention import AttentionOptions
+from packing_ops.varlen.options import AttentionOptions
 
 # Words are sent as their index.
 _WORDS = {

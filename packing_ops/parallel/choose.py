@@ -11,7 +11,7 @@ from packing_ops.parallel.collectives import Group, process_group
 from packing_ops.parallel.gathered import attend_to_gathered
 from packing_ops.parallel.sharding import check_rows, check_scheme, check_window
 from packing_ops.parallel.ulysses import attend_by_heads, head_refusal
-from packing_ops.varlen.attention import AttentionOptions, checked_options
+from packing_ops.varlen.options import AttentionOptions, checked_options
 
 
 def ulysses_attention(

@@ -42,13 +42,8 @@ from packing_ops.parallel.collectives import (
 from packing_ops.parallel.key_layout import Exchange, KeyLayout, RowSpans, key_layout
 from packing_ops.parallel.overlap import gathered_parts, keeps_keys, slices, together
 from packing_ops.parallel.sharding import check_rows, whole_row
-from packing_ops.varlen.attention import (
-    AttentionOptions,
-    attend,
-    attention_backward,
-    attention_forward,
-    of_heads,
-)
+from packing_ops.varlen.attention import attend, attention_backward, attention_forward
+from packing_ops.varlen.options import AttentionOptions, of_heads
 
 
 def attend_to_gathered(

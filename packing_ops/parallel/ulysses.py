@@ -18,6 +18,7 @@ import torch.distributed as dist
 from packing_ops._runtime.arguments import described
 from packing_ops._runtime.batch_cache import BatchCache, forget, kept_with, plan_for
 from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
+from packing_ops.keys import PrefixPaths
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import (
@@ -29,14 +30,9 @@ from packing_ops.parallel.collectives import (
 )
 from packing_ops.parallel.overlap import slices, together, ulysses_parts
 from packing_ops.parallel.sharding import check_rows, whole_row
-from packing_ops.varlen.attention import (
-    AttentionOptions,
-    attend,
-    attention_backward,
-    attention_forward,
-    of_heads,
-)
-from packing_ops.varlen.prefix_attention import PrefixPaths, of_tree
+from packing_ops.varlen.attention import attend, attention_backward, attention_forward
+from packing_ops.varlen.options import AttentionOptions, of_heads
+from packing_ops.varlen.prefix_attention import of_tree
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
 

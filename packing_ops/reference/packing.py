@@ -4,19 +4,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from packing_ops.reference.packing_balance import MOST_SWAPPED, deal, even
+from packing_ops.reference.packing_balance import MOST_SWAPPED, Piece, deal, even
 
 COSTS = {None: (1.0, 0.0), "tokens": (1.0, 0.0), "flops": (12.0 * 4096, 1.0)}
 STEPS = 65536  # costs are compared to one part in STEPS of what the costliest bin comes to
-
-
-@dataclass
-class Piece:
-    item: int
-    start: int
-    length: int | list[int]  # a list where sequences take of several budgets
-    units: int  # of `alignment` tokens, of the longest side
-    sides: tuple[int, ...]  # units of each side
 
 
 @dataclass

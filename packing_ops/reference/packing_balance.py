@@ -2,10 +2,8 @@
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from packing_ops.reference.packing import Piece
+from dataclasses import dataclass
+from typing import TypeVar
 
 Row = TypeVar("Row")
 
@@ -15,7 +13,16 @@ MOST_WORK = 1 << 18  # pieces looked at in search of swaps, SEARCH more for each
 SEARCH = 16
 
 
-def even(rows: "list[list[Piece]]", most_units: int, cost: Callable[[int], float]) -> None:
+@dataclass
+class Piece:
+    item: int
+    start: int
+    length: int | list[int]  # a list where sequences take of several budgets
+    units: int  # of `alignment` tokens, of the longest side
+    sides: tuple[int, ...]  # units of each side
+
+
+def even(rows: list[list[Piece]], most_units: int, cost: Callable[[int], float]) -> None:
     """Pass after pass: from the costliest row down, each swaps with a cheap one the two pieces that even them most."""
     costs = [list(itertools.accumulate(cost(piece.units) for piece in row))[-1] for row in rows]
     room = [most_units - sum(piece.units for piece in row) for row in rows]

@@ -16,7 +16,7 @@ likewise. Under a causal mask over as many keys as queries, rows before key // 1
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 
@@ -27,48 +27,20 @@ from packing_ops._runtime.arguments import (
     check_tensor,
     layout_of,
     refuse_beside,
-    refuse_gradient,
     refuse_misplaced,
     sum_dtype,
-    wide_sinks,
     window_sides,
     without_batch,
 )
 from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops.keys import PrefixPaths, kept_paths, pages_of
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
-from packing_ops.varlen.paged_attention import attend_pages, pages_of
-from packing_ops.varlen.prefix_attention import PrefixPaths, kept_paths, of_tree, rows_of_tree, token_major
+from packing_ops.varlen.options import AttentionOptions, checked_options
+from packing_ops.varlen.paged_attention import attend_pages
+from packing_ops.varlen.prefix_attention import of_tree, rows_of_tree, token_major
 
 # By device. Float64 has no CUDA kernel.
 DTYPES = {"cpu": FLOATS, "cuda": tuple(dtype for dtype in FLOATS if dtype != torch.float64)}
-
-
-class AttentionOptions(NamedTuple):
-    """The options of an attention call, under varlen_attention's names. Inside the package they travel in this one value.
-
-    Public functions and hosts make it by checked_options. What is computed from an option is in this module: attend, of_heads
-    and the methods, which give the arguments of the ops.
-    """
-
-    causal: bool = True
-    softmax_scale: float | None = None
-    window_size: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-    visible_end: torch.Tensor | None = None
-    paths: PrefixPaths | None = None  # of a prefix tree: cu_seqlens_q are its segments, cu_seqlens_k those of the paths
-
-    def arguments(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
-        """From sinks on, what varlen_attention's op and its backward take."""
-        return self.sinks, self.causal, self.softmax_scale, *self.window_size, self.softcap, plan, self.visible_end
-
-    def arguments_of_pages(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
-        """From sinks on, what paged_attention's op takes."""
-        return self.sinks, self.causal, self.softmax_scale, *self.window_size, self.softcap, plan
-
-    def arguments_of_tree(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
-        """After the tensors of the tree, what prefix_attention's op and its backward take: a tree is causal."""
-        return self.softmax_scale, self.window_size[0], self.softcap, plan
 
 
 @overload
@@ -225,23 +197,6 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
-def checked_options(
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    visible_end: torch.Tensor | None = None,
-) -> AttentionOptions:
-    """AttentionOptions whose window_size is a pair, whose sinks are float32 or float64, and whose scalars want no gradient."""
-    for name, scalar in (("softmax_scale", softmax_scale), ("softcap", softcap)):
-        if isinstance(scalar, torch.Tensor):
-            refuse_gradient(scalar, name, "a number or a tensor")
-    if sinks is not None:
-        sinks = wide_sinks(sinks)
-    return AttentionOptions(causal, softmax_scale, window_sides(window_size), softcap, sinks, visible_end)
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -310,11 +265,6 @@ def attention_backward(
         tree = paths.cu_seqlens, options.sinks, *paths.tensors[1:]
         return gate.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
     return gate.varlen_attention_backward(dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, *options.arguments(plan))
-
-
-def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:
-    """The options for some of the query heads."""
-    return options if options.sinks is None else options._replace(sinks=options.sinks[heads])
 
 
 def without_metadata(

@@ -27,8 +27,9 @@ from packing_ops._runtime.arguments import (
     wrong_type,
 )
 from packing_ops.metadata import PackedMetadata
-from packing_ops.varlen.attention import DTYPES, AttentionOptions, attend, checked_options, without_metadata
+from packing_ops.varlen.attention import DTYPES, attend, without_metadata
 from packing_ops.varlen.masks import visible_keys
+from packing_ops.varlen.options import AttentionOptions, checked_options
 
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
 _SM80 = (8, 0)

@@ -17,8 +17,10 @@ from packing_ops._runtime.arguments import (
     refuse_heads_first,
     sides_of_flash_attn,
 )
-from packing_ops.varlen.attention import attend, checked_options
-from packing_ops.varlen.paged_attention import KeyPages, attend_pages, lengths_of, lengths_with, write_keys
+from packing_ops.keys import KeyPages, lengths_of, lengths_with
+from packing_ops.varlen.attention import attend
+from packing_ops.varlen.options import checked_options
+from packing_ops.varlen.paged_attention import attend_pages, write_keys
 
 
 @overload

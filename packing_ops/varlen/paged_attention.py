@@ -5,7 +5,7 @@ k and v are ``[num_pages, page_size, num_kv_heads, head_dim]``; key j of documen
 the tile starts, so that a row has the bits that it has over contiguous keys. Rows that hold no key are never read.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,51 +13,14 @@ from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import (
     check_tensor,
     described,
-    int32_cu_seqlens,
     layout_of,
-    refuse_beside,
     without_batch,
 )
 from packing_ops._runtime.autograd import register_autograd
 from packing_ops._runtime.batch_cache import BatchCache, forget, kept_with
+from packing_ops.keys import KeyPages
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
-
-if TYPE_CHECKING:
-    from packing_ops.varlen.attention import AttentionOptions
-
-
-class KeyPages(NamedTuple):
-    """Where the keys of documents lie: int32 ``[num_documents, pages]`` and int32 ``[num_documents]``."""
-
-    block_table: torch.Tensor
-    seqused_k: torch.Tensor
-
-
-def pages_of(block_table: torch.Tensor | None, seqused_k: torch.Tensor | None, **others: object) -> KeyPages | None:
-    """Both or none of them. ValueError names the one that is missing, or that of ``others`` that has no place beside them."""
-    if block_table is None and seqused_k is None:
-        return None
-    refuse_beside("block_table", **others)
-    for tensor, name, other in ((block_table, "block_table", "seqused_k"), (seqused_k, "seqused_k", "block_table")):
-        if tensor is None:
-            raise ValueError(f"{name}: expected a tensor beside {other}, got None")
-        check_tensor(tensor, name)
-    return KeyPages(block_table, seqused_k)  # type: ignore[arg-type]
-
-
-def lengths_of(cu_seqlens_k: torch.Tensor) -> torch.Tensor:
-    """seqused_k of calls that tell the lengths by cu_seqlens, -1 where these do not start at 0; the same tensor for the layers
-    of a model."""
-
-    def lengths() -> torch.Tensor:
-        return int32_cu_seqlens(cu_seqlens_k).diff().where(cu_seqlens_k[0] == 0, -1)
-
-    return kept_with((cu_seqlens_k,), ("lengths",), lengths)
-
-
-def lengths_with(lengths: torch.Tensor, new: int) -> torch.Tensor:
-    """``lengths + new``, -1 for lengths below 0; the same tensor for the layers of a model."""
-    return kept_with((lengths,), ("lengths", new), lambda: torch.where(lengths < 0, -1, lengths + new))
+from packing_ops.varlen.options import AttentionOptions
 
 
 def write_keys(
@@ -102,7 +65,7 @@ def attend_pages(
     v: torch.Tensor,
     documents: PackedMetadata | torch.Tensor,
     pages: KeyPages,
-    options: "AttentionOptions",
+    options: AttentionOptions,
     *,
     plan: torch.Tensor | None = None,
     layout: str | None = None,
@@ -138,7 +101,7 @@ def _plan_for(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     pages: KeyPages,
-    options: "AttentionOptions",
+    options: AttentionOptions,
     cache: BatchCache | None,
 ) -> torch.Tensor | None:
     """The plan, made for the first layer of a step; None on the CPU, and for shapes that the op itself refuses."""

@@ -9,7 +9,7 @@ holds. dk and dv of a shared row are sums over the segments that see it, in thei
 The gathered k and v are not kept for the backward, which gathers them again.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,122 +17,9 @@ import torch.nn.functional as F
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_tensor, described
 from packing_ops._runtime.autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
-from packing_ops._runtime.batch_cache import BatchCache, is_captured, is_real, kept_with
-from packing_ops._runtime.checks import check_unchanged
-
-if TYPE_CHECKING:
-    from packing_ops.varlen.attention import AttentionOptions
-
-
-class PrefixPaths(NamedTuple):
-    """The paths of a tree's segments, one after the other: which rows of k and v they hold. int32, on the device of k.
-
-    Attributes:
-        segments: ``[num_segments + 1]``, the tree's cu_seqlens that the paths are of.
-        cu_seqlens: ``[num_segments + 1]``, where each path starts in ``row_of_key``.
-        row_of_key: ``[paths]``.
-        key_offsets: ``[total + 1]``; the keys of row ``r`` are ``keys_of_row[key_offsets[r] : key_offsets[r + 1]]``.
-        keys_of_row: ``[paths]``.
-        shares: whether a segment has a parent. Without, the segments are documents, and attention gathers nothing.
-    """
-
-    segments: torch.Tensor
-    cu_seqlens: torch.Tensor
-    row_of_key: torch.Tensor
-    key_offsets: torch.Tensor
-    keys_of_row: torch.Tensor
-    shares: bool = True
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.cu_seqlens, self.row_of_key, self.key_offsets, self.keys_of_row
-
-    def padded(self, total: int) -> "PrefixPaths":
-        """Of the same tree in a row of ``total`` slots."""
-        more = total + 1 - self.key_offsets.shape[0]
-        last = self.key_offsets[-1:].expand(more)
-        return self._replace(key_offsets=torch.cat([self.key_offsets, last]))
-
-    def to(self, device: torch.device | str | None) -> "PrefixPaths":
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            target = torch.device(device or tensor.device)
-            return tensor.to(target, non_blocking=target.type != "cpu")
-
-        cu_seqlens, row_of_key, key_offsets, keys_of_row = map(move, self.tensors)
-        return PrefixPaths(move(self.segments), cu_seqlens, row_of_key, key_offsets, keys_of_row, self.shares)
-
-
-def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
-    """The paths of a tree's segments. Tensors on CUDA are copied to the host, which waits for them.
-
-    Args:
-        cu_seqlens: int32 ``[num_segments + 1]``; a segment with children has a multiple of 128 tokens.
-        parents: int32 ``[num_segments]``, the index of an earlier segment, -1 for a root; segments are in depth-first order.
-        total: rows, those after the last segment included.
-
-    Example:
-        >>> cu_seqlens = torch.tensor([0, 128, 130, 131], dtype=torch.int32)
-        >>> paths = prefix_paths(cu_seqlens, torch.tensor([-1, 0, 0], dtype=torch.int32), 131)
-        >>> paths.cu_seqlens.tolist(), paths.row_of_key[128 + 128 :].tolist()[:4], paths.row_of_key[-1:].tolist()
-        ([0, 128, 258, 387], [128, 129, 0, 1], [130])
-
-    Raises:
-        ValueError: segments or parents that are no tree in this form; the message names the argument.
-    """
-    path_cu_seqlens, row_of_key, key_offsets, keys_of_row = gate.prefix_paths(cu_seqlens, parents, total)
-    shares = torch.compiler.is_compiling() or bool((parents >= 0).any())
-    return PrefixPaths(cu_seqlens.clone(), path_cu_seqlens, row_of_key, key_offsets, keys_of_row, shares)
-
-
-def paths_of_rows(
-    segments: torch.Tensor, cu_seqlens: torch.Tensor, row_of_key: torch.Tensor, total: int
-) -> PrefixPaths:
-    """The paths of a library that finds their rows itself. No synchronisation.
-
-    Args:
-        segments: int32 ``[num_segments + 1]``, the tree's cu_seqlens.
-        cu_seqlens: int32 ``[num_segments + 1]``, where each path starts in ``row_of_key``.
-        row_of_key: integer ``[paths]``.
-        total: rows of k and v.
-
-    Example:
-        >>> segments, cu_seqlens = torch.tensor([[0, 2, 3], [0, 2, 5]], dtype=torch.int32)
-        >>> paths = paths_of_rows(segments, cu_seqlens, torch.tensor([0, 1, 0, 1, 2]), 3)
-        >>> paths.key_offsets.tolist(), paths.keys_of_row.tolist()
-        ([0, 2, 4, 5], [0, 2, 1, 3, 4])
-    """
-    in_order, keys_of_row = row_of_key.sort(stable=True)
-    key_offsets = torch.searchsorted(in_order, torch.arange(total + 1, device=row_of_key.device))
-    return PrefixPaths(segments.clone(), cu_seqlens, row_of_key.int(), key_offsets.int(), keys_of_row.int())
-
-
-def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
-    """int64 ``[total]``: each row's distance from its root; the rows after the last segment count from 0."""
-    cu_seqlens = paths.segments
-    before = F.pad(paths.cu_seqlens.diff() - cu_seqlens.diff(), (0, 1))  # 0 behind the last segment
-    segment = gate.seq_idx_from_cu_seqlens(cu_seqlens, total)
-    return gate.position_ids_from_cu_seqlens(cu_seqlens, total) + before.index_select(0, segment)
-
-
-def check_same(values: torch.Tensor, expected: torch.Tensor, wanted: str) -> None:
-    """ValueError where values differ: on the CPU at once, on CUDA in a later call, in a graph never. wanted: as check_unchanged."""
-    if is_real(values):
-        check_unchanged(values, expected, wanted)
-
-
-def kept_paths(
-    cu_seqlens: torch.Tensor, parents: torch.Tensor | PrefixPaths, total: int, cache: BatchCache | None
-) -> PrefixPaths:
-    """prefix_paths, once for the layers of a model; paths that have been found as they are."""
-    if isinstance(parents, PrefixPaths):
-        return parents
-    if is_captured(cu_seqlens):
-        raise ValueError(
-            "parents: expected PackedMetadata.from_prefix_tree in place of parents while a CUDA graph is captured, since "
-            "the host reads them"
-        )
-    key = ("paths", total)
-    return kept_with((cu_seqlens, parents), key, lambda: prefix_paths(cu_seqlens, parents, total), cache=cache)
+from packing_ops._runtime.batch_cache import BatchCache
+from packing_ops.keys import PrefixPaths, check_same, kept_paths
+from packing_ops.varlen.options import AttentionOptions
 
 
 def rows_of_tree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
@@ -151,10 +38,10 @@ def rows_of_tree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
 def of_tree(
     rows: int,
     cu_seqlens: torch.Tensor,
-    options: "AttentionOptions",
+    options: AttentionOptions,
     parents: torch.Tensor | PrefixPaths | None,
     cache: BatchCache | None,
-) -> tuple["AttentionOptions", torch.Tensor]:
+) -> tuple[AttentionOptions, torch.Tensor]:
     """The options with the paths of the call's tree, and the cu_seqlens of its keys. Segments that share nothing are documents.
 
     parents: where the options have no paths of a PackedMetadata yet. ValueError for what a tree does not have.

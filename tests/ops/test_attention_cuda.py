@@ -11,7 +11,7 @@ import packing_ops as po
 from packing_ops._runtime import batch_cache
 from packing_ops.reference import attention as oracle
 from packing_ops.reference.attention import visible
-from packing_ops.varlen.attention import AttentionOptions
+from packing_ops.varlen.options import AttentionOptions
 
 pytestmark = [
     pytest.mark.gpu,

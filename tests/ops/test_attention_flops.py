@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import packing_ops as po
 from packing_ops._runtime.flops import visible_pairs
+from packing_ops.keys import PrefixPaths
 from packing_ops.reference.attention import visible, visible_in_tree
-from packing_ops.varlen.prefix_attention import PrefixPaths
 
 LENGTHS = [3, 0, 100, 1, 64]
 CROSS = [0, 5, 40, 7, 300]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import packing_ops as po
+from packing_ops.keys import prefix_paths
 from packing_ops.reference import attention as oracle
-from packing_ops.varlen.prefix_attention import prefix_paths
 
 ops = torch.ops.packing_ops
 FORK = 128

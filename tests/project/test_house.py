@@ -119,7 +119,7 @@ def test_an_option_of_attention_is_in_the_files_that_contributing_names():
         set(re.findall(r"`((?:csrc|packing_ops)/[^`]+)`", text)) for text in section.split("\n\nGroup attention")
     )
     assert found == table | of_hosts
-    assert len(table) == 13
+    assert len(table) == 14
 
 
 def test_figures_are_those_of_the_result_files():

@@ -98,6 +98,47 @@ def test_no_public_name_hides_a_module(package):
         assert isinstance(found["M"], ModuleType), name
 
 
+def modules_imported(path, modules):
+    """Those of ``modules`` that a file imports anywhere, under TYPE_CHECKING too: packing_ops.data of packing_ops.data.f."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert not any(node.level for node in froms), "a relative import"
+    for node in froms:
+        names += [
+            f"{node.module}.{each.name}" if f"{node.module}.{each.name}" in modules else node.module
+            for each in node.names
+        ]
+    return {name for name in names if name in modules}
+
+
+def circle_among(imports):
+    """Modules that import each other in a circle, or an empty set: what is left when those without imports are taken away."""
+    left = {name: set(others) - {name} for name, others in imports.items()}
+    while bare := [name for name, others in left.items() if not others]:
+        for name in bare:
+            del left[name]
+        for others in left.values():
+            others.difference_update(bare)
+    return set(left)
+
+
+def test_modules_import_each_other_in_no_circle():
+    paths = sorted((ROOT / "packing_ops").rglob("*.py"))
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
+    imports = {name: modules_imported(path, modules) for name, path in modules.items()}
+    assert imports["packing_ops.metadata"] > {"packing_ops.keys", "packing_ops._runtime.gate"}
+    assert circle_among(imports) == set()
+    assert not [name for name in imports["packing_ops.metadata"] if name.startswith("packing_ops.varlen")]
+
+
+def test_a_circle_is_found(tmp_path):
+    assert circle_among({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}) == {"a", "b", "c"}
+    file = tmp_path / "file.py"
+    file.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import X\nfrom p import b, Y\n")
+    assert modules_imported(file, {"p", "p.a", "p.b", "p.c"}) == {"p", "p.a", "p.b"}
+
+
 def test_roots_hold_few_files():
     """The root of packing_ops: a module for each family, and for what belongs to none. Of tests: programs, and what
     conftest.py imports before torch."""

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
 from packing_ops.parallel.key_layout import KeyLayout
-from packing_ops.varlen.attention import checked_options
+from packing_ops.varlen.options import checked_options
 
 
 def context_parallel_attention(

@@ -13,7 +13,8 @@ from packing_ops.integrations.megatron.prefix_tree import TreeParams, refuse_ran
 from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
-from packing_ops.varlen.attention import attend, checked_options
+from packing_ops.varlen.attention import attend
+from packing_ops.varlen.options import checked_options
 
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 

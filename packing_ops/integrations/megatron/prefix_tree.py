@@ -12,8 +12,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from packing_ops._runtime.arguments import check_tensor
 from packing_ops._runtime.batch_cache import kept_with
+from packing_ops.keys import PrefixPaths
 from packing_ops.metadata import PackedMetadata, metadata_of_segments
-from packing_ops.varlen.prefix_attention import PrefixPaths
 
 
 @dataclasses.dataclass

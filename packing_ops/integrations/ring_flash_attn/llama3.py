@@ -12,7 +12,7 @@ from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import process_group
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
 from packing_ops.parallel.key_layout import KeyLayout
-from packing_ops.varlen.attention import checked_options
+from packing_ops.varlen.options import checked_options
 
 
 def llama3_flash_attn_prepare_cu_seqlens(

@@ -40,8 +40,9 @@ from packing_ops.integrations.transformers.versions import (
     PreTrainedModel,
     sdpa_attention_forward,
 )
-from packing_ops.varlen.attention import DTYPES, attend, checked_options
+from packing_ops.varlen.attention import DTYPES, attend
 from packing_ops.varlen.masks import visible_mask
+from packing_ops.varlen.options import checked_options
 
 
 def register(name: str = "packing_ops") -> None:

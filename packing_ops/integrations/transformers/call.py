@@ -30,7 +30,7 @@ from packing_ops.integrations.transformers.versions import (
     constant,
     reads_text,
 )
-from packing_ops.varlen.prefix_attention import check_same, kept_paths, positions_of_paths
+from packing_ops.keys import check_same, kept_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 REQUESTS = "write_index"  # a keyword that transformers' continuous batching alone gives: where new keys go in its cache

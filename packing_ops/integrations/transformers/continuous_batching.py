@@ -11,8 +11,9 @@ from packing_ops._runtime.arguments import sum_dtype
 from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers.call import NAMES, call_of_layers
+from packing_ops.keys import KeyPages
 from packing_ops.varlen.attention import attend
-from packing_ops.varlen.paged_attention import KeyPages, attend_pages
+from packing_ops.varlen.paged_attention import attend_pages
 
 # --- attention over its cache ---
 

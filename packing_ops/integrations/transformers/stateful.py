@@ -50,7 +50,7 @@ from packing_ops.integrations.transformers.versions import (
     source_of,
     unwrapped,
 )
-from packing_ops.varlen.prefix_attention import kept_paths
+from packing_ops.keys import kept_paths
 
 # What declare() leaves in a class: subclasses inherit it, FSDP2's among them, and it goes with the class.
 _MIXES = "_packing_ops_mixes"

@@ -16,7 +16,7 @@ import torch
 
 from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations.transformers.linear_attention import DOCUMENTS
-from packing_ops.varlen.prefix_attention import PrefixPaths
+from packing_ops.keys import PrefixPaths
 
 CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "cache", "state"))
 

@@ -9,8 +9,9 @@ import torch
 from packing_ops._runtime.arguments import sides_of_keys
 from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations._patching import Patch
-from packing_ops.varlen.attention import attend, checked_options
-from packing_ops.varlen.prefix_attention import paths_of_rows
+from packing_ops.keys import paths_of_rows
+from packing_ops.varlen.attention import attend
+from packing_ops.varlen.options import checked_options
 
 
 def enable_tree_attention() -> None:

@@ -1,0 +1,323 @@
+"""Where the keys of attention lie: end to end by cu_seqlens, along the paths of a prefix tree, or in pages.
+
+A prefix tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then its
+own. In pages key j of document i is row ``j % page_size`` of page ``block_table[i, j // page_size]``.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import check_tensor, int32_cu_seqlens, integer, refuse_beside
+from packing_ops._runtime.batch_cache import BatchCache, is_captured, is_real, kept_with
+from packing_ops._runtime.checks import check_unchanged
+
+# --- a prefix tree ---
+
+FORK_ALIGNMENT = 128  # csrc/core/fork_alignment.h
+"""Forks of a prefix tree are at multiples of this number of tokens, so that no key tile of attention holds two segments."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefixTree:
+    """Samples as trees of segments; pack_prefix_tree makes it.
+
+    A row is one token that a model computes. It sees the rows of its segment up to itself, and all rows of the segments
+    above: of the segment's parent, of the parent's parent, and so on. Segments are in depth-first order, tree after tree,
+    so that all segments below one follow it. Those of one bin (one row of the batch) are next to each other.
+
+    Attributes:
+        rows: int64 ``[num_rows]``, the token that each row holds: ``tokens[tree.rows]`` are the input_ids.
+        cu_seqlens: int32 ``[num_segments + 1]``; segment i has the rows ``cu_seqlens[i] : cu_seqlens[i + 1]``. The
+            length of a segment with children is a multiple of FORK_ALIGNMENT.
+        parents: int32 ``[num_segments]``, the segment that each one continues, always an earlier one; -1: a root.
+        position_ids: int64 ``[num_rows]``, each row's distance from its root: its tokens' positions in their samples.
+        row_of_token: int64 ``[num_tokens]``, the row that computes each token of the samples. What a model makes of
+            the rows, indexed by it, is what it makes of the samples end to end, and the gradient of a row is the sum
+            over its tokens.
+        copies: int64 ``[num_rows]``, the number of tokens that each row computes, at least 1.
+        bin_offsets: int64 ``[num_bins + 1]``; bin b has the segments ``bin_offsets[b] : bin_offsets[b + 1]``.
+        samples: int64 ``[num_samples]``, ascending: which of the samples that were packed. All of them, except in the
+            tree of one bin.
+        sample_bins: int64 ``[num_samples]``, the bin that has all rows of a sample.
+        sample_cu_seqlens: int32 ``[num_samples + 1]``, where the samples lie in row_of_token.
+        repeated_at_forks: rows that hold again what a segment beside them holds, since a fork is at a multiple of
+            FORK_ALIGNMENT and no earlier than min_shared. None in the tree of one bin.
+        repeated_by_cuts: rows that bins hold again of a tree that capacity cut. None in the tree of one bin.
+
+    Example:
+        >>> from packing_ops import pack_prefix_tree
+        >>> tokens = torch.arange(400)
+        >>> tokens[200:350] = tokens[:150]  # two samples of 200 tokens begin with the same 150
+        >>> tree = pack_prefix_tree(tokens, [0, 200, 400])
+        >>> tree
+        PrefixTree(num_samples=2, num_tokens=400, num_rows=272, num_segments=3, num_bins=1)
+        >>> tree.lengths.tolist(), tree.parents.tolist()  # 22 of the 150 tokens are once in each child
+        ([128, 72, 72], [-1, 0, 0])
+        >>> bool((tokens[tree.rows][tree.row_of_token] == tokens).all())
+        True
+
+    Compared by identity, as PackedMetadata.
+    """
+
+    rows: torch.Tensor
+    cu_seqlens: torch.Tensor
+    parents: torch.Tensor
+    position_ids: torch.Tensor
+    row_of_token: torch.Tensor
+    copies: torch.Tensor
+    bin_offsets: torch.Tensor
+    samples: torch.Tensor
+    sample_bins: torch.Tensor
+    sample_cu_seqlens: torch.Tensor
+    repeated_at_forks: int | None
+    repeated_by_cuts: int | None
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that a model computes."""
+        return self.rows.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the samples."""
+        return self.row_of_token.numel()
+
+    @property
+    def num_segments(self) -> int:
+        return self.parents.numel()
+
+    @property
+    def num_bins(self) -> int:
+        return self.bin_offsets.numel() - 1
+
+    @property
+    def num_samples(self) -> int:
+        return self.samples.numel()
+
+    @property
+    def shared_tokens(self) -> int | None:
+        """Tokens that an earlier sample begins with too: num_rows is num_tokens less these, plus what is repeated."""
+        if self.repeated_at_forks is None or self.repeated_by_cuts is None:
+            return None
+        return self.num_tokens - self.num_rows + self.repeated_at_forks + self.repeated_by_cuts
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int32 ``[num_segments]``."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def rows_before(self) -> torch.Tensor:
+        """int64 ``[num_rows]``: the row before each row on its path; -1 for a root's first row. No synchronisation."""
+        before = torch.arange(-1, self.num_rows - 1, device=self.rows.device)
+        last_rows = F.pad(
+            self.cu_seqlens[1:].long() - 1, (0, 1), value=-1
+        )  # of each segment; parent -1 has the last entry
+        return before.index_put((self.cu_seqlens[:-1].long(),), last_rows[self.parents.long()])
+
+    def bin(self, index: int) -> "PrefixTree":
+        """The tree of one bin alone, one row of the batch, with the samples that the bin has.
+
+        ``rows`` are still indices of the tokens that were packed, ``samples`` of the samples; the rest counts from 0.
+        Take it before ``to``: on a GPU it waits for values.
+
+        Example:
+            >>> from packing_ops import pack_prefix_tree
+            >>> tree = pack_prefix_tree(torch.tensor([5, 6, 7, 8, 9]), [0, 2, 5], capacity=3)
+            >>> tree.bin(1).samples.tolist(), tree.bin(1).rows.tolist()
+            ([0], [0, 1])
+
+        Raises:
+            ValueError: index outside 0 to num_bins - 1.
+        """
+        if not 0 <= integer(index, "index") < self.num_bins:
+            raise ValueError(f"index: expected 0 to num_bins - 1 = {self.num_bins - 1}, got {index}")
+        if self.num_bins == 1:
+            return self
+        first, last = self.bin_offsets[index : index + 2].tolist()
+        begin, end = self.cu_seqlens[[first, last]].tolist()
+        parents = self.parents[first:last]
+        served = self.sample_bins == index
+        lengths = self.sample_cu_seqlens.diff()
+        row_of_token = self.row_of_token[served.repeat_interleave(lengths)]
+        return PrefixTree(
+            rows=self.rows[begin:end].clone(),  # a view would be pickled with all of its memory
+            cu_seqlens=self.cu_seqlens[first : last + 1] - begin,
+            parents=torch.where(parents < 0, parents, parents - first),
+            position_ids=self.position_ids[begin:end].clone(),
+            row_of_token=row_of_token - begin,
+            copies=self.copies[begin:end].clone(),
+            bin_offsets=self.bin_offsets[index : index + 2] - first,
+            samples=self.samples[served],
+            sample_bins=torch.zeros_like(self.samples[served]),
+            sample_cu_seqlens=gate.cu_seqlens_from_lengths(lengths[served]),
+            repeated_at_forks=None,
+            repeated_by_cuts=None,
+        )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "PrefixTree":
+        """The same tree with its tensors on ``device``. A copy to the CPU is always waited for."""
+        non_blocking = non_blocking and torch.device(device).type != "cpu"
+        fields = dict(vars(self))
+        for name, value in fields.items():
+            if isinstance(value, torch.Tensor):
+                fields[name] = value.to(device, non_blocking=non_blocking)
+        return PrefixTree(**fields)
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixTree(num_samples={self.num_samples}, num_tokens={self.num_tokens}, num_rows={self.num_rows}, "
+            f"num_segments={self.num_segments}, num_bins={self.num_bins})"
+        )
+
+
+class PrefixPaths(NamedTuple):
+    """The paths of a tree's segments, one after the other: which rows of k and v they hold. int32, on the device of k.
+
+    Attributes:
+        segments: ``[num_segments + 1]``, the tree's cu_seqlens that the paths are of.
+        cu_seqlens: ``[num_segments + 1]``, where each path starts in ``row_of_key``.
+        row_of_key: ``[paths]``.
+        key_offsets: ``[total + 1]``; the keys of row ``r`` are ``keys_of_row[key_offsets[r] : key_offsets[r + 1]]``.
+        keys_of_row: ``[paths]``.
+        shares: whether a segment has a parent. Without, the segments are documents, and attention gathers nothing.
+    """
+
+    segments: torch.Tensor
+    cu_seqlens: torch.Tensor
+    row_of_key: torch.Tensor
+    key_offsets: torch.Tensor
+    keys_of_row: torch.Tensor
+    shares: bool = True
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.cu_seqlens, self.row_of_key, self.key_offsets, self.keys_of_row
+
+    def padded(self, total: int) -> "PrefixPaths":
+        """Of the same tree in a row of ``total`` slots."""
+        more = total + 1 - self.key_offsets.shape[0]
+        last = self.key_offsets[-1:].expand(more)
+        return self._replace(key_offsets=torch.cat([self.key_offsets, last]))
+
+    def to(self, device: torch.device | str | None) -> "PrefixPaths":
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            target = torch.device(device or tensor.device)
+            return tensor.to(target, non_blocking=target.type != "cpu")
+
+        cu_seqlens, row_of_key, key_offsets, keys_of_row = map(move, self.tensors)
+        return PrefixPaths(move(self.segments), cu_seqlens, row_of_key, key_offsets, keys_of_row, self.shares)
+
+
+def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
+    """The paths of a tree's segments. Tensors on CUDA are copied to the host, which waits for them.
+
+    Args:
+        cu_seqlens: int32 ``[num_segments + 1]``; a segment with children has a multiple of 128 tokens.
+        parents: int32 ``[num_segments]``, the index of an earlier segment, -1 for a root; segments are in depth-first order.
+        total: rows, those after the last segment included.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 128, 130, 131], dtype=torch.int32)
+        >>> paths = prefix_paths(cu_seqlens, torch.tensor([-1, 0, 0], dtype=torch.int32), 131)
+        >>> paths.cu_seqlens.tolist(), paths.row_of_key[128 + 128 :].tolist()[:4], paths.row_of_key[-1:].tolist()
+        ([0, 128, 258, 387], [128, 129, 0, 1], [130])
+
+    Raises:
+        ValueError: segments or parents that are no tree in this form; the message names the argument.
+    """
+    path_cu_seqlens, row_of_key, key_offsets, keys_of_row = gate.prefix_paths(cu_seqlens, parents, total)
+    shares = torch.compiler.is_compiling() or bool((parents >= 0).any())
+    return PrefixPaths(cu_seqlens.clone(), path_cu_seqlens, row_of_key, key_offsets, keys_of_row, shares)
+
+
+def paths_of_rows(
+    segments: torch.Tensor, cu_seqlens: torch.Tensor, row_of_key: torch.Tensor, total: int
+) -> PrefixPaths:
+    """The paths of a library that finds their rows itself. No synchronisation.
+
+    Args:
+        segments: int32 ``[num_segments + 1]``, the tree's cu_seqlens.
+        cu_seqlens: int32 ``[num_segments + 1]``, where each path starts in ``row_of_key``.
+        row_of_key: integer ``[paths]``.
+        total: rows of k and v.
+
+    Example:
+        >>> segments, cu_seqlens = torch.tensor([[0, 2, 3], [0, 2, 5]], dtype=torch.int32)
+        >>> paths = paths_of_rows(segments, cu_seqlens, torch.tensor([0, 1, 0, 1, 2]), 3)
+        >>> paths.key_offsets.tolist(), paths.keys_of_row.tolist()
+        ([0, 2, 4, 5], [0, 2, 1, 3, 4])
+    """
+    in_order, keys_of_row = row_of_key.sort(stable=True)
+    key_offsets = torch.searchsorted(in_order, torch.arange(total + 1, device=row_of_key.device))
+    return PrefixPaths(segments.clone(), cu_seqlens, row_of_key.int(), key_offsets.int(), keys_of_row.int())
+
+
+def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
+    """int64 ``[total]``: each row's distance from its root; the rows after the last segment count from 0."""
+    cu_seqlens = paths.segments
+    before = F.pad(paths.cu_seqlens.diff() - cu_seqlens.diff(), (0, 1))  # 0 behind the last segment
+    segment = gate.seq_idx_from_cu_seqlens(cu_seqlens, total)
+    return gate.position_ids_from_cu_seqlens(cu_seqlens, total) + before.index_select(0, segment)
+
+
+def check_same(values: torch.Tensor, expected: torch.Tensor, wanted: str) -> None:
+    """ValueError where values differ: on the CPU at once, on CUDA in a later call, in a graph never. wanted: as check_unchanged."""
+    if is_real(values):
+        check_unchanged(values, expected, wanted)
+
+
+def kept_paths(
+    cu_seqlens: torch.Tensor, parents: torch.Tensor | PrefixPaths, total: int, cache: BatchCache | None
+) -> PrefixPaths:
+    """prefix_paths, once for the layers of a model; paths that have been found as they are."""
+    if isinstance(parents, PrefixPaths):
+        return parents
+    if is_captured(cu_seqlens):
+        raise ValueError(
+            "parents: expected PackedMetadata.from_prefix_tree in place of parents while a CUDA graph is captured, since "
+            "the host reads them"
+        )
+    key = ("paths", total)
+    return kept_with((cu_seqlens, parents), key, lambda: prefix_paths(cu_seqlens, parents, total), cache=cache)
+
+
+# --- pages ---
+
+
+class KeyPages(NamedTuple):
+    """Where the keys of documents lie: int32 ``[num_documents, pages]`` and int32 ``[num_documents]``."""
+
+    block_table: torch.Tensor
+    seqused_k: torch.Tensor
+
+
+def pages_of(block_table: torch.Tensor | None, seqused_k: torch.Tensor | None, **others: object) -> KeyPages | None:
+    """Both or none of them. ValueError names the one that is missing, or that of ``others`` that has no place beside them."""
+    if block_table is None and seqused_k is None:
+        return None
+    refuse_beside("block_table", **others)
+    for tensor, name, other in ((block_table, "block_table", "seqused_k"), (seqused_k, "seqused_k", "block_table")):
+        if tensor is None:
+            raise ValueError(f"{name}: expected a tensor beside {other}, got None")
+        check_tensor(tensor, name)
+    return KeyPages(block_table, seqused_k)  # type: ignore[arg-type]
+
+
+def lengths_of(cu_seqlens_k: torch.Tensor) -> torch.Tensor:
+    """seqused_k of calls that tell the lengths by cu_seqlens, -1 where these do not start at 0; the same tensor for the layers
+    of a model."""
+
+    def lengths() -> torch.Tensor:
+        return int32_cu_seqlens(cu_seqlens_k).diff().where(cu_seqlens_k[0] == 0, -1)
+
+    return kept_with((cu_seqlens_k,), ("lengths",), lengths)
+
+
+def lengths_with(lengths: torch.Tensor, new: int) -> torch.Tensor:
+    """``lengths + new``, -1 for lengths below 0; the same tensor for the layers of a model."""
+    return kept_with((lengths,), ("lengths", new), lambda: torch.where(lengths < 0, -1, lengths + new))
