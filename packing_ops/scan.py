@@ -1,4 +1,5 @@
-"""Linear attention with a state, over packed rows: the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo-Hybrid."""
+"""Linear attention with a state, over packed rows: the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo-Hybrid, and the
+scan of Mamba-2, Bamba, Falcon-H1, Granite 4, Nemotron-H and Zamba2."""
 
 from typing import Any, Literal, overload
 
@@ -123,11 +124,132 @@ def gated_delta_rule(
     return out, final_state if output_final_state else None
 
 
+@overload
+def mamba2_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[False] = False,
+) -> tuple[torch.Tensor, None]: ...
+@overload
+def mamba2_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def mamba2_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Read a state with C, after it has forgotten and learned x times B: Mamba-2's scan (SSD). Differentiable.
+
+    The state of a head is a matrix ``S [head_dim, state_dim]``, 0 before a document's first token. A token makes of it
+
+        step = clamp(softplus(dt + dt_bias), *dt_limit)
+        S = exp(step A) S + step x B^T
+        out = S C + D x
+
+    Args:
+        x: float32, float64 (CPU), bfloat16 or float16 ``[total, num_heads, head_dim]``. On CUDA head_dim and state_dim are
+            at most 256, and what is not 64, 128 or 256 is padded with zeros.
+        dt: ``[total, num_heads]``; read in float32.
+        A: ``[num_heads]``, below 0 in every model; read in float32, as D and dt_bias are.
+        B, C: ``[total, num_groups, state_dim]`` of x's dtype; num_groups divides num_heads, and head h has group
+            ``h // (num_heads // num_groups)``.
+        cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
+        D: ``[num_heads]``, how much of x is added to the output.
+        dt_bias: ``[num_heads]``.
+        dt_softplus: take the softplus of dt + dt_bias, as every model does.
+        dt_limit: least and greatest step.
+        initial_state: float32 (float64 for float64) ``[num_documents, num_heads, head_dim, state_dim]``.
+        output_final_state: also return the states after each document's last token.
+
+    Returns:
+        (out, final_state or None). out is like x, 0 in the padding after the last document; final_state is like
+        initial_state. Sums, steps and states are float32 (float64 for float64). mamba_ssm's ``z`` is left to the caller:
+        ``out * silu(z)``.
+
+        Bits are those of gated_delta_rule: of a document alone, in chunks of 64 tokens counted from its first on CUDA.
+        NaN and infinity stay in their document.
+
+    Gradients:
+        Of x, dt, A, B, C, D, dt_bias and initial_state, also through final_state. Deterministic. A step at its limit has
+        the gradient 0. There is no second derivative.
+
+    Cost:
+        Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds one
+        for each chunk: ``2 * head_dim * state_dim * num_heads`` numbers of x's dtype for 64 tokens. No synchronisation.
+
+    Example:
+        A state of one number that forgets half at each token:
+
+        >>> x, one = torch.tensor([8.0, 0.0, 0.0])[:, None, None], torch.ones(3, 1, 1)
+        >>> A = torch.tensor([0.5]).log()
+        >>> out, state = mamba2_scan(x, one[:, 0], A, one, one, torch.tensor([0, 3]), output_final_state=True)
+        >>> out[:, 0, 0].tolist()
+        [8.0, 4.0, 2.0]
+        >>> state.tolist()
+        [[[[2.0]]]]
+
+    Raises:
+        ValueError: tensors of another dtype, device or shape than x asks for; cu_seqlens past the end of x; dt_limit whose
+            first is above its second; on CUDA a head_dim or state_dim over 256.
+
+    Source:
+        Dao, Gu, Transformers are SSMs, arXiv:2405.21060.
+    """
+    for name, tensor in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
+        check_tensor(tensor, name)
+    cu_seqlens = cu_seqlens_of(cu_seqlens, x.shape[0] if x.dim() else 1, like="x")
+    sums = sum_dtype(x.dtype)
+    dt, A = dt.to(sums), A.to(sums)
+    D, dt_bias = (None if each is None else each.to(sums) for each in (D, dt_bias))
+    options = dt_softplus, *dt_limit, output_final_state
+    scan = _widened_mamba if x.is_cuda and x.dim() == B.dim() == C.dim() == 3 else gate.mamba2_scan
+    out, final_state = scan(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options)
+    return out, final_state if output_final_state else None
+
+
+def _missing(*sizes: int) -> list[int]:
+    """How many columns of zeros make each a size that kernels have."""
+    return [next((n for n in KERNEL_DIMS if n >= size), size) - size for size in sizes]
+
+
 def _widened(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The op for heads that its kernels do not have, with columns of zeros up to those that they have: they add nothing."""
     g, beta, cu_seqlens, initial_state, *options = rest
     dim, dim_v = q.shape[-1], v.shape[-1]
-    more, more_v = (next((n for n in KERNEL_DIMS if n >= size), size) - size for size in (dim, dim_v))
+    more, more_v = _missing(dim, dim_v)
     if more or more_v:
         q, k, v = (pad(x, (0, columns)) for x, columns in ((q, more), (k, more), (v, more_v)))
         initial_state = None if initial_state is None else pad(initial_state, (0, more_v, 0, more))
@@ -135,6 +257,21 @@ def _widened(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> t
     if more or more_v:
         out = out[..., :dim_v]
         final_state = final_state[..., :dim, :dim_v] if options[-1] else final_state
+    return out, final_state
+
+
+def _widened_mamba(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """As _widened: for a head_dim or state_dim that the kernels do not have."""
+    dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options = rest
+    dim, dim_s = x.shape[-1], B.shape[-1]
+    more, more_s = _missing(dim, dim_s)
+    if more or more_s:
+        x, B, C = (pad(t, (0, columns)) for t, columns in ((x, more), (B, more_s), (C, more_s)))
+        initial_state = None if initial_state is None else pad(initial_state, (0, more_s, 0, more))
+    out, final_state = gate.mamba2_scan(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options)
+    if more or more_s:
+        out = out[..., :dim]
+        final_state = final_state[..., :dim, :dim_s] if options[-1] else final_state
     return out, final_state
 
 
@@ -194,3 +331,67 @@ def _backward(
 
 register_autograd("gated_delta_rule", _backward, setup_context=_context)
 register_no_autograd("gated_delta_rule_backward", of="gated_delta_rule")
+
+
+@gate.register_fake("mamba2_scan")
+def _(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state = (cu_seqlens.numel() - 1, x.shape[1], x.shape[2], B.shape[2]) if output_final_state else (0,)
+    return x.new_empty(x.shape), dt.new_empty(state)
+
+
+@gate.register_fake("mamba2_scan_backward")
+def _(
+    dout: torch.Tensor,
+    dfinal_state: torch.Tensor | None,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+) -> tuple[torch.Tensor, ...]:
+    gradients = (t.new_empty(t.shape) for t in (x, dt, dt, B, C, dt))
+    return *gradients, dt.new_empty(0 if initial_state is None else initial_state.shape)
+
+
+def _mamba_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.dt_softplus, ctx.dt_min, ctx.dt_max, ctx.with_state = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _mamba_backward(
+    ctx: Any, dout: torch.Tensor | None, dfinal_state: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    x, *_, D, dt_bias, _, initial_state = tensors = ctx.saved_tensors
+    dout = torch.zeros_like(x) if dout is None else dout
+    dfinal_state = dfinal_state if ctx.with_state else None
+    options = ctx.dt_softplus, ctx.dt_min, ctx.dt_max
+    found = past_autograd(gate.mamba2_scan_backward, dout, dfinal_state, *tensors, *options)
+    dx, ddt, to_dA, dB, dC, to_dD, dinitial_state = found
+    dD, ddt_bias = (None if t is None else each.sum(0) for t, each in ((D, to_dD), (dt_bias, ddt)))
+    states = None, None if initial_state is None else dinitial_state
+    return dx, ddt, to_dA.sum(0), dB, dC, dD, ddt_bias, *states, None, None, None, None
+
+
+register_autograd("mamba2_scan", _mamba_backward, setup_context=_mamba_context)
+register_no_autograd("mamba2_scan_backward", of="mamba2_scan")

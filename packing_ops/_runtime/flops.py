@@ -7,6 +7,7 @@ are counted as they are, from their values, which synchronises on CUDA. Fake ten
 rows, which has as many pairs as there can be.
 
 A token of gated_delta_rule has 3 products with the state of each head of v, in backward 2 to make it again and 6 for gradients.
+One of mamba2_scan has 2, in backward 1 and 4.
 """
 
 import importlib
@@ -185,8 +186,20 @@ def _scan_backward(*args, out_val):
     return 8 * _scan_product(_by_name(torch.ops.packing_ops.gated_delta_rule_backward, args))
 
 
+def _mamba_product(given):
+    return 2 * given["x"].numel() * given["B"].shape[-1]
+
+
+def _mamba_forward(*args, out_val):
+    return 2 * _mamba_product(_by_name(torch.ops.packing_ops.mamba2_scan, args))
+
+
+def _mamba_backward(*args, out_val):
+    return 5 * _mamba_product(_by_name(torch.ops.packing_ops.mamba2_scan_backward, args))
+
+
 def register_flop_formulas() -> None:
-    """Let torch's FlopCounterMode count attention, convolutions, the gated delta rule, token_logps and token_kl.
+    """Let torch's FlopCounterMode count attention, convolutions, layers with a state, token_logps and token_kl.
 
     Attention is that of documents, of prefix trees and of keys in pages. A tree counts the pairs of its rows: what the samples share
     counts once as queries, and as keys for each segment that sees it.
@@ -217,6 +230,8 @@ def register_flop_formulas() -> None:
     counter.register_flop_formula(ops.causal_conv1d_backward, get_raw=True)(_conv_backward)
     counter.register_flop_formula(ops.gated_delta_rule, get_raw=True)(_scan_forward)
     counter.register_flop_formula(ops.gated_delta_rule_backward, get_raw=True)(_scan_backward)
+    counter.register_flop_formula(ops.mamba2_scan, get_raw=True)(_mamba_forward)
+    counter.register_flop_formula(ops.mamba2_scan_backward, get_raw=True)(_mamba_backward)
     counter.register_flop_formula(ops.token_logps, get_raw=True)(_logps_forward)
     counter.register_flop_formula(ops.token_logps_backward, get_raw=True)(_logps_backward)
     counter.register_flop_formula(ops.token_logps_backward_, get_raw=True)(_logps_backward)

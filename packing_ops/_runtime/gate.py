@@ -19,7 +19,7 @@ import torch
 from packing_ops._runtime import autograd, library
 from packing_ops._runtime.arguments import integer, number, plain, wrong_type
 
-_MISTAKE = re.compile(r"[a-z]\w*(, [a-z]\w*)*: expected ")
+_MISTAKE = re.compile(r"[A-Za-z]\w*(, [A-Za-z]\w*)*: expected ")
 _NO_MATCH = re.compile(r"packing_ops::\w+\(\) ")
 
 

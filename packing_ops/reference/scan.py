@@ -1,8 +1,10 @@
-"""Oracle of packing_ops.scan: the gated delta rule token by token, and in chunks as models have it in plain torch."""
+"""Oracle of packing_ops.scan: the gated delta rule and Mamba-2's scan token by token, and in chunks as models have them in
+plain torch."""
 
 import itertools
 
 import torch
+from torch.nn.functional import softplus
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:
@@ -81,4 +83,68 @@ def _by_chunk(given: Tokens, state: torch.Tensor, chunk: int, dtype: torch.dtype
         outs.append((product(q * decay.exp()[..., None], state) + product(scores, new)).transpose(0, 1))
         left = (decay[:, -1:] - decay).exp()[..., None]
         state = state * decay[:, -1].exp()[:, None, None] + product((k * left).mT, new)
+    return torch.cat(outs), state
+
+
+def mamba2_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: torch.Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, final_state); see packing_ops.mamba2_scan. With ``chunk`` in chunks of so many tokens, whose products are in the
+    dtype of x. Everything else is in the dtype of dt, which is that of the states."""
+    heads = x.shape[1] // B.shape[1]
+    step = dt if dt_bias is None else dt + dt_bias
+    step = (softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    B, C = (t.to(dt.dtype).repeat_interleave(heads, 1) for t in (B, C))
+    wide, out, states = x.to(dt.dtype), torch.zeros_like(x), []
+    for i, rows in enumerate(_documents(cu_seqlens)):
+        state = dt.new_zeros(*x.shape[1:], B.shape[-1]) if initial_state is None else initial_state[i]
+        given = C[rows], B[rows], wide[rows], step[rows] * A, step[rows]
+        if chunk is None:
+            found, state = _scan_by_token(given, state)
+        else:
+            found, state = _scan_by_chunk(given, state, chunk, x.dtype)
+        skipped = found if D is None else found + D[:, None] * wide[rows]
+        out = torch.cat([out[: rows.start], skipped.to(x.dtype), out[rows.stop :]])
+        states.append(state)
+    return out, torch.stack(states) if states else dt.new_zeros(0, *x.shape[1:], B.shape[-1])
+
+
+def _scan_by_token(given: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    outs = [given[2][:0]]
+    for C, B, x, g, step in zip(*given, strict=True):
+        state = g.exp()[:, None, None] * state + torch.einsum("hp,hn->hpn", step[:, None] * x, B)
+        outs.append(torch.einsum("hpn,hn->hp", state, C)[None])
+    return torch.cat(outs), state
+
+
+def _scan_by_chunk(
+    given: Tokens, state: torch.Tensor, chunk: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula of transformers' mamba2_chunk_scan, its products in ``dtype`` as mamba_ssm's are."""
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a.to(dtype) @ b.to(dtype)).to(state.dtype)
+
+    outs = [given[2][:0]]
+    for start in range(0, given[2].shape[0], chunk):
+        C, B, x, g, step = (t[start : start + chunk].transpose(0, 1) for t in given)
+        decay, size = g.cumsum(-1), x.shape[1]
+        lower = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+        between = (decay[..., None] - decay[..., None, :]).masked_fill(~lower, 0).exp() * lower
+        new, scores = x * step[..., None], product(C, B.mT) * between
+        outs.append((product(C * decay.exp()[..., None], state.mT) + product(scores, new)).transpose(0, 1))
+        left = (decay[:, -1:] - decay).exp()[..., None]
+        state = state * decay[:, -1].exp()[:, None, None] + product(new.mT, B * left)
     return torch.cat(outs), state

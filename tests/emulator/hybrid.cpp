@@ -1,4 +1,4 @@
-// causal_conv1d's and gated_delta_rule's CUDA launchers, forward and backward, for ctypes.
+// The CUDA launchers of causal_conv1d, gated_delta_rule and mamba2_scan, forward and backward, for ctypes.
 #include <algorithm>
 #include <array>
 #include <stdexcept>
@@ -37,6 +37,20 @@ void with_scratch(int64_t bytes, const Run& run) {
   if (std::any_of(begin + bytes, begin + bytes + 16, [](uint8_t byte) { return byte != 0xff; })) {
     throw std::runtime_error("a kernel wrote past the scratch");
   }
+}
+
+const char* scanned(ScanBackwardParams& p) {
+  return caught([&](const CudaLaunch& launch) {
+    with_scratch(scan_scratch_bytes(p), [&](uint8_t* memory) {
+      p.scratch = memory;
+      launch_scan_cuda(p, launch);
+    });
+    if (p.dout.data == nullptr) return;
+    with_scratch(scan_backward_scratch_bytes(p), [&](uint8_t* memory) {
+      p.scratch = memory;
+      launch_scan_backward_cuda(p, launch);
+    });
+  });
 }
 
 HeadRows rows(void* data, int64_t heads, int64_t dim) {
@@ -81,7 +95,7 @@ const char* emulated_conv(const int64_t* sizes, void* const* tensors) {
 const char* emulated_scan(const int64_t* sizes, double scale, void* const* tensors) {
   const auto [total, documents, k_heads, v_heads, head_dim, head_dim_v, l2norm, dtype] =
       reinterpret_cast<const std::array<int64_t, 8>&>(*sizes);
-  GatedDeltaBackwardParams p;
+  ScanBackwardParams p;
   p.documents = {static_cast<const int32_t*>(tensors[0]), documents, total};
   p.dtype = static_cast<DType>(dtype);
   p.num_k_heads = k_heads;
@@ -106,16 +120,42 @@ const char* emulated_scan(const int64_t* sizes, double scale, void* const* tenso
   p.dg = tensors[14];
   p.dbeta = tensors[15];
   p.dinitial_state = tensors[16];
-  return caught([&](const CudaLaunch& launch) {
-    with_scratch(gated_delta_rule_scratch_bytes(p), [&](uint8_t* memory) {
-      p.scratch = memory;
-      launch_gated_delta_rule_cuda(p, launch);
-    });
-    if (p.dout.data == nullptr) return;
-    with_scratch(gated_delta_rule_backward_scratch_bytes(p), [&](uint8_t* memory) {
-      p.scratch = memory;
-      launch_gated_delta_rule_backward_cuda(p, launch);
-    });
-  });
+  return scanned(p);
+}
+
+const char* emulated_mamba(const int64_t* sizes, double dt_min, double dt_max, void* const* tensors) {
+  const auto [total, documents, groups, heads, state_dim, head_dim, softplus, dtype] =
+      reinterpret_cast<const std::array<int64_t, 8>&>(*sizes);
+  ScanBackwardParams p;
+  p.documents = {static_cast<const int32_t*>(tensors[0]), documents, total};
+  p.dtype = static_cast<DType>(dtype);
+  p.corrects = false;
+  p.num_k_heads = groups;
+  p.num_v_heads = heads;
+  p.head_dim = state_dim;
+  p.head_dim_v = head_dim;
+  p.softplus = softplus != 0;
+  p.dt_min = dt_min;
+  p.dt_max = dt_max;
+  p.v = rows(tensors[1], heads, head_dim);
+  p.beta = tensors[2];
+  p.a = tensors[3];
+  p.k = rows(tensors[4], groups, state_dim);
+  p.q = rows(tensors[5], groups, state_dim);
+  p.skip = tensors[6];
+  p.dt_bias = tensors[7];
+  p.initial_state = tensors[8];
+  p.dout = rows(tensors[9], heads, head_dim);
+  p.dfinal_state = tensors[10];
+  p.out = tensors[11];
+  p.final_state = tensors[12];
+  p.dv = tensors[13];
+  p.dbeta = tensors[14];
+  p.dg = tensors[15];
+  p.dk = tensors[16];
+  p.dq = tensors[17];
+  p.dskip = tensors[18];
+  p.dinitial_state = tensors[19];
+  return scanned(p);
 }
 }

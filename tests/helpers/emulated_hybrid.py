@@ -1,4 +1,4 @@
-"""The CUDA kernels of causal_conv1d and gated_delta_rule on the CPU, as tests/helpers/emulated.py has those of attention."""
+"""The CUDA kernels of convolutions and scans on the CPU, as tests/helpers/emulated.py has those of attention."""
 
 import ctypes
 import functools
@@ -13,8 +13,10 @@ from helpers.emulated import DTYPES, GPUS
 @functools.cache
 def library(headers: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(compiled(headers, "hybrid")))
-    loaded.emulated_conv.restype = loaded.emulated_scan.restype = ctypes.c_char_p
+    for call in (loaded.emulated_conv, loaded.emulated_scan, loaded.emulated_mamba):
+        call.restype = ctypes.c_char_p
     loaded.emulated_scan.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_void_p]
+    loaded.emulated_mamba.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_double, ctypes.c_void_p]
     return loaded
 
 
@@ -73,3 +75,21 @@ def scan(
     inputs = [cu_seqlens, q, k, v, g, beta, initial_state, dout, dfinal_state]
     _run(headers, gpu, "emulated_scan", sizes, [scale], [*inputs, *results])
     return results
+
+
+def mamba(headers: Path, tensors: dict, cu_seqlens, dout, dfinal_state, *, softplus: bool, limit, gpu="sm_90"):
+    """{"out", "final_state" and names of the tensors that came: its gradient}; without dout the first two alone."""
+    x, dt, _, b, _, _, _, initial_state = given = [*tensors.values()]
+    documents, (total, heads, dim), (_, groups, dim_s) = len(cu_seqlens) - 1, x.shape, b.shape
+    final_state = dt.new_full((documents, heads, dim, dim_s), torch.nan)
+    gradients = like(x, dt, dt, b, b, dt, initial_state) if dout is not None else [None] * 7
+    sizes = [total, documents, groups, heads, dim_s, dim, softplus, DTYPES[x.dtype]]
+    results = [*like(x), final_state, *gradients]
+    inputs = [cu_seqlens, *given, dout, dfinal_state]
+    _run(headers, gpu, "emulated_mamba", sizes, [*limit], [*inputs, *results])
+    found = dict(zip(["out", "final_state"], results, strict=False))
+    if dout is None:
+        return found
+    dx, ddt, to_da, db, dc, to_dd, dinitial = gradients
+    of = [dx, ddt, to_da.sum(0), db, dc, to_dd.sum(0), ddt.sum(0), dinitial]
+    return found | {name: t for (name, given), t in zip(tensors.items(), of, strict=True) if given is not None}

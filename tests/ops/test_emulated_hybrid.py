@@ -1,8 +1,9 @@
-"""The CUDA kernels of causal_conv1d and gated_delta_rule on the CPU, from the rows to the gradients."""
+"""The CUDA kernels of causal_conv1d, gated_delta_rule and mamba2_scan on the CPU, from the rows to the gradients."""
 
 import pytest
 import test_conv
 import test_scan
+import test_scan_mamba
 import torch
 from emulator.build import cuda_headers
 from helpers import assert_error_within, assert_same, cu_seqlens_of
@@ -161,3 +162,110 @@ def test_scan_keeps_nan_in_its_document():
         for mine, wanted in zip(found, clean, strict=True):
             rows = [0, 2] if mine.dim() == 4 else others
             assert_same(mine[rows], wanted[rows])
+
+
+# --- mamba2_scan ---
+
+
+def mamba(tensors, cu_seqlens, gradients=(None, None), *, dt_softplus=True, dt_limit=(0.0, float("inf")), gpu="sm_90"):
+    """As test_scan_mamba.results_of; every argument that comes is contiguous."""
+    options = {"softplus": dt_softplus, "limit": dt_limit, "gpu": gpu}
+    tensors = {name: None if t is None else t.detach() for name, t in tensors.items()}
+    return emulated.mamba(HEADERS, tensors, cu_seqlens, *gradients, **options)
+
+
+def assert_mamba(monkeypatch, tensors, cu_seqlens, *, gpu="sm_90", **options):
+    """test_scan_mamba's own comparison, of the emulated kernels."""
+    own = test_scan_mamba.results_of
+
+    def results_of(scan, *args, **options):
+        return mamba(*args, gpu=gpu, **options) if scan is test_scan_mamba.ours else own(scan, *args, **options)
+
+    monkeypatch.setattr(test_scan_mamba, "results_of", results_of)
+    return test_scan_mamba.assert_right(tensors, cu_seqlens, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("state", [False, True])
+def test_mamba_equals_reference(monkeypatch, dtype, state):
+    tensors, cu_seqlens = test_scan_mamba.inputs_of("cpu", dtype, state=state)
+    found = assert_mamba(monkeypatch, tensors, cu_seqlens)
+    for name in ("out", *test_scan_mamba.ROWS):
+        assert not found[name][-test_scan_mamba.PADDING :].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "gpu"),
+    [
+        (torch.bfloat16, (128, 64), "sm_90"),
+        (torch.bfloat16, (128, 128), "sm_89"),
+        (torch.bfloat16, (256, 64), "sm_80"),
+        (torch.float32, (128, 64), "sm_90"),
+        (torch.float32, (256, 64), "sm_90"),
+    ],
+    ids=str,
+)
+def test_mamba_of_other_dims(monkeypatch, dtype, dims, gpu):
+    inputs = test_scan_mamba.inputs_of("cpu", dtype, dims=dims, heads=(1, 1), lengths=[65, 3])
+    assert_mamba(monkeypatch, *inputs, gpu=gpu)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (1, 3), (2, 4)], ids=str)
+def test_mamba_of_groups(monkeypatch, heads):
+    tensors, cu_seqlens = test_scan_mamba.inputs_of("cpu", torch.bfloat16, heads=heads, lengths=[70, 3])
+    assert_mamba(monkeypatch, {**tensors, "D": None}, cu_seqlens)
+
+
+@pytest.mark.parametrize("softplus", [False, True])
+def test_mamba_at_the_limits_of_a_step(monkeypatch, softplus):
+    tensors, cu_seqlens = test_scan_mamba.inputs_of("cpu", torch.float32, lengths=[70, 3])
+    tensors["dt"] = tensors["dt"] * 4 + (0 if softplus else 2)
+    assert_mamba(monkeypatch, {**tensors, "dt_bias": None}, cu_seqlens, dt_softplus=softplus, dt_limit=(0.05, 2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("a", "dt"), [(0.0, 0.5), (-50.0, 0.5), (-1e30, 0.5), (-1.0, 0.0)])
+def test_mamba_of_extreme_decays(monkeypatch, dtype, a, dt):
+    tensors, cu_seqlens = test_scan_mamba.inputs_of("cpu", dtype, lengths=[130, 3])
+    same = {"A": a, "dt": dt, "dt_bias": 0.0}
+    tensors = {**tensors, **{name: torch.full_like(tensors[name], value) for name, value in same.items()}}
+    assert_mamba(monkeypatch, tensors, cu_seqlens, dt_softplus=False)
+
+
+def test_mamba_has_the_bits_of_a_document_alone():
+    tensors, cu_seqlens = test_scan_mamba.inputs_of("cpu", torch.bfloat16, heads=(1, 1), lengths=[130, 0, 2, 200])
+    dout, dfinal = test_scan_mamba.gradients_of(tensors, 4)
+    packed = mamba(tensors, cu_seqlens, (dout, dfinal))
+    rows = slice(132, 332)
+    given = test_scan_mamba.pieces_of(tensors, cu_seqlens, 3, slice(0, 200), tensors["initial_state"][3:])
+    alone = mamba(given, cu_seqlens_of([200]), (dout[rows], dfinal[3:]))
+    for name in ("out", *test_scan_mamba.ROWS):
+        assert_same(packed[name][rows], alone[name])
+    for name in ("final_state", "initial_state"):
+        assert_same(packed[name][3:], alone[name])
+
+
+def test_mamba_has_the_bits_of_calls_that_go_on():
+    tensors, cu_seqlens = test_scan_mamba.inputs_of("cpu", torch.bfloat16, lengths=[200], state=False)
+    rows = lambda *bounds, state=None: test_scan_mamba.pieces_of(tensors, cu_seqlens, 0, slice(*bounds), state)  # noqa: E731
+    whole = mamba(tensors, cu_seqlens)
+    first = mamba(rows(0, 128), cu_seqlens_of([128]))
+    second = mamba(rows(128, 200, state=first["final_state"]), cu_seqlens_of([72]))
+    assert_same(torch.cat([first["out"], second["out"]]), whole["out"][:200])
+    assert_same(second["final_state"], whole["final_state"])
+    assert_same(mamba(rows(0, 150), cu_seqlens_of([150]))["out"], whole["out"][:150])
+
+
+def test_mamba_keeps_nan_in_its_document():
+    tensors, cu_seqlens = test_scan_mamba.inputs_of("cpu", torch.bfloat16, heads=(1, 1), lengths=[70, 66, 7])
+    gradients = test_scan_mamba.gradients_of(tensors, 3)
+    clean = mamba(tensors, cu_seqlens, gradients)
+    others = [*range(70), *range(136, tensors["x"].shape[0])]
+    for name in test_scan_mamba.ROWS:
+        broken = {**tensors, name: tensors[name].clone()}
+        broken[name][70:136:3], broken[name][-test_scan_mamba.PADDING :] = torch.nan, torch.inf
+        found = mamba(broken, cu_seqlens, gradients)
+        for row in ("out", *test_scan_mamba.ROWS):
+            assert_same(found[row][others], clean[row][others])
+        for document in ("final_state", "initial_state"):
+            assert_same(found[document][[0, 2]], clean[document][[0, 2]])

@@ -29,6 +29,7 @@ DEPENDING = {
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "gated_delta_rule",
+    "mamba2_scan",
     "packed_alignment",
     "prefix_token_logps",
     "select_attention_backend",

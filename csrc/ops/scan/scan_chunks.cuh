@@ -57,7 +57,8 @@ __device__ inline Chunk chunk_at(const Documents& documents, int64_t place) {
   return {start, static_cast<int>(left < kChunk ? left : kChunk), padding};
 }
 
-// Scratch memory, by (place, head of v). The last four are the backward's.
+// Scratch memory, by (place, head of v). The last four are the backward's. Without a correction there are neither
+// inverses nor corrected values: what a token adds, times its key, is beta v.
 struct Chunks {
   RowScales* scales;
   void* inverses;    // [64, 64]: of I + A, A[i, j] = beta[i] exp(G[i] - G[j]) k[i] . k[j] for j < i, k normalised
@@ -68,7 +69,7 @@ struct Chunks {
   void* dcorrected;  // the gradient of beta (v - S^T k)
 };
 
-__device__ __forceinline__ int64_t chunk_index(const GatedDeltaParams& p, int64_t place, int64_t head) {
+__device__ __forceinline__ int64_t chunk_index(const ScanParams& p, int64_t place, int64_t head) {
   return place * p.num_v_heads + head;
 }
 

@@ -8,6 +8,7 @@
 #include "host/parallel.h"
 #include "host/scalar.h"
 #include "ops/scan/scan.h"
+#include "ops/scan/scan_gates.h"
 
 namespace packing_ops {
 
@@ -43,22 +44,24 @@ PACKING_OPS_INLINE Real dot(const Real* a, const Real* b, int64_t size) {
 
 struct Sizes {
   int64_t k, v;
+  bool corrects;
   int64_t state() const { return k * v; }
 };
 
-// What a token and a head bring, and what the state makes of them.
+// What a token and a head bring.
 template <class Real>
 struct Token {
   const Real *q, *k, *v;
   Real decay, beta;
+  const Real* skip;
 };
 
-// Takes `state` past a token. residual = v - S^T k before the correction.
+// Takes `state` past a token. residual = v - S^T k before the correction, v where nothing is corrected.
 template <class Real>
 PACKING_OPS_MULTIVERSION void advance(const Sizes& n, const Token<Real>& token, Real* state, Real* residual) {
   for (int64_t i = 0; i < n.state(); ++i) state[i] *= token.decay;
   std::fill_n(residual, n.v, Real(0));
-  add_rows(state, token.k, n.k, n.v, residual);
+  if (n.corrects) add_rows(state, token.k, n.k, n.v, residual);
   for (int64_t j = 0; j < n.v; ++j) residual[j] = token.v[j] - residual[j];
   for (int64_t i = 0; i < n.k; ++i) {
     const Real factor = token.beta * token.k[i];
@@ -67,17 +70,18 @@ PACKING_OPS_MULTIVERSION void advance(const Sizes& n, const Token<Real>& token, 
 }
 
 template <class Real>
-PACKING_OPS_MULTIVERSION void read(const Sizes& n, const Real* q, Real scale, const Real* state, Real* out) {
+PACKING_OPS_MULTIVERSION void read(const Sizes& n, const Token<Real>& token, Real scale, const Real* state, Real* out) {
   std::fill_n(out, n.v, Real(0));
-  add_rows(state, q, n.k, n.v, out);
+  add_rows(state, token.q, n.k, n.v, out);
   for (int64_t j = 0; j < n.v; ++j) out[j] *= scale;
+  for (int64_t j = 0; token.skip && j < n.v; ++j) out[j] += *token.skip * token.v[j];
 }
 
 // The gradients of a token, dk and dq added to what other heads have left there.
 template <class Real>
 struct TokenGradients {
   Real *dq, *dk, *dv;
-  Real dg, dbeta;
+  Real dg, dbeta, dskip;
 };
 
 // dout is times scale. `before` and `after` are the states around the token; dstate goes from the gradient of `after`
@@ -93,16 +97,21 @@ PACKING_OPS_MULTIVERSION void retreat(const Sizes& n, const Token<Real>& token, 
   add_rows(dstate, token.k, n.k, n.v, out.dv);
   out.dbeta = dot(out.dv, residual, n.v);
   for (int64_t j = 0; j < n.v; ++j) out.dv[j] *= token.beta;
+  if (!n.corrects) out.dskip = dot(dout, token.v, n.v);
   Real dg = 0;
   for (int64_t i = 0; i < n.k; ++i) {
     Real* row = dstate + i * n.v;
     const Real of_correction = token.beta * dot(row, residual, n.v);
-    out.dk[i] += of_correction - token.decay * dot(before + i * n.v, out.dv, n.v);
-    for (int64_t j = 0; j < n.v; ++j) row[j] -= token.k[i] * out.dv[j];
+    out.dk[i] += of_correction;
+    if (n.corrects) {
+      out.dk[i] -= token.decay * dot(before + i * n.v, out.dv, n.v);
+      for (int64_t j = 0; j < n.v; ++j) row[j] -= token.k[i] * out.dv[j];
+    }
     dg += dot(row, before + i * n.v, n.v);
   }
   out.dg = token.decay * dg;
   for (int64_t i = 0; i < n.state(); ++i) dstate[i] *= token.decay;
+  for (int64_t j = 0; token.skip && j < n.v; ++j) out.dv[j] += *token.skip * dout[j];
 }
 
 // One head of k and the heads of v that share it, in one document.
@@ -110,10 +119,10 @@ template <class T>
 struct Group {
   using Real = accumulate_t<T>;
 
-  const GatedDeltaParams& p;
+  const ScanParams& p;
   const int64_t document, k_head;
   const Interval<int64_t> rows = p.documents[document];
-  const Sizes n{p.head_dim, p.head_dim_v};
+  const Sizes n{p.head_dim, p.head_dim_v, p.corrects};
   const int64_t heads = p.num_v_heads / p.num_k_heads;
   std::vector<Real> q_norms{}, k_norms{};  // what rows of q and k are multiplied with
   std::vector<Real> q = unit_rows(p.q, q_norms), k = unit_rows(p.k, k_norms);
@@ -139,21 +148,30 @@ struct Group {
   }
 
   Token<Real> token(int64_t t, int64_t head, const std::vector<Real>& v) const {
-    const int64_t at = (rows.begin + t) * p.num_v_heads + head;
-    return {q.data() + t * n.k, k.data() + t * n.k, v.data() + t * n.v, std::exp(static_cast<const Real*>(p.g)[at]),
-            static_cast<const Real*>(p.beta)[at]};
+    const Gates<Real> gates = gates_of<Real>(p, (rows.begin + t) * p.num_v_heads + head, head);
+    const Real* skip = p.skip ? static_cast<const Real*>(p.skip) + head : nullptr;
+    return {q.data() + t * n.k, k.data() + t * n.k, v.data() + t * n.v, std::exp(gates.g), gates.beta, skip};
   }
 
   int64_t state_offset(int64_t head) const { return (document * p.num_v_heads + head) * n.state(); }
 
+  // f(number of a state [head_dim, head_dim_v], number of a tensor of states)
+  template <class Number, class F>
+  void for_state(Number* states, int64_t head, std::vector<Real>& state, const F& f) const {
+    Number* in_memory = states + state_offset(head);
+    for (int64_t i = 0; i < n.k; ++i) {
+      for (int64_t j = 0; j < n.v; ++j) f(state[i * n.v + j], in_memory[i * p.state_row() + j * p.state_column()]);
+    }
+  }
+
   std::vector<Real> first_state(const void* given, int64_t head) const {
     std::vector<Real> state(n.state());
-    if (given) std::copy_n(static_cast<const Real*>(given) + state_offset(head), n.state(), state.data());
+    if (given) for_state(static_cast<const Real*>(given), head, state, [](Real& to, const Real& from) { to = from; });
     return state;
   }
 
-  void keep_state(const std::vector<Real>& state, int64_t head, void* to) const {
-    if (to) std::copy(state.begin(), state.end(), static_cast<Real*>(to) + state_offset(head));
+  void keep_state(std::vector<Real>& state, int64_t head, void* to) const {
+    if (to) for_state(static_cast<Real*>(to), head, state, [](Real& from, Real& kept) { kept = from; });
   }
 };
 
@@ -163,7 +181,7 @@ PACKING_OPS_INLINE void store(const Real* from, int64_t count, T* to) {
 }
 
 template <class T>
-void forward(const GatedDeltaParams& p, int64_t document, int64_t k_head) {
+void forward(const ScanParams& p, int64_t document, int64_t k_head) {
   using Real = accumulate_t<T>;
   const Group<T> group{p, document, k_head};
   std::vector<Real> v, residual(p.head_dim_v), out(p.head_dim_v);
@@ -174,7 +192,7 @@ void forward(const GatedDeltaParams& p, int64_t document, int64_t k_head) {
     for (int64_t t = 0; t < group.rows.size(); ++t) {
       const Token<Real> token = group.token(t, head, v);
       advance(group.n, token, state.data(), residual.data());
-      read(group.n, token.q, static_cast<Real>(p.scale), state.data(), out.data());
+      read(group.n, token, static_cast<Real>(p.scale), state.data(), out.data());
       const int64_t row = (group.rows.begin + t) * p.num_v_heads + head;
       store(out.data(), p.head_dim_v, static_cast<T*>(p.out) + row * p.head_dim_v);
     }
@@ -218,9 +236,21 @@ class Replay {
   std::vector<Real> kept_, states_, residuals_;
 };
 
+template <class Real>
+void store_gates(const ScanBackwardParams& p, int64_t row, int64_t head, TokenGradients<Real>& out) {
+  if (!p.corrects) {
+    const Gates<Real> of_step = gradients_of_step(p, gates_of<Real>(p, row, head), head, out.dg, out.dbeta);
+    out.dg = of_step.g;
+    out.dbeta = of_step.beta;
+    static_cast<Real*>(p.dskip)[row] = out.dskip;
+  }
+  static_cast<Real*>(p.dg)[row] = out.dg;
+  static_cast<Real*>(p.dbeta)[row] = out.dbeta;
+}
+
 template <class T>
-void backward_head(const GatedDeltaBackwardParams& p, const Group<T>& group, int64_t head,
-                   std::vector<accumulate_t<T>>& dq, std::vector<accumulate_t<T>>& dk) {
+void backward_head(const ScanBackwardParams& p, const Group<T>& group, int64_t head, std::vector<accumulate_t<T>>& dq,
+                   std::vector<accumulate_t<T>>& dk) {
   using Real = accumulate_t<T>;
   std::vector<Real> v, dout, dv(p.head_dim_v);
   group.load_rows(p.v, head, p.head_dim_v, v);
@@ -231,13 +261,12 @@ void backward_head(const GatedDeltaBackwardParams& p, const Group<T>& group, int
   for (int64_t t = group.rows.size() - 1, chunk = -1; t >= 0; --t) {
     if (t / kScanChunk != chunk) replay.run(chunk = t / kScanChunk);
     const int64_t i = t % kScanChunk;
-    TokenGradients<Real> out{dq.data() + t * p.head_dim, dk.data() + t * p.head_dim, dv.data(), 0, 0};
+    TokenGradients<Real> out{dq.data() + t * p.head_dim, dk.data() + t * p.head_dim, dv.data(), 0, 0, 0};
     retreat(group.n, group.token(t, head, v), dout.data() + t * p.head_dim_v, replay.state(i), replay.state(i + 1),
             replay.residual(i), dstate.data(), out);
     const int64_t row = (group.rows.begin + t) * p.num_v_heads + head;
     store(dv.data(), p.head_dim_v, static_cast<T*>(p.dv) + row * p.head_dim_v);
-    static_cast<Real*>(p.dg)[row] = out.dg;
-    static_cast<Real*>(p.dbeta)[row] = out.dbeta;
+    store_gates(p, row, head, out);
   }
   group.keep_state(dstate, head, p.dinitial_state);
 }
@@ -258,7 +287,7 @@ void store_rows(const Group<T>& group, const std::vector<accumulate_t<T>>& units
 }
 
 template <class T>
-void backward(const GatedDeltaBackwardParams& p, int64_t document, int64_t k_head) {
+void backward(const ScanBackwardParams& p, int64_t document, int64_t k_head) {
   using Real = accumulate_t<T>;
   const Group<T> group{p, document, k_head};
   std::vector<Real> dq(group.q.size()), dk(group.k.size());
@@ -274,7 +303,7 @@ void zero_padding(const Documents& documents, int64_t row, void* to) {
 }
 
 template <class Call>
-void for_groups(const GatedDeltaParams& p, const Call& call) {
+void for_groups(const ScanParams& p, const Call& call) {
   const int64_t groups = p.documents.num_documents * p.num_k_heads;
   parallel_for(0, groups, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) call(i / p.num_k_heads, i % p.num_k_heads);
@@ -283,7 +312,7 @@ void for_groups(const GatedDeltaParams& p, const Call& call) {
 
 }  // namespace
 
-void launch_gated_delta_rule_cpu(const GatedDeltaParams& p) {
+void launch_scan_cpu(const ScanParams& p) {
   dispatch_float(p.dtype, [&](auto zero) {
     using T = decltype(zero);
     for_groups(p, [&](int64_t document, int64_t k_head) { forward<T>(p, document, k_head); });
@@ -291,13 +320,15 @@ void launch_gated_delta_rule_cpu(const GatedDeltaParams& p) {
   });
 }
 
-void launch_gated_delta_rule_backward_cpu(const GatedDeltaBackwardParams& p) {
+void launch_scan_backward_cpu(const ScanBackwardParams& p) {
   dispatch_float(p.dtype, [&](auto zero) {
     using T = decltype(zero);
     for_groups(p, [&](int64_t document, int64_t k_head) { backward<T>(p, document, k_head); });
     for (void* to : {p.dq, p.dk}) zero_padding<T>(p.documents, p.num_k_heads * p.head_dim, to);
     zero_padding<T>(p.documents, p.num_v_heads * p.head_dim_v, p.dv);
-    for (void* to : {p.dg, p.dbeta}) zero_padding<accumulate_t<T>>(p.documents, p.num_v_heads, to);
+    for (void* to : {p.dg, p.dbeta, p.dskip}) {
+      if (to) zero_padding<accumulate_t<T>>(p.documents, p.num_v_heads, to);
+    }
   });
 }
 

@@ -1,4 +1,4 @@
-// The kernels of gated_delta_rule one after the other, and the scratch memory between them.
+// The kernels of gated_delta_rule and mamba2_scan one after the other, and the scratch memory between them.
 #include <stdexcept>
 #include <string>
 
@@ -35,20 +35,20 @@ struct Parts {
 };
 
 // And their size in all. `start` may be null.
-Chunks chunks_in(const GatedDeltaParams& p, void* start, bool backward, int64_t& bytes) {
+Chunks chunks_in(const ScanParams& p, void* start, bool backward, int64_t& bytes) {
   Parts parts{static_cast<uint8_t*>(start)};
   const int64_t count = chunk_places(p.documents) * p.num_v_heads;
   const int64_t size = bytes_of(p.dtype);
   Chunks chunks{};
   chunks.scales = parts.take<RowScales>(count * static_cast<int64_t>(sizeof(RowScales)));
-  chunks.inverses = parts.take<void>(count * kChunk * kChunk * size);
+  if (p.corrects) chunks.inverses = parts.take<void>(count * kChunk * kChunk * size);
   chunks.scores = parts.take<void>(count * kChunk * kChunk * size);
   if (backward) {
     const int64_t rows = p.documents.total * p.num_v_heads * p.head_dim_v * size;
     chunks.states = parts.take<void>(count * p.head_dim * p.head_dim_v * size);
     chunks.dstates = parts.take<void>(count * p.head_dim * p.head_dim_v * size);
-    chunks.corrected = parts.take<void>(rows);
-    chunks.dcorrected = parts.take<void>(rows);
+    if (p.corrects) chunks.corrected = parts.take<void>(rows);
+    if (p.corrects) chunks.dcorrected = parts.take<void>(rows);
   }
   bytes = parts.bytes;
   return chunks;
@@ -70,7 +70,7 @@ bool has_shared(int bytes) {
 
 void allow_shared(const void* kernel, int bytes) {
   if (!has_shared(bytes)) {
-    throw std::runtime_error("gated_delta_rule: expected a GPU with " + std::to_string(bytes) +
+    throw std::runtime_error("gated_delta_rule, mamba2_scan: expected a GPU with " + std::to_string(bytes) +
                              " bytes of shared memory a block for this head_dim and dtype, got one with " +
                              std::to_string(max_shared()));
   }
@@ -79,19 +79,19 @@ void allow_shared(const void* kernel, int bytes) {
 
 }  // namespace scan
 
-int64_t gated_delta_rule_scratch_bytes(const GatedDeltaParams& p) {
+int64_t scan_scratch_bytes(const ScanParams& p) {
   int64_t bytes = 0;
   scan::chunks_in(p, nullptr, false, bytes);
   return bytes;
 }
 
-int64_t gated_delta_rule_backward_scratch_bytes(const GatedDeltaParams& p) {
+int64_t scan_backward_scratch_bytes(const ScanParams& p) {
   int64_t bytes = 0;
   scan::chunks_in(p, nullptr, true, bytes);
   return bytes;
 }
 
-void launch_gated_delta_rule_cuda(const GatedDeltaParams& p, const CudaLaunch& launch) {
+void launch_scan_cuda(const ScanParams& p, const CudaLaunch& launch) {
   if (p.num_v_heads == 0) return;
   int64_t bytes = 0;
   const scan::Chunks chunks = scan::chunks_in(p, p.scratch, false, bytes);
@@ -102,7 +102,7 @@ void launch_gated_delta_rule_cuda(const GatedDeltaParams& p, const CudaLaunch& l
   });
 }
 
-void launch_gated_delta_rule_backward_cuda(const GatedDeltaBackwardParams& p, const CudaLaunch& launch) {
+void launch_scan_backward_cuda(const ScanBackwardParams& p, const CudaLaunch& launch) {
   if (p.num_v_heads == 0) return;
   int64_t bytes = 0;
   const scan::Chunks chunks = scan::chunks_in(p, p.scratch, true, bytes);

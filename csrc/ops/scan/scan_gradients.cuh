@@ -13,8 +13,11 @@ constexpr int piece_of() {
   return sizeof(T) == 4 ? (kDim == 256 ? 16 : 32) : (kDim == 256 ? 32 : 64);
 }
 
-// Sums over a row's columns that go into dg and dbeta. Each of two warps has half of the columns.
+// Sums over a row's columns that go into dg, dbeta and dskip. Each of two warps has half of the columns.
 enum RowSum { kOfQueries, kOfKeys, kOfEnd, kOfScores, kOfCorrections, kRowSums };
+// Without a correction: of scores on the diagonal, and dout . v.
+constexpr RowSum kOfDiagonal = kOfKeys;
+constexpr RowSum kOfSkip = kOfCorrections;
 
 struct Sums {
   RowScales scales;
@@ -36,21 +39,21 @@ struct Stage {
         state(room.take<Tile<T, kDim>>(kPiece)) {}
 };
 
-template <class T, int kDim>
+template <class T, int kDim, bool kCorrects>
 struct Shared {
   Tile<T, kDim> keys, queries;
   Tile<T, kChunk> dscores, dcorrections;
   Sums* sums;
   Room stages;
   static constexpr int bytes(int stages) {
-    return 2 * Tile<T, kDim>::bytes(kChunk) + 2 * Tile<T, kChunk>::bytes(kChunk) + static_cast<int>(sizeof(Sums)) +
-           stages * Stage<T, kDim>::kBytes;
+    return 2 * Tile<T, kDim>::bytes(kChunk) + (kCorrects ? 2 : 1) * Tile<T, kChunk>::bytes(kChunk) +
+           static_cast<int>(sizeof(Sums)) + stages * Stage<T, kDim>::kBytes;
   }
   __device__ explicit Shared(uint8_t* shared) : stages{shared} {
     keys = stages.take<Tile<T, kDim>>(kChunk);
     queries = stages.take<Tile<T, kDim>>(kChunk);
     dscores = stages.take<Tile<T, kChunk>>(kChunk);
-    dcorrections = stages.take<Tile<T, kChunk>>(kChunk);
+    dcorrections = stages.take<Tile<T, kChunk>>(kCorrects ? kChunk : 0);
     sums = stages.take_array<Sums>(1);
   }
   __device__ Stage<T, kDim> stage(int i) const {
@@ -61,36 +64,37 @@ struct Shared {
 // A chunk and a head of v.
 template <class T>
 struct Work {
-  const GatedDeltaBackwardParams& p;
+  const ScanBackwardParams& p;
   const Chunks& chunks;
   Chunk chunk;
   int64_t index, head;
 
-  // Of a tensor [total, num_v_heads, head_dim_v].
-  __device__ const T* rows_of(const void* tensor) const {
-    return static_cast<const T*>(tensor) + (chunk.row * p.num_v_heads + head) * p.head_dim_v;
-  }
   __device__ const T* state_of(const void* states) const {
     return static_cast<const T*>(states) + index * p.head_dim * p.head_dim_v;
   }
 };
 
-// Three passes over the columns of v, whose products with a state are summed:
-// 0: dout with the state before the chunk, 1: dcorrected with it, 2: corrected with the gradient of the state after it.
-template <class T, int kDim>
-__device__ __forceinline__ void load_stage(const Work<T>& work, const Stage<T, kDim>& stage, int pass, int column) {
-  const GatedDeltaBackwardParams& p = work.p;
-  const int64_t step = p.num_v_heads * p.head_dim_v;
-  const T* corrected = work.rows_of(work.chunks.corrected) + column;
-  if (pass == 0) {
-    const T* dout = static_cast<const T*>(p.dout.data) + work.chunk.row * p.dout.token + work.head * p.dout.head;
-    load_rows<kThreads, kChunk>(stage.rows, dout + column, p.dout.token, work.chunk.rows);
-  } else {
-    const T* rows = pass == 1 ? work.rows_of(work.chunks.dcorrected) + column : corrected;
-    load_rows<kThreads, kChunk>(stage.rows, rows, step, work.chunk.rows);
-  }
-  if (pass < 2) load_rows<kThreads, kChunk>(stage.corrected, corrected, step, work.chunk.rows);
-  const T* state = work.state_of(pass == 2 ? work.chunks.dstates : work.chunks.states) + column * kDim;
+// Passes over the columns of v, whose products with a state are summed. Without a correction there is no second one,
+// and v stands for the corrected values, which are beta v.
+enum Pass {
+  kDout,        // with the state before the chunk
+  kDcorrected,  // with it
+  kCorrected,   // with the gradient of the state after the chunk
+};
+
+template <class T, int kDim, bool kCorrects>
+__device__ __forceinline__ void load_stage(const Work<T>& work, const Stage<T, kDim>& stage, Pass pass, int column) {
+  const auto load = [&](const HeadRows& rows, Tile<T, Stage<T, kDim>::kPiece> tile) {
+    const T* from = static_cast<const T*>(rows.data) + work.chunk.row * rows.token + work.head * rows.head;
+    load_rows<kThreads, kChunk>(tile, from + column, rows.token, work.chunk.rows);
+  };
+  const ScanBackwardParams& p = work.p;
+  const int64_t head = p.head_dim_v;
+  const HeadRows corrected = kCorrects ? HeadRows{work.chunks.corrected, p.num_v_heads * head, head} : p.v;
+  const HeadRows dcorrected{work.chunks.dcorrected, p.num_v_heads * head, head};
+  load(pass == kDout ? p.dout : pass == kDcorrected ? dcorrected : corrected, stage.rows);
+  if (pass != kCorrected) load(corrected, stage.corrected);
+  const T* state = work.state_of(pass == kCorrected ? work.chunks.dstates : work.chunks.states) + column * kDim;
   load_rows<kThreads, Stage<T, kDim>::kPiece>(stage.state, state, kDim, Stage<T, kDim>::kPiece);
   ptx::cp_async_commit();
 }

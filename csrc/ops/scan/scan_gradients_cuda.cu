@@ -1,5 +1,6 @@
-// dq, dk, dg and dbeta, when both states of every chunk are known: a block for a chunk and a head of k, whose heads of
-// v it takes one after the other.
+// dq, dk, dg, dbeta and dskip, when both states of every chunk are known: a block for a chunk and a head of k, whose
+// heads of v it takes one after the other.
+#include "ops/scan/scan_gates.h"
 #include "ops/scan/scan_gradients.cuh"
 
 namespace packing_ops::scan {
@@ -8,13 +9,13 @@ namespace gradients {
 
 namespace {
 
-template <class T, int kDim>
+template <class T, int kDim, bool kCorrects>
 struct Gradients {
   static constexpr int kTiles = kDim / 16;        // of a warp: 16 rows, half of the columns
   static constexpr int kPairTiles = kChunk / 16;  // the same of a matrix [64, 64]
   static constexpr int kPiece = piece_of<T, kDim>();
 
-  const Shared<T, kDim>& shared;
+  const Shared<T, kDim, kCorrects>& shared;
   int row = static_cast<int>(threadIdx.x) / 32 % 4 * 16;
   int half = static_cast<int>(threadIdx.x) / 128;
   int column = half * kDim / 2;
@@ -52,32 +53,37 @@ struct Gradients {
                                                  float (&of_corrections)[kPairTiles][4]) {
     const RowScales& scales = shared.sums->scales;
     const int pieces = static_cast<int>(work.p.head_dim_v) / kPiece;
+    constexpr int kPasses = kCorrects ? 3 : 2;
+    const auto pass_of = [&](int step) {
+      return static_cast<Pass>(!kCorrects && step >= pieces ? kCorrected : step / pieces);
+    };
     const auto load = [&](int step) {
-      load_stage<T, kDim>(work, shared.stage(step % kStages), step / pieces, step % pieces * kPiece);
+      load_stage<T, kDim, kCorrects>(work, shared.stage(step % kStages), pass_of(step), step % pieces * kPiece);
     };
     float products[kTiles][4] = {};
     float dot_values = 0.0f;
     float dot_states = 0.0f;
     if constexpr (kStages == 2) load(0);
-    for (int step = 0; step < 3 * pieces; ++step) {
+    for (int step = 0; step < kPasses * pieces; ++step) {
       if constexpr (kStages == 1) load(step);
       ptx::cp_async_wait<0>();
       __syncthreads();
-      if (kStages == 2 && step + 1 < 3 * pieces) load(step + 1);
+      if (kStages == 2 && step + 1 < kPasses * pieces) load(step + 1);
       const Stage<T, kDim> stage = shared.stage(step % kStages);
-      const int pass = step / pieces;
+      const Pass pass = pass_of(step);
       multiply(products, stage.rows, row, stage.state, column, 0, kPiece);
       const auto multiply_pairs = [&](float (&pairs)[kPairTiles][4]) {
         multiply<Order::kPlain, Order::kTransposed>(pairs, stage.rows, row, stage.corrected, pair_column, 0, kPiece);
       };
-      if (pass == 0) multiply_pairs(of_scores);
-      if (pass == 1) multiply_pairs(of_corrections);
-      if (pass == 1) dot_values += dot_of_values(work, stage, step % pieces * kPiece);
-      if (pass == 2) dot_states += dot_of_states(work, stage, step % pieces * kPiece);
+      if (pass == kDout) multiply_pairs(of_scores);
+      if (kCorrects && pass == kDcorrected) multiply_pairs(of_corrections);
+      if (kCorrects && pass == kDcorrected) dot_values += dot_of_values(work, stage, step % pieces * kPiece);
+      if (pass == kCorrected) dot_states += dot_of_states(work, stage, step % pieces * kPiece);
       if (step % pieces == pieces - 1) {
-        if (pass == 0) add(products, shared.queries, dq, kOfQueries, scales.q, 1.0f, nullptr);
-        if (pass == 1) add(products, shared.keys, dk, kOfKeys, scales.k, -1.0f, scales.beta);
-        if (pass == 2) add(products, shared.keys, dk, kOfEnd, scales.to_end, 1.0f, nullptr);
+        if (pass == kDout) add(products, shared.queries, dq, kOfQueries, scales.q, 1.0f, nullptr);
+        if (kCorrects && pass == kDcorrected) add(products, shared.keys, dk, kOfKeys, scales.k, -1.0f, scales.beta);
+        const float* more = kCorrects ? nullptr : scales.beta;
+        if (pass == kCorrected) add(products, shared.keys, dk, kOfEnd, scales.to_end, 1.0f, more);
       }
       if constexpr (kStages == 1) __syncthreads();
     }
@@ -126,10 +132,12 @@ struct Gradients {
     float scores[kPairTiles][4] = {};
     float corrections[kPairTiles][4] = {};
     multiply<Order::kPlain, Order::kTransposed>(scores, shared.queries, row, shared.keys, pair_column, 0, kDim);
-    multiply<Order::kPlain, Order::kTransposed>(corrections, shared.keys, row, shared.keys, pair_column, 0, kDim);
+    if constexpr (kCorrects) {
+      multiply<Order::kPlain, Order::kTransposed>(corrections, shared.keys, row, shared.keys, pair_column, 0, kDim);
+    }
     const RowScales& scales = shared.sums->scales;
     const int first = row + lane_of() / 4;
-    float of_rows[2][2] = {};
+    float of_rows[3][2] = {};  // of scores, corrections (those on the diagonal without any) and skip
     float of_columns[kPairTiles][2] = {};
 #pragma unroll
     for (int tile = 0; tile < kPairTiles; ++tile) {
@@ -139,24 +147,33 @@ struct Gradients {
         const int j = pair_column + 8 * tile + lane_of() % 4 * 2 + e % 2;
         const float between = j <= i ? decay<T>(scales.sums[i] - scales.sums[j]) * scales.k_norms[j] : 0.0f;
         const float score = j <= i ? scale * scales.q_norms[i] * between * of_scores[tile][e] : 0.0f;
-        const float correction = j < i ? -scales.k_norms[i] * between * of_corrections[tile][e] : 0.0f;
         const float of_score = j < i ? score * scores[tile][e] : 0.0f;  // that of the diagonal is of no g
-        const float of_correction = j < i ? correction * corrections[tile][e] : 0.0f;
-        of_rows[0][e / 2] += of_score;
-        of_rows[1][e / 2] += of_correction;
-        of_columns[tile][e % 2] += of_score + scales.beta[i] * of_correction;
-        of_scores[tile][e] = score;
-        of_corrections[tile][e] = scales.beta[i] * correction;
+        if constexpr (kCorrects) {
+          const float correction = j < i ? -scales.k_norms[i] * between * of_corrections[tile][e] : 0.0f;
+          const float of_correction = j < i ? correction * corrections[tile][e] : 0.0f;
+          of_rows[0][e / 2] += of_score;
+          of_rows[1][e / 2] += of_correction;
+          of_columns[tile][e % 2] += of_score + scales.beta[i] * of_correction;
+          of_scores[tile][e] = score;
+          of_corrections[tile][e] = scales.beta[i] * correction;
+        } else {
+          of_rows[0][e / 2] += scales.beta[j] * of_score;
+          of_rows[1][e / 2] += j == i ? score * scores[tile][e] : 0.0f;
+          of_rows[2][e / 2] += j == i ? of_scores[tile][e] : 0.0f;
+          of_columns[tile][e % 2] += of_score;
+          of_scores[tile][e] = scales.beta[j] * score;
+        }
       }
     }
     store_row_sums(of_rows[0][0], of_rows[0][1], row, shared.sums->rows[kOfScores]);
-    store_row_sums(of_rows[1][0], of_rows[1][1], row, shared.sums->rows[kOfCorrections]);
+    store_row_sums(of_rows[1][0], of_rows[1][1], row, shared.sums->rows[kCorrects ? kOfCorrections : kOfDiagonal]);
+    if constexpr (!kCorrects) store_row_sums(of_rows[2][0], of_rows[2][1], row, shared.sums->rows[kOfSkip]);
     store_column_sums(of_columns);
     const auto store = [&](Tile<T, kChunk> tile) {
       return [tile](int i, int j, float x, float y) { tile.set_pair(i, j, x, y); };
     };
     for_each_pair(of_scores, row, pair_column, store(shared.dscores));
-    for_each_pair(of_corrections, row, pair_column, store(shared.dcorrections));
+    if constexpr (kCorrects) for_each_pair(of_corrections, row, pair_column, store(shared.dcorrections));
   }
 
   __device__ __forceinline__ void store_column_sums(float (&sums)[kPairTiles][2]) const {
@@ -174,11 +191,13 @@ struct Gradients {
   __device__ __forceinline__ void add_pairs() {
     multiply(dq, shared.dscores, row, shared.keys, column, 0, row + 16);
     multiply<Order::kTransposed, Order::kPlain>(dk, shared.dscores, row, shared.queries, column, row, kChunk);
-    multiply(dk, shared.dcorrections, row, shared.keys, column, 0, row + 16);
-    multiply<Order::kTransposed, Order::kPlain>(dk, shared.dcorrections, row, shared.keys, column, row, kChunk);
+    if constexpr (kCorrects) {
+      multiply(dk, shared.dcorrections, row, shared.keys, column, 0, row + 16);
+      multiply<Order::kTransposed, Order::kPlain>(dk, shared.dcorrections, row, shared.keys, column, row, kChunk);
+    }
   }
 
-  // dg and dbeta of a head, by the first warp.
+  // dg, dbeta and dskip of a head, by the first warp.
   __device__ void store_gates(const Work<T>& work) const {
     const Sums& sums = *shared.sums;
     const auto of_row = [&](RowSum kind, int i) { return sums.rows[kind][0][i] + sums.rows[kind][1][i]; };
@@ -187,7 +206,8 @@ struct Gradients {
     float of_end = 0.0f;
     float before[kChunk / 32];  // what earlier rows have added to the state, seen from its end
     for (int first = 0; first < kChunk; first += 32) {
-      const float upto = inclusive_sum(of_row(kOfEnd, first + lane_of()));
+      const float factor = kCorrects ? 1.0f : sums.scales.beta[first + lane_of()];
+      const float upto = inclusive_sum(factor * of_row(kOfEnd, first + lane_of()));
       const float earlier = __shfl_up_sync(0xffffffffu, upto, 1);
       before[first / 32] = of_end + (lane_of() == 0 ? 0.0f : earlier);
       of_end += __shfl_sync(0xffffffffu, upto, 31);
@@ -196,22 +216,33 @@ struct Gradients {
     for (int first = 0; first < kChunk; first += 32) {
       const int i = kChunk - 1 - first - lane_of();
       const float beta = sums.scales.beta[i];
-      const float learned = of_row(kOfKeys, i) + of_row(kOfCorrections, i);
       float columns = 0.0f;
       for (int part = 0; part < 4; ++part) columns += sums.columns[part][i];
-      const float gradient = of_row(kOfQueries, i) + of_row(kOfScores, i) + beta * learned - columns;
+      const float learned = kCorrects ? of_row(kOfKeys, i) + of_row(kOfCorrections, i) : columns;
+      const float lost = kCorrects ? columns - beta * learned : beta * columns;
+      const float gradient = of_row(kOfQueries, i) + of_row(kOfScores, i) - lost;
       const float sum = after + inclusive_sum(gradient);
       after = __shfl_sync(0xffffffffu, sum, 31);
       const float early = __shfl_sync(0xffffffffu, before[1 - first / 32], 31 - lane_of());
       if (i >= work.chunk.rows) continue;
       const int64_t at = (work.chunk.row + i) * work.p.num_v_heads + work.head;
-      static_cast<float*>(work.p.dg)[at] = sum + early;
-      static_cast<float*>(work.p.dbeta)[at] = sums.values[i] + learned;
+      const float more = kCorrects ? sums.values[i] : of_row(kOfEnd, i) + of_row(kOfDiagonal, i);
+      store_gate(work, at, {sum + early, more + learned});
+      if constexpr (!kCorrects) static_cast<float*>(work.p.dskip)[at] = of_row(kOfSkip, i);
     }
   }
 
+  __device__ void store_gate(const Work<T>& work, int64_t at, Gates<float> gradients) const {
+    if constexpr (!kCorrects) {
+      const Gates<float> gates = gates_of<float>(work.p, at, work.head);
+      gradients = gradients_of_step(work.p, gates, work.head, gradients.g, gradients.beta);
+    }
+    static_cast<float*>(work.p.dg)[at] = gradients.g;
+    static_cast<float*>(work.p.dbeta)[at] = gradients.beta;
+  }
+
   // Through the norms, if there are any, and to memory.
-  __device__ void store(const GatedDeltaBackwardParams& p, const Chunk& chunk, int64_t k_head, bool of_queries) {
+  __device__ void store(const ScanBackwardParams& p, const Chunk& chunk, int64_t k_head, bool of_queries) {
     float (&gradient)[kTiles][4] = of_queries ? dq : dk;
     const Tile<T, kDim> rows = of_queries ? shared.queries : shared.keys;
     const float* norms = of_queries ? shared.sums->scales.q_norms : shared.sums->scales.k_norms;
@@ -242,7 +273,7 @@ struct Gradients {
 };
 
 template <class T>
-__device__ void zero_rows(const GatedDeltaBackwardParams& p, const Chunk& chunk, int64_t k_head) {
+__device__ void zero_rows(const ScanBackwardParams& p, const Chunk& chunk, int64_t k_head) {
   const int64_t heads = p.num_v_heads / p.num_k_heads;
   for (int64_t i = threadIdx.x; i < chunk.rows * p.head_dim; i += kThreads) {
     const int64_t at = ((chunk.row + i / p.head_dim) * p.num_k_heads + k_head) * p.head_dim + i % p.head_dim;
@@ -251,30 +282,31 @@ __device__ void zero_rows(const GatedDeltaBackwardParams& p, const Chunk& chunk,
   for (int64_t i = threadIdx.x; i < chunk.rows * heads; i += kThreads) {
     const int64_t at = (chunk.row + i / heads) * p.num_v_heads + k_head * heads + i % heads;
     static_cast<float*>(p.dg)[at] = static_cast<float*>(p.dbeta)[at] = 0.0f;
+    if (p.dskip) static_cast<float*>(p.dskip)[at] = 0.0f;
   }
 }
 
-template <class T, int kDim, int kStages>
-__global__ void __launch_bounds__(kThreads, 1) gradients_kernel(GatedDeltaBackwardParams p, Chunks chunks) {
+template <class T, int kDim, int kStages, bool kCorrects>
+__global__ void __launch_bounds__(kThreads, 1) gradients_kernel(ScanBackwardParams p, Chunks chunks) {
   extern __shared__ __align__(128) uint8_t shared[];
   const Chunk chunk = chunk_at(p.documents, blockIdx.x);
   const int64_t k_head = blockIdx.y;
   if (chunk.padding) return zero_rows<T>(p, chunk, k_head);
   if (chunk.rows == 0) return;
-  const Shared<T, kDim> own(shared);
+  const Shared<T, kDim, kCorrects> own(shared);
   const auto load = [&](const HeadRows& rows, Tile<T, kDim> tile) {
     const T* from = static_cast<const T*>(rows.data) + chunk.row * rows.token + k_head * rows.head;
     load_rows<kThreads, kChunk>(tile, from, rows.token, chunk.rows);
   };
   load(p.k, own.keys);
   load(p.q, own.queries);
-  Gradients<T, kDim> gradients{own};
+  Gradients<T, kDim, kCorrects> gradients{own};
   const int64_t heads = p.num_v_heads / p.num_k_heads;
   for (int64_t head = k_head * heads; head < (k_head + 1) * heads; ++head) {
     const Work<T> work{p, chunks, chunk, chunk_index(p, blockIdx.x, head), head};
     load_bytes<kThreads>(&own.sums->scales, chunks.scales + work.index, sizeof(RowScales));
-    float of_scores[Gradients<T, kDim>::kPairTiles][4] = {};
-    float of_corrections[Gradients<T, kDim>::kPairTiles][4] = {};
+    float of_scores[kChunk / 16][4] = {};
+    float of_corrections[kChunk / 16][4] = {};
     gradients.template through_states<kStages>(work, of_scores, of_corrections);
     gradients.through_pairs(static_cast<float>(p.scale), of_scores, of_corrections);
     __syncthreads();
@@ -292,25 +324,28 @@ __global__ void __launch_bounds__(kThreads, 1) gradients_kernel(GatedDeltaBackwa
 }  // namespace gradients
 
 template <class T>
-void launch_gradients(const GatedDeltaBackwardParams& p, const Chunks& chunks, const CudaLaunch& launch) {
-  const auto with_stages = [&](auto dim, auto stages) {
+void launch_gradients(const ScanBackwardParams& p, const Chunks& chunks, const CudaLaunch& launch) {
+  const auto with_stages = [&](auto dim, auto corrects, auto stages) {
     const dim3 grid(static_cast<unsigned>(chunk_places(p.documents)), static_cast<unsigned>(p.num_k_heads));
-    constexpr int kBytes = gradients::Shared<T, dim>::bytes(stages);
-    const auto kernel = gradients::gradients_kernel<T, dim, stages>;
+    constexpr int kBytes = gradients::Shared<T, dim, corrects>::bytes(stages);
+    const auto kernel = gradients::gradients_kernel<T, dim, stages, corrects>;
     allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
     kernel<<<grid, gradients::kThreads, kBytes, stream_of(launch)>>>(p, chunks);
     check_launch("gradients_kernel");
   };
   const auto with_dim = [&](auto dim) {
-    dispatch_stages<T, gradients::Shared<T, dim>::bytes(2)>([&](auto stages) { with_stages(dim, stages); });
+    dispatch_corrects(p, [&](auto corrects) {
+      constexpr int kBytes = gradients::Shared<T, dim, corrects>::bytes(2);
+      dispatch_stages<T, kBytes>([&](auto stages) { with_stages(dim, corrects, stages); });
+    });
   };
   if (p.head_dim == 64) return with_dim(std::integral_constant<int, 64>{});
   if (p.head_dim == 128) return with_dim(std::integral_constant<int, 128>{});
   with_dim(std::integral_constant<int, 256>{});
 }
 
-template void launch_gradients<float>(const GatedDeltaBackwardParams&, const Chunks&, const CudaLaunch&);
-template void launch_gradients<__half>(const GatedDeltaBackwardParams&, const Chunks&, const CudaLaunch&);
-template void launch_gradients<__nv_bfloat16>(const GatedDeltaBackwardParams&, const Chunks&, const CudaLaunch&);
+template void launch_gradients<float>(const ScanBackwardParams&, const Chunks&, const CudaLaunch&);
+template void launch_gradients<__half>(const ScanBackwardParams&, const Chunks&, const CudaLaunch&);
+template void launch_gradients<__nv_bfloat16>(const ScanBackwardParams&, const Chunks&, const CudaLaunch&);
 
 }  // namespace packing_ops::scan

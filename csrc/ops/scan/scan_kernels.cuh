@@ -1,4 +1,4 @@
-// The kernels of gated_delta_rule, each in a file of its name.
+// The kernels of gated_delta_rule and mamba2_scan, each in a file of its name.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,6 +15,13 @@ bool has_shared(int bytes);
 
 constexpr int kSmallestShared = 99 << 10;  // of the GPUs that are served
 
+// call(whether the op corrects) as a constant.
+template <class Call>
+void dispatch_corrects(const ScanParams& p, const Call& call) {
+  if (p.corrects) return call(std::true_type{});
+  call(std::false_type{});
+}
+
 // call(stages) as a constant: two where the shared memory is there, so that copies overlap with products. float32 has
 // one: it is served, not tuned.
 template <class T, int kBytesOfTwo, class Call>
@@ -30,18 +37,19 @@ void dispatch_stages(const Call& call) {
 }
 
 template <class T>
-void launch_prepare(const GatedDeltaParams& p, const Chunks& chunks, const CudaLaunch& launch);
+void launch_prepare(const ScanParams& p, const Chunks& chunks, const CudaLaunch& launch);
 
-// Forward: out and final_state. Or, to keep for the backward: chunks.states and chunks.corrected.
+// Forward: out and final_state. Or, to keep for the backward: chunks.states and, where the op corrects,
+// chunks.corrected.
 template <class T>
-void launch_walk(const GatedDeltaParams& p, const Chunks& chunks, bool keep, const CudaLaunch& launch);
+void launch_walk(const ScanParams& p, const Chunks& chunks, bool keep, const CudaLaunch& launch);
 
-// dv, dinitial_state, chunks.dstates and chunks.dcorrected.
+// dv, dinitial_state, chunks.dstates and, where the op corrects, chunks.dcorrected.
 template <class T>
-void launch_walk_back(const GatedDeltaBackwardParams& p, const Chunks& chunks, const CudaLaunch& launch);
+void launch_walk_back(const ScanBackwardParams& p, const Chunks& chunks, const CudaLaunch& launch);
 
-// dq, dk, dg and dbeta.
+// dq, dk, dg, dbeta and, where the op does not correct, dskip.
 template <class T>
-void launch_gradients(const GatedDeltaBackwardParams& p, const Chunks& chunks, const CudaLaunch& launch);
+void launch_gradients(const ScanBackwardParams& p, const Chunks& chunks, const CudaLaunch& launch);
 
 }  // namespace packing_ops::scan

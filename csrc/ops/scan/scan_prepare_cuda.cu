@@ -1,4 +1,5 @@
 // The first kernel: what a chunk's rows have to do with each other, for all chunks and heads at once.
+#include "ops/scan/scan_gates.h"
 #include "ops/scan/scan_kernels.cuh"
 
 namespace packing_ops::scan {
@@ -17,30 +18,34 @@ struct Shared {
   float beta[kChunk];
   float k_norms[kChunk];
   float q_norms[kChunk];
-  alignas(16) Matrix corrections[kChunk];
-  alignas(16) Matrix inverse[kChunk];
 };
 
-template <class T>
+// Of an op that corrects.
+struct Correction {
+  Matrix corrections[kChunk];
+  Matrix inverse[kChunk];
+};
+
+template <class T, bool kCorrects>
 constexpr int shared_bytes() {
-  return static_cast<int>(sizeof(Shared)) + 2 * Tile<T, kPiece>::bytes(kChunk);
+  return static_cast<int>(sizeof(Shared) + (kCorrects ? sizeof(Correction) : 0)) + 2 * Tile<T, kPiece>::bytes(kChunk);
 }
 
 // g and beta of a head, by the first warp.
-__device__ void load_head(const GatedDeltaParams& p, const Chunk& chunk, int64_t head, Shared& shared) {
+__device__ void load_head(const ScanParams& p, const Chunk& chunk, int64_t head, Shared& shared) {
   float before = 0.0f;
   for (int first = 0; first < kChunk; first += 32) {
     const int row = first + lane_of();
     const int64_t at = (chunk.row + row) * p.num_v_heads + head;
-    const bool exists = row < chunk.rows;
-    const float sum = before + inclusive_sum(exists ? static_cast<const float*>(p.g)[at] : 0.0f);
+    const Gates<float> gates = row < chunk.rows ? gates_of<float>(p, at, head) : Gates<float>{0.0f, 0.0f};
+    const float sum = before + inclusive_sum(gates.g);
     shared.sums[row] = sum;
-    shared.beta[row] = exists ? static_cast<const float*>(p.beta)[at] : 0.0f;
+    shared.beta[row] = gates.beta;
     before = __shfl_sync(0xffffffffu, sum, 31);
   }
 }
 
-__device__ void store_scales(const GatedDeltaParams& p, const Shared& shared, int row, RowScales& to) {
+__device__ void store_scales(const ScanParams& p, const Shared& shared, int row, RowScales& to) {
   const float sum = shared.sums[row];
   const float last = shared.sums[kChunk - 1];
   const float grown = expf(sum);
@@ -115,8 +120,8 @@ struct Products {
   float queries[kChunk / 8][4] = {};
 };
 
-template <class T>
-__device__ void make_products(const GatedDeltaParams& p, const Chunk& chunk, int64_t k_head, Room room, Shared& shared,
+template <class T, bool kCorrects>
+__device__ void make_products(const ScanParams& p, const Chunk& chunk, int64_t k_head, Room room, Shared& shared,
                               Products& products) {
   const Tile<T, kPiece> keys = room.take<Tile<T, kPiece>>(kChunk);
   const Tile<T, kPiece> queries = room.take<Tile<T, kPiece>>(kChunk);
@@ -138,7 +143,9 @@ __device__ void make_products(const GatedDeltaParams& p, const Chunk& chunk, int
       squares += pair.get(0) * pair.get(0);
       squares += pair.get(1) * pair.get(1);
     }
-    multiply<Order::kPlain, Order::kTransposed>(products.keys, keys, row, keys, 0, 0, kPiece);
+    if constexpr (kCorrects) {
+      multiply<Order::kPlain, Order::kTransposed>(products.keys, keys, row, keys, 0, 0, kPiece);
+    }
     multiply<Order::kPlain, Order::kTransposed>(products.queries, queries, row, keys, 0, 0, kPiece);
   }
   const float norm = p.l2norm ? 1.0f / sqrtf(squares + static_cast<float>(kNormEpsilon)) : 1.0f;
@@ -151,8 +158,9 @@ __device__ __forceinline__ float between(const Shared& shared, int i, int j) {
   return j <= i ? decay<T>(shared.sums[i] - shared.sums[j]) * shared.k_norms[j] : 0.0f;
 }
 
+// Without `corrections` there are none.
 template <class T>
-__device__ void prepare_head(const GatedDeltaParams& p, const Shared& shared, const Products& products, T* scores,
+__device__ void prepare_head(const ScanParams& p, const Shared& shared, const Products& products, T* scores,
                              Matrix* corrections) {
   const int first = static_cast<int>(threadIdx.x) / 32 * 16 + lane_of() / 4;
 #pragma unroll
@@ -167,8 +175,10 @@ __device__ void prepare_head(const GatedDeltaParams& p, const Shared& shared, co
       const float of_queries = static_cast<float>(p.scale) * shared.q_norms[i];
       const float* keys = &products.keys[tile][2 * half];
       const float* queries = &products.queries[tile][2 * half];
-      corrections[i][j] = j < i ? of_keys * near * keys[0] : 0.0f;
-      corrections[i][j + 1] = j + 1 < i ? of_keys * next * keys[1] : 0.0f;
+      if (corrections) {
+        corrections[i][j] = j < i ? of_keys * near * keys[0] : 0.0f;
+        corrections[i][j + 1] = j + 1 < i ? of_keys * next * keys[1] : 0.0f;
+      }
       store_pair(scores + i * kChunk + j, j <= i ? of_queries * near * queries[0] : 0.0f,
                  j + 1 <= i ? of_queries * next * queries[1] : 0.0f);
     }
@@ -176,19 +186,28 @@ __device__ void prepare_head(const GatedDeltaParams& p, const Shared& shared, co
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 4) prepare_kernel(GatedDeltaParams p, Chunks chunks, FaultFlag fault) {
+__device__ void store_inverse(const Correction& own, T* to) {
+  for (int i = 2 * static_cast<int>(threadIdx.x); i < kChunk * kChunk; i += 2 * kThreads) {
+    const float* from = &own.inverse[i / kChunk][i % kChunk];
+    store_pair(to + i, from[0], from[1]);
+  }
+}
+
+template <class T, bool kCorrects>
+__global__ void __launch_bounds__(kThreads, 4) prepare_kernel(ScanParams p, Chunks chunks, FaultFlag fault) {
   extern __shared__ __align__(128) uint8_t shared[];
   flag_cu_seqlens(p.documents, fault);
   const Chunk chunk = chunk_at(p.documents, blockIdx.x);
   if (chunk.rows == 0 || chunk.padding) return;
   Room room{shared};
   Shared& own = *room.take_array<Shared>(1);
+  Correction* correction = kCorrects ? room.take_array<Correction>(1) : nullptr;
   const int64_t heads = p.num_v_heads / p.num_k_heads;
   const int thread = static_cast<int>(threadIdx.x);
   Products products;
-  make_products<T>(p, chunk, blockIdx.y, room, own, products);
-  for (int i = thread; i < kChunk * kChunk; i += kThreads) {
-    if (i % kChunk / kBlock > i / kChunk / kBlock) own.inverse[i / kChunk][i % kChunk] = 0.0f;
+  make_products<T, kCorrects>(p, chunk, blockIdx.y, room, own, products);
+  for (int i = thread; kCorrects && i < kChunk * kChunk; i += kThreads) {
+    if (i % kChunk / kBlock > i / kChunk / kBlock) correction->inverse[i / kChunk][i % kChunk] = 0.0f;
   }
   for (int64_t head = blockIdx.y * heads; head < (blockIdx.y + 1) * heads; ++head) {
     const int64_t index = chunk_index(p, blockIdx.x, head);
@@ -196,31 +215,32 @@ __global__ void __launch_bounds__(kThreads, 4) prepare_kernel(GatedDeltaParams p
     __syncthreads();
     if (thread < kChunk) store_scales(p, own, thread, chunks.scales[index]);
     T* scores = static_cast<T*>(chunks.scores) + index * kChunk * kChunk;
-    prepare_head(p, own, products, scores, own.corrections);
+    prepare_head(p, own, products, scores, kCorrects ? correction->corrections : nullptr);
     __syncthreads();
-    invert(own.corrections, own.inverse);
-    T* inverse = static_cast<T*>(chunks.inverses) + index * kChunk * kChunk;
-    for (int i = 2 * thread; i < kChunk * kChunk; i += 2 * kThreads) {
-      const float* from = &own.inverse[i / kChunk][i % kChunk];
-      store_pair(inverse + i, from[0], from[1]);
+    if constexpr (kCorrects) {
+      invert(correction->corrections, correction->inverse);
+      store_inverse(*correction, static_cast<T*>(chunks.inverses) + index * kChunk * kChunk);
+      __syncthreads();  // before the next head's
     }
-    __syncthreads();  // before the next head's
   }
 }
 
 }  // namespace
 
 template <class T>
-void launch_prepare(const GatedDeltaParams& p, const Chunks& chunks, const CudaLaunch& launch) {
+void launch_prepare(const ScanParams& p, const Chunks& chunks, const CudaLaunch& launch) {
   const dim3 grid(static_cast<unsigned>(chunk_places(p.documents)), static_cast<unsigned>(p.num_k_heads));
-  const auto kernel = prepare_kernel<T>;
-  allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes<T>());
-  kernel<<<grid, kThreads, shared_bytes<T>(), stream_of(launch)>>>(p, chunks, launch.fault);
-  check_launch("prepare_kernel");
+  dispatch_corrects(p, [&](auto corrects) {
+    constexpr int kBytes = shared_bytes<T, corrects>();
+    const auto kernel = prepare_kernel<T, corrects>;
+    allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
+    kernel<<<grid, kThreads, kBytes, stream_of(launch)>>>(p, chunks, launch.fault);
+    check_launch("prepare_kernel");
+  });
 }
 
-template void launch_prepare<float>(const GatedDeltaParams&, const Chunks&, const CudaLaunch&);
-template void launch_prepare<__half>(const GatedDeltaParams&, const Chunks&, const CudaLaunch&);
-template void launch_prepare<__nv_bfloat16>(const GatedDeltaParams&, const Chunks&, const CudaLaunch&);
+template void launch_prepare<float>(const ScanParams&, const Chunks&, const CudaLaunch&);
+template void launch_prepare<__half>(const ScanParams&, const Chunks&, const CudaLaunch&);
+template void launch_prepare<__nv_bfloat16>(const ScanParams&, const Chunks&, const CudaLaunch&);
 
 }  // namespace packing_ops::scan

@@ -14,6 +14,10 @@ constexpr int walk_warps() {
 }
 constexpr int kWarpColumns = 16;
 
+__device__ __forceinline__ int warp_column() {
+  return static_cast<int>(threadIdx.x) / 32 * kWarpColumns;
+}
+
 // The document, head and columns of this block.
 struct Slice {
   int64_t document, head, k_head;
@@ -22,7 +26,7 @@ struct Slice {
   int64_t place;  // of the first chunk
   int chunks;
 
-  __device__ Slice(const GatedDeltaParams& p, int columns) {
+  __device__ Slice(const ScanParams& p, int columns) {
     const int64_t slices = p.head_dim_v / columns;
     const int64_t block = blockIdx.x;
     column = static_cast<int>(block % slices) * columns;
@@ -35,24 +39,26 @@ struct Slice {
     chunks = padding ? 0 : static_cast<int>((rows.size() + kChunk - 1) / kChunk);
   }
 
-  __device__ bool is_padding(const GatedDeltaParams& p) const { return document == p.documents.num_documents; }
-  __device__ int64_t state_offset(const GatedDeltaParams& p) const {
-    return (document * p.num_v_heads + head) * p.head_dim * p.head_dim_v + column;
+  __device__ bool is_padding(const ScanParams& p) const { return document == p.documents.num_documents; }
+  // Of the warp's columns.
+  __device__ int64_t state_offset(const ScanParams& p) const {
+    const int64_t first = (document * p.num_v_heads + head) * p.head_dim * p.head_dim_v;
+    return first + (column + warp_column()) * p.state_column();
   }
-  __device__ int64_t index(const GatedDeltaParams& p, int chunk) const { return chunk_index(p, place + chunk, head); }
+  __device__ int64_t index(const ScanParams& p, int chunk) const { return chunk_index(p, place + chunk, head); }
   __device__ int valid(int chunk) const {
     const int64_t left = rows.size() - static_cast<int64_t>(chunk) * kChunk;
     return static_cast<int>(left < kChunk ? left : kChunk);
   }
   // Of this head's row in a tensor [total, num_v_heads, head_dim_v].
-  __device__ int64_t offset(const GatedDeltaParams& p, int chunk, int row) const {
+  __device__ int64_t offset(const ScanParams& p, int chunk, int row) const {
     return ((rows.begin + static_cast<int64_t>(chunk) * kChunk + row) * p.num_v_heads + head) * p.head_dim_v + column;
   }
 };
 
 // Slots after the last document.
 template <class T, int kColumns>
-__device__ void zero_padding(const GatedDeltaParams& p, const Slice& slice, void* to) {
+__device__ void zero_padding(const ScanParams& p, const Slice& slice, void* to) {
   const int64_t count = slice.rows.size() * kColumns;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
     static_cast<T*>(to)[slice.offset(p, 0, 0) + i / kColumns * p.num_v_heads * p.head_dim_v + i % kColumns] =
@@ -70,19 +76,19 @@ struct State {
   __device__ __forceinline__ void for_each(const F& f) {
     for_each_pair(at, 0, 0, f);
   }
-  // From a float32 matrix whose rows are `step` elements apart; zeros without any.
-  __device__ void load(const void* from, int64_t offset, int64_t step) {
+  // From states in float32; zeros without any.
+  __device__ void load(const ScanParams& p, const void* from, int64_t offset) {
     for_each([&](int column, int row, float& x, float& y) {
-      const float* first = static_cast<const float*>(from) + offset + row * step + column;
+      const float* first = static_cast<const float*>(from) + offset + row * p.state_row() + column * p.state_column();
       x = from ? first[0] : 0.0f;
-      y = from ? first[step] : 0.0f;
+      y = from ? first[p.state_row()] : 0.0f;
     });
   }
-  __device__ void store(void* to, int64_t offset, int64_t step) {
+  __device__ void store(const ScanParams& p, void* to, int64_t offset) {
     for_each([&](int column, int row, float x, float y) {
-      float* first = static_cast<float*>(to) + offset + row * step + column;
+      float* first = static_cast<float*>(to) + offset + row * p.state_row() + column * p.state_column();
       first[0] = x;
-      first[step] = y;
+      first[p.state_row()] = y;
     });
   }
   // Transposed, as it lies.
@@ -99,7 +105,7 @@ struct State {
 };
 
 // What a walk reads of a chunk. `values` are rows of v or of dout; rows of results leave through them.
-template <class T, int kDim>
+template <class T, int kDim, bool kCorrects>
 struct Stage {
   static constexpr int kThreads = walk_warps<T, kDim>() * 32;
   static constexpr int kColumns = walk_warps<T, kDim>() * kWarpColumns;
@@ -108,20 +114,21 @@ struct Stage {
   Tile<T, kColumns> values;
   RowScales* scales;
 
-  static constexpr int kBytes = 2 * Tile<T, kDim>::bytes(kChunk) + 2 * Tile<T, kChunk>::bytes(kChunk) +
+  static constexpr int kMatrices = kCorrects ? 2 : 1;  // an inverse and scores, or scores alone
+  static constexpr int kBytes = 2 * Tile<T, kDim>::bytes(kChunk) + kMatrices * Tile<T, kChunk>::bytes(kChunk) +
                                 Tile<T, kColumns>::bytes(kChunk) + kWalkScales;
 
   __device__ explicit Stage(Room room)
       : keys(room.take<Tile<T, kDim>>(kChunk)),
         queries(room.take<Tile<T, kDim>>(kChunk)),
-        inverse(room.take<Tile<T, kChunk>>(kChunk)),
+        inverse(room.take<Tile<T, kChunk>>(kCorrects ? kChunk : 0)),
         scores(room.take<Tile<T, kChunk>>(kChunk)),
         values(room.take<Tile<T, kColumns>>(kChunk)),
         scales(room.take_array<RowScales>(0)) {}
 
   // kQueries: with queries and scores. One group of copies.
   template <bool kQueries>
-  __device__ void load(const GatedDeltaParams& p, const Chunks& chunks, const HeadRows& of_values, const Slice& slice,
+  __device__ void load(const ScanParams& p, const Chunks& chunks, const HeadRows& of_values, const Slice& slice,
                        int chunk) const {
     const int64_t row = slice.rows.begin + static_cast<int64_t>(chunk) * kChunk;
     const int64_t index = slice.index(p, chunk);
@@ -132,7 +139,9 @@ struct Stage {
     load_rows<kThreads, kChunk>(keys, head_rows(p.k, slice.k_head), p.k.token, valid);
     load_rows<kThreads, kChunk>(values, head_rows(of_values, slice.head) + slice.column, of_values.token, valid);
     const int64_t matrix = index * kChunk * kChunk;
-    load_rows<kThreads, kChunk>(inverse, static_cast<const T*>(chunks.inverses) + matrix, kChunk, kChunk);
+    if constexpr (kCorrects) {
+      load_rows<kThreads, kChunk>(inverse, static_cast<const T*>(chunks.inverses) + matrix, kChunk, kChunk);
+    }
     if constexpr (kQueries) {
       load_rows<kThreads, kChunk>(queries, head_rows(p.q, slice.k_head), p.q.token, valid);
       load_rows<kThreads, kChunk>(scores, static_cast<const T*>(chunks.scores) + matrix, kChunk, kChunk);
@@ -143,15 +152,16 @@ struct Stage {
 };
 
 // The shared memory of a walk: in float32 what operands need, then the stages.
-template <class T, int kDim>
+template <class T, int kDim, bool kCorrects>
 struct WalkShared {
+  using OneStage = Stage<T, kDim, kCorrects>;
   static constexpr int kScratch = sizeof(T) == 4 ? Tile<float, kDim>::bytes(kWarpColumns) : 0;  // of a warp
   uint8_t* memory;
 
-  static constexpr int bytes(int stages) { return walk_warps<T, kDim>() * kScratch + stages * Stage<T, kDim>::kBytes; }
+  static constexpr int bytes(int stages) { return walk_warps<T, kDim>() * kScratch + stages * OneStage::kBytes; }
   __device__ float* scratch() const { return reinterpret_cast<float*>(memory + threadIdx.x / 32 * kScratch); }
-  __device__ Stage<T, kDim> stage(int i) const {
-    return Stage<T, kDim>(Room{memory + walk_warps<T, kDim>() * kScratch + i * Stage<T, kDim>::kBytes});
+  __device__ OneStage stage(int i) const {
+    return OneStage(Room{memory + walk_warps<T, kDim>() * kScratch + i * OneStage::kBytes});
   }
 };
 
@@ -181,10 +191,6 @@ __device__ __forceinline__ int row_of(int tile, int i) {
   return 8 * tile + lane_of() % 4 * 2 + i % 2;
 }
 
-__device__ __forceinline__ int warp_column() {
-  return static_cast<int>(threadIdx.x) / 32 * kWarpColumns;
-}
-
 template <class T, int kColumns>
 __device__ __forceinline__ void load_columns(Tile<T, kColumns> rows, Columns& to) {
   if constexpr (sizeof(T) == 4) {
@@ -202,6 +208,18 @@ __device__ __forceinline__ void load_columns(Tile<T, kColumns> rows, Columns& to
 #pragma unroll
       for (int i = 0; i < 8; ++i) to[tile + i / 4][i % 4] = loaded.get(i);
     }
+  }
+}
+
+// to += factor_of(row) times the rows' columns.
+template <class T, int kColumns, class F>
+__device__ __forceinline__ void add_columns(Columns& to, Tile<T, kColumns> rows, const F& factor_of) {
+  Columns values;
+  load_columns(rows, values);
+#pragma unroll
+  for (int tile = 0; tile < kChunk / 8; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[tile][i] += factor_of(row_of(tile, i)) * values[tile][i];
   }
 }
 
@@ -238,11 +256,14 @@ __device__ __forceinline__ void map_columns(Columns& columns, const F& f) {
   });
 }
 
-// call(head_dim, stages) as constants.
+// call(head_dim, stages, whether the op corrects) as constants.
 template <class T, class Call>
-void dispatch_walk(const GatedDeltaParams& p, const Call& call) {
+void dispatch_walk(const ScanParams& p, const Call& call) {
   const auto with_stages = [&](auto dim) {
-    dispatch_stages<T, WalkShared<T, dim>::bytes(2)>([&](auto stages) { call(dim, stages); });
+    dispatch_corrects(p, [&](auto corrects) {
+      constexpr int kBytes = WalkShared<T, dim, corrects>::bytes(2);
+      dispatch_stages<T, kBytes>([&](auto stages) { call(dim, stages, corrects); });
+    });
   };
   if (p.head_dim == 64) return with_stages(std::integral_constant<int, 64>{});
   if (p.head_dim == 128) return with_stages(std::integral_constant<int, 128>{});
@@ -250,7 +271,7 @@ void dispatch_walk(const GatedDeltaParams& p, const Call& call) {
 }
 
 // A block for each document, the padding after them included, each head and slice.
-inline unsigned walk_grid(const GatedDeltaParams& p, int columns) {
+inline unsigned walk_grid(const ScanParams& p, int columns) {
   return static_cast<unsigned>((p.documents.num_documents + 1) * p.num_v_heads * (p.head_dim_v / columns));
 }
 

@@ -1,24 +1,23 @@
 // The walk back. With dS the gradient of the state after a chunk:
 //   dnew = scores^T dout + scales.to_end K dS, dcorrected = inverse^T dnew, dv = beta dcorrected,
 //   dS = through dS + Q^T (scales.q dout) - K^T (scales.k dv).
+// Without a correction dv = beta dnew + skip dout, and dS lacks its last term.
 #include "ops/scan/scan_walk.cuh"
 
 namespace packing_ops::scan {
 
 namespace {
 
-template <class T, int kDim>
+template <class T, int kDim, bool kCorrects>
 struct StepBack {
-  const GatedDeltaBackwardParams& p;
+  const ScanBackwardParams& p;
   const Chunks& chunks;
   const Slice& slice;
   State<kDim>& dstate;
   float* scratch;
 
-  __device__ __forceinline__ void operator()(int chunk, const Stage<T, kDim>& stage) const {
+  __device__ __forceinline__ void operator()(int chunk, const Stage<T, kDim, kCorrects>& stage) const {
     const RowScales& scales = *stage.scales;
-    const int valid = slice.valid(chunk);
-    const int64_t row = p.num_v_heads * p.head_dim_v;
     const int64_t at = slice.index(p, chunk) * p.head_dim_v + slice.column + warp_column();
     dstate.keep(static_cast<T*>(chunks.dstates) + at * kDim);
     Columns dnew = {};
@@ -30,49 +29,65 @@ struct StepBack {
     map_columns(dout, [&](float x, int i) { return scales.q[i] * x; });
     dstate.scale(scales.through[0]);
     multiply_rows<T, Order::kPlain, Terms::kAll>(dstate.at, dout, stage.queries, scratch);
+    if constexpr (kCorrects) {
+      correct(chunk, stage, dnew);
+    } else {
+      map_columns(dnew, [&](float x, int i) { return scales.beta[i] * x; });
+      if (p.skip) add_columns(dnew, stage.values, [&](int) { return static_cast<const float*>(p.skip)[slice.head]; });
+      store(dnew, stage, chunk, p.dv);
+    }
+  }
+
+  __device__ __forceinline__ void correct(int chunk, const Stage<T, kDim, kCorrects>& stage,
+                                          const Columns& dnew) const {
+    const RowScales& scales = *stage.scales;
     Columns dcorrected = {};
     multiply_rows<T, Order::kPlain, Terms::kFrom>(dcorrected, dnew, stage.inverse, scratch);
-    const int64_t offset = slice.offset(p, chunk, 0);
-    store_columns(dcorrected, stage.values, static_cast<T*>(chunks.dcorrected) + offset, row, valid);
+    store(dcorrected, stage, chunk, chunks.dcorrected);
     map_columns(dcorrected, [&](float x, int i) { return scales.beta[i] * x; });
-    store_columns(dcorrected, stage.values, static_cast<T*>(p.dv) + offset, row, valid);
+    store(dcorrected, stage, chunk, p.dv);
     map_columns(dcorrected, [&](float x, int i) { return -scales.k[i] * x; });
     multiply_rows<T, Order::kPlain, Terms::kAll>(dstate.at, dcorrected, stage.keys, scratch);
   }
+
+  __device__ __forceinline__ void store(const Columns& columns, const Stage<T, kDim, kCorrects>& stage, int chunk,
+                                        void* to) const {
+    T* rows = static_cast<T*>(to) + slice.offset(p, chunk, 0);
+    store_columns(columns, stage.values, rows, p.num_v_heads * p.head_dim_v, slice.valid(chunk));
+  }
 };
 
-template <class T, int kDim, int kStages>
-__global__ void __launch_bounds__(walk_warps<T, kDim>() * 32, 1)
-    walk_back_kernel(GatedDeltaBackwardParams p, Chunks chunks) {
+template <class T, int kDim, int kStages, bool kCorrects>
+__global__ void __launch_bounds__(walk_warps<T, kDim>() * 32, 1) walk_back_kernel(ScanBackwardParams p, Chunks chunks) {
   extern __shared__ __align__(128) uint8_t shared[];
-  constexpr int kColumns = Stage<T, kDim>::kColumns;
+  constexpr int kColumns = Stage<T, kDim, kCorrects>::kColumns;
   const Slice slice(p, kColumns);
   if (slice.is_padding(p)) return zero_padding<T, kColumns>(p, slice, p.dv);
-  const WalkShared<T, kDim> own{shared};
+  const WalkShared<T, kDim, kCorrects> own{shared};
   State<kDim> dstate;
-  dstate.load(p.dfinal_state, slice.state_offset(p) + warp_column(), p.head_dim_v);
-  const StepBack<T, kDim> step{p, chunks, slice, dstate, own.scratch()};
+  dstate.load(p, p.dfinal_state, slice.state_offset(p));
+  const StepBack<T, kDim, kCorrects> step{p, chunks, slice, dstate, own.scratch()};
   const auto load = [&](const auto& stage, int chunk) { stage.template load<true>(p, chunks, p.dout, slice, chunk); };
   for_each_chunk<kStages, -1>(own, slice.chunks - 1, slice.chunks, load, step);
-  if (p.dinitial_state) dstate.store(p.dinitial_state, slice.state_offset(p) + warp_column(), p.head_dim_v);
+  if (p.dinitial_state) dstate.store(p, p.dinitial_state, slice.state_offset(p));
 }
 
 }  // namespace
 
 template <class T>
-void launch_walk_back(const GatedDeltaBackwardParams& p, const Chunks& chunks, const CudaLaunch& launch) {
-  dispatch_walk<T>(p, [&](auto dim, auto stages) {
-    using Sizes = Stage<T, dim>;
-    constexpr int kBytes = WalkShared<T, dim>::bytes(stages);
-    const auto kernel = walk_back_kernel<T, dim, stages>;
+void launch_walk_back(const ScanBackwardParams& p, const Chunks& chunks, const CudaLaunch& launch) {
+  dispatch_walk<T>(p, [&](auto dim, auto stages, auto corrects) {
+    using Sizes = Stage<T, dim, corrects>;
+    constexpr int kBytes = WalkShared<T, dim, corrects>::bytes(stages);
+    const auto kernel = walk_back_kernel<T, dim, stages, corrects>;
     allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
     kernel<<<walk_grid(p, Sizes::kColumns), Sizes::kThreads, kBytes, stream_of(launch)>>>(p, chunks);
     check_launch("walk_back_kernel");
   });
 }
 
-template void launch_walk_back<float>(const GatedDeltaBackwardParams&, const Chunks&, const CudaLaunch&);
-template void launch_walk_back<__half>(const GatedDeltaBackwardParams&, const Chunks&, const CudaLaunch&);
-template void launch_walk_back<__nv_bfloat16>(const GatedDeltaBackwardParams&, const Chunks&, const CudaLaunch&);
+template void launch_walk_back<float>(const ScanBackwardParams&, const Chunks&, const CudaLaunch&);
+template void launch_walk_back<__half>(const ScanBackwardParams&, const Chunks&, const CudaLaunch&);
+template void launch_walk_back<__nv_bfloat16>(const ScanBackwardParams&, const Chunks&, const CudaLaunch&);
 
 }  // namespace packing_ops::scan
