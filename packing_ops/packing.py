@@ -256,8 +256,9 @@ def document_multiple_of(document_multiple: int, alignment: int) -> int:
     multiple, earlier = integer(document_multiple, "document_multiple"), integer(alignment, "alignment")
     if multiple != 1 and earlier not in (1, multiple):
         raise ValueError(f"alignment: expected document_multiple={multiple} alone, got {earlier} too")
-    if multiple < 1:
-        raise ValueError(f"document_multiple: expected at least 1, got {multiple}")
+    for name, value in (("document_multiple", multiple), ("alignment", earlier)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
     return multiple if multiple != 1 else earlier
 
 

@@ -25,7 +25,7 @@ from packing_ops.data.packed import PackedCollator
 from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator
 from packing_ops.data.rows import empty_like_batch, num_rows, pad_batch_to_multiple, select_rows, slice_batch
 from packing_ops.data.sampler import PackedBatchSampler
-from packing_ops.data.stream import PackedStream, StreamProgress
+from packing_ops.data.stream import PackedStream, StreamProgress, image_sizes
 from packing_ops.data.token_budget import MicrobatchStatistics, count_within_token_budget, token_budget_microbatches
 from packing_ops.padding_batches import iter_microbatches, trim_padding
 
@@ -44,6 +44,7 @@ __all__ = [
     "count_tokens",
     "count_within_token_budget",
     "empty_like_batch",
+    "image_sizes",
     "iter_microbatches",
     "masked_loss",
     "normalize_advantages",

@@ -94,7 +94,8 @@ TARGETS = ("loss_mask", "completion_mask", "assistant_masks")  # 1 where a token
 OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # models get them beside their tokens
 OF_IMAGES = (  # rows of images, videos or sounds, in the order of the examples
     "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes",
-    "input_features", "feature_attention_mask",
+    "pixel_attention_mask", "spatial_shapes", "image_position_ids", "video_position_ids", "num_frames_per_video",
+    "input_features", "feature_attention_mask", "input_features_mask",
 )  # fmt: skip
 STARTS = ("seq_lengths", "cu_seqlens", "position_ids")  # say where documents begin in an example
 WEIGHTS = (
@@ -169,26 +170,33 @@ def check_columns(
         if not name.startswith(prefix):
             continue
         values = [example.get(name) for example in examples]
-        each = [None if value is None else _count(value) for value in values]
-        if name.removeprefix(prefix) in (*WEIGHTS, *OF_IMAGES, *_READ) or each == lengths:
+        sizes = [() if value is None else _sizes(value) for value in values]
+        per_token = [size[:1] for size in sizes] == [(length,) for length in lengths]
+        if (
+            name.removeprefix(prefix) in (*WEIGHTS, *OF_IMAGES, *_READ)
+            or per_token
+            or any(len(size) > 1 for size in sizes)  # rows of numbers: of images, say
+        ):
             raise ValueError(
                 f"{name}: expected no column that this collator would drop, got one beside {prefix}input_ids; see "
-                "docs/columns.md for those that it knows, name others in token_fields or document_fields, or take them out "
-                "of the examples (dataset.remove_columns)"
+                "docs/columns.md for those that it knows, name others in token_fields, document_fields or image_fields, or "
+                "take them out of the examples (dataset.remove_columns)"
             )
 
 
-def _count(value: Any) -> int | None:
-    """The length of a sequence of numbers, or of rows of numbers; None for what is none, a text among it."""
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Of a sequence of numbers, or of rows of numbers, without a first axis of 1; none of what is no such, a text say."""
     if isinstance(value, (list, tuple)):
+        sizes: list[int] = []
         first: Any = value
         while isinstance(first, (list, tuple)) and first:
+            sizes.append(len(first))
             first = first[0]
-        return len(value) if isinstance(first, (int, float)) else None
-    shape = getattr(value, "shape", None)
-    if not shape or getattr(value.dtype, "kind", "i") in "OSU":
-        return None
-    return int(shape[1] if len(shape) == 2 and shape[0] == 1 else shape[0])
+        found = tuple(sizes) if isinstance(first, (int, float)) else ()
+    else:
+        shape = getattr(value, "shape", None)
+        found = tuple(shape) if shape and getattr(value.dtype, "kind", "i") not in "OSU" else ()
+    return found[1:] if len(found) == 2 and found[0] == 1 else found
 
 
 def _of_actions(examples: Sequence[Mapping[str, Any]], prefix: str, lengths: list[int]) -> list[list[Any]]:
@@ -279,26 +287,10 @@ def trained_on(documents: Documents, name: str, gaps: Sequence[int] | None = Non
     return flat != 0
 
 
-def joined_rows(examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The columns of OF_IMAGES that examples have, one after the other; None in an example that has no image.
-
-    Raises:
-        ValueError: values that do not fit each other.
-    """
-    joined: dict[str, Any] = {}
-    for name in OF_IMAGES:
-        parts = [as_tensor(example[name]) for example in examples if example.get(name) is not None]
-        try:
-            joined.update({name: torch.cat(parts)} if parts else {})
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"{name}: expected rows of one shape in all examples, got {error}") from None
-    return joined
-
-
 def check_pairs(features: Sequence[Mapping[str, Any]], sides: Sequence[Documents]) -> None:
     """ValueError for columns of pairs that would be dropped, and for a side of several documents."""
-    for name in ("prompt_input_ids", *WEIGHTS):
-        if any(name in example for example in features):
+    for name in ("prompt_input_ids", *WEIGHTS, *OF_IMAGES):
+        if any(example.get(name) is not None for example in features):
             why = ", whose tokens chosen_input_ids and rejected_input_ids begin with" if name[0] == "p" else ""
             raise ValueError(f"{name}: expected no column that this collator would drop, got one beside pairs{why}")
     for side in sides:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from torch.utils.data._utils import worker as workers
 
 from packing_ops._runtime.arguments import at_least
-from packing_ops.data._examples import tokens_of
+from packing_ops.data._examples import OF_IMAGES, tokens_of
 from packing_ops.data._waiting import Waiting, WaitingExamples
 from packing_ops.data.context_parallel import aligned
 
@@ -162,6 +162,11 @@ class Reading:
             self.progress.lost_tokens += item.tokens
             return
         if over and stream.overlong == "truncate":
+            if images := [name for name in OF_IMAGES if example.get(name) is not None]:
+                raise ValueError(
+                    f"{images[0]}: expected an example of text to cut, got images beside the {item.tokens} tokens of example "
+                    f"{number}; overlong='drop' or 'own' accepts it"
+                )
             self.progress.truncated += 1
             self.progress.lost_tokens += item.tokens - stream.longest
             item = self._measured(_cut(example, item.tokens, stream.longest), number)
@@ -173,7 +178,9 @@ class Reading:
         except (TypeError, ValueError) as error:
             raise type(error)(str(error).replace("example 0", f"example {number}")) from None
         self.columns = frozenset(example) if self.columns is None else self.columns
-        if example.keys() != self.columns:
+        if example.keys() != self.columns and (example.keys() ^ self.columns).difference(
+            OF_IMAGES
+        ):  # some have no image
             raise ValueError(
                 f"examples: expected columns {sorted(self.columns)}, got {sorted(example)} in example {number}"
             )

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from packing_ops._runtime.arguments import at_least, int64_tensor, integer
 from packing_ops.data._examples import (
+    OF_TOKENS,
     check_columns,
     check_examples,
     flattened,
@@ -19,11 +20,19 @@ from packing_ops.data._examples import (
     without_rows,
 )
 from packing_ops.data._fields import check_fields, document_field, token_fields
+from packing_ops.data._images import check_image_fields, joined_rows
 from packing_ops.data.context_parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Strategy, pack_sequences, whole_rows
 
-_KNOWN = ("input_ids", "attention_mask", "num_actions", "loss_mask", "position_ids")  # columns of its examples
+_KNOWN = (
+    "input_ids",
+    "attention_mask",
+    "num_actions",
+    "loss_mask",
+    "position_ids",
+    *OF_TOKENS,
+)  # columns of its examples
 
 
 @dataclass
@@ -58,6 +67,8 @@ class PackedCollator:
         round_capacity: round the capacity up to a multiple of the alignment.
         token_fields, document_fields: as PaddingFreeCollator's, in the shapes ``[rows, width, ...]`` and a list of the
             documents' numbers per row; allowed_ids are those of the rows end to end.
+        image_fields: as PaddingFreeCollator's; a list of what belongs to each row, None where it has no image.
+            model_inputs joins them.
 
     Called with a list of examples, dicts of ``input_ids`` (integers), ``num_actions`` (int: how many tokens at the end
     are trained on), optional ``loss_mask`` (num_actions weights; 1 by default) and optional ``attention_mask`` (must be
@@ -108,6 +119,7 @@ class PackedCollator:
     round_capacity: bool = False
     token_fields: Sequence[str] = ()
     document_fields: Sequence[str] = ()
+    image_fields: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("capacity", "dp_size", "tp_size", "cp_size"):
@@ -115,6 +127,7 @@ class PackedCollator:
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
         self.token_fields = check_fields(self.token_fields, "token_fields")
         self.document_fields = check_fields(self.document_fields, "document_fields")
+        self._image_axes = check_image_fields(self.image_fields, [*self.token_fields, *self.document_fields])
         if self.overlong not in ("error", "own"):
             raise ValueError(f"overlong: expected 'error' or 'own', got {self.overlong!r}")
         if self.document_multiple is not None:
@@ -186,9 +199,10 @@ class PackedCollator:
         places: tuple[list[int], list[int]],
         size: tuple[int, int],
     ) -> dict[str, Any]:
-        """token_fields and document_fields; ``places``: slots and tokens of each document."""
+        """What is beside the tokens; ``places``: slots and tokens of each document."""
         slots, tokens = places
-        found = token_fields(self.token_fields, examples, tokens, slots, math.prod(size))
+        names = dict.fromkeys((*self.token_fields, *(name for name in OF_TOKENS if name in examples[0])))
+        found = token_fields([*names], examples, tokens, slots, math.prod(size))
         fields: dict[str, Any] = {
             name: value if name.startswith("allowed_") else value.view(*size, *value.shape[1:])
             for name, value in found.items()
@@ -196,7 +210,9 @@ class PackedCollator:
         for name in self.document_fields:
             values = iter(document_field(name, examples))
             fields[name] = [[next(values) for _ in row] for row in rows]
-        return fields
+        documents = iter(examples)
+        images = [joined_rows([next(documents) for _ in row], self._image_axes) for row in rows]
+        return fields | {name: [own.get(name) for own in images] for name in set[str]().union(*images)}
 
     def context_parallel_split(self, batch: Mapping[str, Any], cp_rank: int) -> dict[str, Any]:
         """One context-parallel rank's part of a batch, or of some of its rows: two chunks of each document.
@@ -237,7 +253,9 @@ class PackedCollator:
             "loss_mask": torch.nn.functional.pad(batch["loss_mask"], (0, 1)),
         }
         shares = {name: rows.reshape(-1)[slots].view(len(sequences), -1) for name, rows in whole.items()}
-        for name in self.token_fields:
+        if images := self._image_axes.keys() & batch.keys():
+            raise NotImplementedError(f"{min(images)}: expected no images under context parallelism, got some")
+        for name in (*self.token_fields, *(name for name in OF_TOKENS if name in batch)):
             if name == "allowed_ids":
                 raise NotImplementedError("token_fields: expected no allowed_ids under context parallelism, got them")
             value = batch[name]
@@ -282,7 +300,10 @@ class PackedCollator:
         weights = torch.nn.functional.pad(batch["loss_mask"], (1, 0))  # at the token itself
         if weights.is_cpu:  # elsewhere the host would wait
             documents = replace(documents, num_targets=int(weights.count_nonzero()))
+        images = {name: [each for each in batch.get(name, ()) if each is not None] for name in self._image_axes}
         return {
+            **{name: torch.cat(own, self._image_axes[name]) for name, own in images.items() if own},
+            **{name: batch[name] for name in OF_TOKENS if name in batch},
             "input_ids": sequences,
             "position_ids": documents.position_ids.view(sequences.shape),
             "labels": torch.where(weights != 0, sequences, ignore_index),
@@ -295,7 +316,7 @@ class PackedCollator:
             raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")
         input_ids, lengths = tokens_of(examples)
         found: set[str] = set().union(*examples)
-        known = {*_KNOWN, *self.token_fields, *self.document_fields, "allowed_offsets"}
+        known = {*_KNOWN, *self._image_axes, *self.token_fields, *self.document_fields, "allowed_offsets"}
         check_columns(examples, found, lengths, known)
         for i, own in enumerate(lengths_of_documents(examples, found & {"position_ids"}, lengths)):
             if len(own) > 1:

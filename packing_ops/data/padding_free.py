@@ -11,7 +11,6 @@ import torch
 from packing_ops._runtime.arguments import at_least, int64_tensor, integer
 from packing_ops.boundaries import cu_seqlens_from_lengths, mask_boundary_labels
 from packing_ops.data._examples import (
-    OF_IMAGES,
     OF_TOKENS,
     TARGETS,
     Documents,
@@ -19,12 +18,12 @@ from packing_ops.data._examples import (
     check_pairs,
     column,
     documents_of,
-    joined_rows,
     tokens_of,
     trained_on,
     without_rows,
 )
 from packing_ops.data._fields import check_fields, document_field, token_fields
+from packing_ops.data._images import RopeIndex, axes_of_documents, check_image_fields, joined_rows
 from packing_ops.data._selection import BatchSelection, num_fitting
 from packing_ops.data.context_parallel import aligned
 from packing_ops.metadata import PackedMetadata
@@ -69,6 +68,11 @@ class PaddingFreeCollator:
             beside ``allowed_offsets``, become allowed_ids and allowed_offsets as token_logps takes them.
         document_fields: columns with one number for each example, such as ``"advantage"``: float32
             ``[num_documents]``, 0 for the padding.
+        image_fields: ``{name: axis}`` of columns of images, videos and sounds: the rows of all examples are joined along the
+            axis. Those of docs/columns.md are known, along axis 0.
+        rope_index: ``model.model.get_rope_index`` of a model whose positions have several axes. It is asked for those of
+            each example alone; position_ids are ``[4, 1, total]``, those of text in front. A model after
+            apply_packing_ops asks by itself, except where torch.compile makes one graph of it.
 
     Called with a list of examples, dicts of ``input_ids`` and, in all of them or in none, ``labels`` (input_ids by
     default, not shifted), ``attention_mask`` (must be all 1: examples have no padding) and the columns of
@@ -127,6 +131,8 @@ class PaddingFreeCollator:
     row_multiple: int = field(default=1, kw_only=True)
     token_fields: Sequence[str] = field(default=(), kw_only=True)
     document_fields: Sequence[str] = field(default=(), kw_only=True)
+    image_fields: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    rope_index: RopeIndex | None = field(default=None, kw_only=True)
 
     _prefixes: ClassVar[tuple[str, ...]] = ("",)
 
@@ -143,6 +149,7 @@ class PaddingFreeCollator:
         at_least(self.row_multiple, "row_multiple", 1)
         self.token_fields = check_fields(self.token_fields, "token_fields")
         self.document_fields = check_fields(self.document_fields, "document_fields")
+        self._image_axes = check_image_fields(self.image_fields, [*self.token_fields, *self.document_fields])
         if self._most_slots is not None and self._most_slots < self.document_multiple:
             raise ValueError(
                 f"document_multiple: expected at most {self._most_slots} slots, got {self.document_multiple}"
@@ -168,14 +175,25 @@ class PaddingFreeCollator:
     ) -> dict[str, Any]:
         features = without_rows(features)
         _check_arguments(features, return_tensors)
-        known = {*OF_IMAGES, *self.token_fields, *self.document_fields, "allowed_offsets"}
+        known = {*self._image_axes, *self.token_fields, *self.document_fields, "allowed_offsets"}
         (documents,), kept = self._documents(features, known)
         examples = [features[i] for i in kept]
-        images = joined_rows(examples)
+        images = joined_rows(examples, self._image_axes)
         if images and documents.num_tokens < sum(tokens_of(examples)[1]):
             raise ValueError(f"{min(images)}: expected examples that fit whole, got one that overlong='truncate' cuts")
         batch = self._row(documents, self._most_slots, separator_id)
+        if self.rope_index is not None and self.return_position_ids:
+            batch["position_ids"] = self._axes(examples, documents, batch["position_ids"])
         return batch | images | self._fields(examples, documents, batch["input_ids"])
+
+    def _axes(
+        self, examples: Sequence[Mapping[str, Any]], documents: Documents, positions: torch.Tensor
+    ) -> torch.Tensor:
+        if several := [i for i, own in enumerate(documents.lengths) if len(own) > 1]:
+            raise ValueError(f"rope_index: expected one document in each example, got several in example {several[0]}")
+        assert self.rope_index is not None
+        lengths = documents.flat_lengths
+        return axes_of_documents(self.rope_index, examples, self._image_axes, lengths, self._slots(lengths), positions)
 
     def _fields(
         self, examples: Sequence[Mapping[str, Any]], documents: Documents, row: torch.Tensor
@@ -413,9 +431,9 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
         for name in ("document_multiple", "row_multiple"):
             if self.share_prompt and getattr(self, name) > 1:
                 raise ValueError(f"{name}: expected 1 beside share_prompt, got {getattr(self, name)}")
-        for name in ("token_fields", "document_fields"):
-            if getattr(self, name):
-                raise NotImplementedError(f"{name}: expected none for preference pairs, got {getattr(self, name)}")
+        for name in ("token_fields", "document_fields", "image_fields", "rope_index"):
+            if given := getattr(self, name):
+                raise NotImplementedError(f"{name}: expected none for preference pairs, got {given}")
 
     def __call__(
         self, features: Sequence[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None

@@ -40,6 +40,7 @@ import torch
 
 from packing_ops._runtime.arguments import at_least, integer, plain, wrong_type
 from packing_ops.data._batch_fields import Fields, check_names, cut, none_of, rebuilt, taken, with_dummies
+from packing_ops.data._examples import OF_IMAGES
 from packing_ops.metadata import PackedMetadata
 
 Fill = Mapping[str, float | str | Callable[..., Any]]
@@ -251,6 +252,7 @@ def empty_like_batch(
         ValueError: packed rows without the field ``tokens``; padding below 0, or over 0 for a batch without packed
             rows; as num_rows for such a batch; a list-like that cannot be empty.
         TypeError: a padding that is no integer.
+        NotImplementedError: packed rows with images.
     """
     at_least(padding, "padding", 0, "slots")
     fields = Fields(batch, row_keys, batch_keys)
@@ -259,6 +261,11 @@ def empty_like_batch(
         if not isinstance(like, torch.Tensor) or not like.dim():
             got = f"a {type(like).__name__}" if like is not None else f"only {sorted(batch)}"
             raise ValueError(f"{tokens}: expected a tensor [total], [1, total] or [rows, width], got {got}")
+        if images := [name for name, value in fields.all if name in OF_IMAGES and value is not None]:
+            raise NotImplementedError(
+                f"{images[0]}: expected a batch of text, since the towers of models run no empty batch, got images; a row "
+                "with images whose labels are all -100 serves too"
+            )
         return _without_tokens(fields, tuple(like.shape[:2]), padding)
     if padding:
         raise ValueError(f"padding: expected 0 for a batch without cu_seqlens, got {padding}")

@@ -1,5 +1,6 @@
 """A batch sampler whose batches each fill one packed row; it can be resumed from a checkpoint."""
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -9,11 +10,22 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Sampler
 
-from packing_ops._runtime.arguments import at_least, integer
-from packing_ops.packing import Cost, Packing, Strategy, cost_coefficients, lengths_tensor, pack_sequences
+from packing_ops._runtime.arguments import at_least, described, index_tensor, integer
+from packing_ops.data.stream import budgets_of
+from packing_ops.packing import (
+    Cost,
+    Packing,
+    Strategy,
+    cost_coefficients,
+    document_multiple_of,
+    lengths_tensor,
+    pack_sequences,
+    whole_rows,
+)
 
 _PACKING = 1  # the version of the algorithm: another number where the same arguments make other batches
 _ORDERS = 8  # of the sequences, tried for an epoch of no more batches than the first
+_BEFORE = {"row_multiple": 1}  # what states say that are older than the argument
 
 
 class PackedBatchSampler(Sampler[list[int]]):
@@ -27,17 +39,23 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence of the dataset, or a Python sequence. For
-            preference pairs ``[num_pairs, 2]`` or a list of (chosen, rejected): ``capacity`` then limits each side.
-        capacity: maximum tokens of a batch, counting aligned lengths.
+            preference pairs ``[num_pairs, 2]`` or a list of (chosen, rejected): ``capacity`` then limits each side. For
+            several budgets a dict of these by name.
+        capacity: maximum tokens of a batch, counting aligned lengths, or several budgets, as PackedStream's:
+            ``PackedBatchSampler({"tokens": [...], "patches": [...]}, {"tokens": 4096, "patches": 16384})``.
         dp_rank, dp_size: this rank, and the number of data-parallel ranks. Context- and tensor-parallel ranks that
             share a row pass the same dp_rank.
         seed: the same for all epochs and on every rank. None: nothing is shuffled and every epoch is the same.
         strategy: of pack_sequences. "first_fit" puts other sequences together in each epoch. "ffd" fills rows best, but
             puts much the same sequences together in each epoch. The order of the batches is always shuffled.
-        cost: what is balanced in a step: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``, as in pack_sequences.
-        alignment: a sequence occupies its length rounded up to a multiple of this.
+        cost: what is balanced in a step: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``, as in pack_sequences. Of
+            several budgets the costs are summed: a tenth of one counts as a tenth of the tokens.
+        document_multiple, row_multiple: as pack_sequences: a sequence takes its length rounded up to a multiple of the
+            first, a batch its sum rounded up to a multiple of the second.
+        alignment: document_multiple by its earlier name.
         overlong: what is done with a sequence over the capacity: ``"error"``; ``"drop"``; ``"own"`` makes it a longer
-            batch alone; ``"truncate"`` counts it as cut, and the collator must cut it (not for pairs).
+            batch alone; ``"truncate"`` counts it as cut, and the collator must cut it (not for pairs
+            and several budgets).
         max_sequences_per_bin: maximum number of sequences in a batch.
         drop_last: False: where there are too few sequences for a multiple of dp_size batches, some ranks have an empty
             batch ``[]`` in the last step, which they still have to run (see empty_like_batch). True: such a step is
@@ -77,7 +95,8 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     Raises:
         ValueError: a length that is negative or over the capacity with ``overlong="error"``; dp_rank outside of
-            dp_size; a capacity, dp_size or alignment below 1; an unknown strategy, cost or overlong.
+            dp_size; a capacity, dp_size or multiple below 1; budgets that have no lengths; an unknown strategy, cost or
+            overlong.
         TypeError: lengths or sizes that are no integers.
 
     An epoch that packs into fewer batches than epoch 0 cuts some in two. For one that packs into more, other orders are
@@ -87,22 +106,24 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        lengths: torch.Tensor | Sequence[int],
-        capacity: int,
+        lengths: torch.Tensor | Sequence[int] | Mapping[str, torch.Tensor | Sequence[int]],
+        capacity: int | Mapping[str, int],
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int | None = 0,
         *,
         strategy: Strategy = "first_fit",
         cost: Cost = "tokens",
+        document_multiple: int = 1,
+        row_multiple: int = 1,
         alignment: int = 1,
         overlong: Literal["error", "drop", "own", "truncate"] = "error",
         max_sequences_per_bin: int | None = None,
         drop_last: bool = False,
     ):
-        taken = lengths_tensor(lengths).cpu()
-        self.lengths = taken.clone() if taken is lengths else taken  # later writes by the caller must not change epochs
-        self.capacity, self.alignment = integer(capacity, "capacity"), integer(alignment, "alignment")
+        self.document_multiple = document_multiple_of(document_multiple, alignment)
+        self.row_multiple = integer(row_multiple, "row_multiple")
+        self.lengths, self.capacity = _copied(lengths, capacity)
         self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), at_least(dp_size, "dp_size", 1, "rank")
         if not 0 <= self.dp_rank < self.dp_size:
             raise ValueError(f"dp_rank: expected 0 to {dp_size - 1} for dp_size={dp_size}, got {dp_rank}")
@@ -113,6 +134,16 @@ class PackedBatchSampler(Sampler[list[int]]):
         most = max_sequences_per_bin
         self.max_sequences_per_bin = None if most is None else integer(most, "max_sequences_per_bin")
         self._balance = ("flops", *cost_coefficients(cost, "cost"))
+        self._options: dict[str, Any] = {
+            "strategy": strategy,
+            "document_multiple": self.document_multiple,
+            "row_multiple": self.row_multiple,
+            "overlong": overlong,
+            "max_sequences_per_bin": self.max_sequences_per_bin,
+        }
+        self._units, self._most = self.lengths, self.capacity if isinstance(self.capacity, int) else 1
+        if not isinstance(self.capacity, int):
+            self._several_budgets(self.capacity)
         self.epoch, self._first, self._taken = 0, 0, 0
         self._num_bins: int | None = None  # of epoch 0
         self._batches, self.left_out = self._of_epoch()
@@ -168,10 +199,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         if missing := [name for name in ("epoch", "batches_done") if name not in state_dict]:
             raise ValueError(f"state_dict: expected that of a sampler, got none of {' and '.join(missing)}")
         for name, ours in self._identity.items():
-            if state_dict.get(name) != ours:
-                raise ValueError(
-                    f"state_dict: expected that of a sampler with {name}={ours}, got {state_dict.get(name)}"
-                )
+            if (theirs := state_dict.get(name, _BEFORE.get(name))) != ours:
+                raise ValueError(f"state_dict: expected that of a sampler with {name}={ours}, got {theirs}")
         self.set_epoch(state_dict["epoch"])
         done = integer(state_dict["batches_done"], "batches_done")
         if not 0 <= done <= len(self):
@@ -185,17 +214,38 @@ class PackedBatchSampler(Sampler[list[int]]):
         return {
             "packing": _PACKING,
             "seed": self.seed,
-            "capacity": self.capacity,
+            "capacity": self.capacity if isinstance(self.capacity, int) else str(self.capacity),
             "dp_size": self.dp_size,
             "strategy": self.strategy,
             "cost": str(self._balance),
-            "alignment": self.alignment,
+            "alignment": self.document_multiple,
+            "row_multiple": self.row_multiple,
             "overlong": self.overlong,
             "max_sequences_per_bin": self.max_sequences_per_bin,
             "drop_last": self.drop_last,
             "num_sequences": len(self.lengths),
             "lengths_checksum": int((self.lengths * places).sum()),
         }
+
+    def _several_budgets(self, capacity: Mapping[str, int]) -> None:
+        """Counts each budget in such parts that all are equally large, which pack_sequences takes as sides."""
+        mult = self.document_multiple
+        slots = (self.lengths[:, 0] + mult - 1) // mult * mult
+        sizes = torch.cat([slots[:, None], self.lengths[:, 1:]], 1)
+        most = [whole_rows(capacity["tokens"], self.row_multiple, "capacity of tokens"), *list(capacity.values())[1:]]
+        over = (sizes > torch.tensor(most, device="cpu")).nonzero()
+        if self.overlong == "error" and len(over):
+            index, place = over[0].tolist()
+            raise ValueError(
+                f"lengths: expected at most {most[place]} {list(capacity)[place]}, got {int(sizes[index, place])} at index "
+                f"{index}; overlong='drop' or 'own' accepts it"
+            )
+        self._most = math.lcm(*most)
+        self._units = sizes * torch.tensor([self._most // own for own in most], device="cpu")
+        parts = self._most // most[0]  # of a token
+        _, per_token, per_pair = self._balance
+        self._balance = ("flops", per_token / parts, per_pair / parts**2)
+        self._options |= {"document_multiple": 1, "row_multiple": 1}
 
     def _draws(self, epoch: int) -> random.Random | None:
         return None if self.seed is None else random.Random(f"{self.seed}, epoch {epoch}")
@@ -204,14 +254,15 @@ class PackedBatchSampler(Sampler[list[int]]):
         """By the first of these seeds, or by that of epoch 0, that gives no more bins than epoch 0 has, and as many."""
         options: dict[str, Any] = {
             "strategy": self.strategy,
-            "alignment": self.alignment,
+            "alignment": self.document_multiple,
+            "row_multiple": self.row_multiple,
             "overlong": self.overlong,
             "max_sequences_per_bin": self.max_sequences_per_bin,
         }
         first = self._draws(0)
         for seed in chain(seeds, [None if first is None else first.getrandbits(63)]):
             try:
-                packing = pack_sequences(self.lengths, self.capacity, seed=seed, **options)
+                packing = pack_sequences(self._units, self._most, seed=seed, **self._options)
             except ValueError as error:
                 raise ValueError(str(error).replace("'split', ", "")) from None  # of a sequence in several batches
             # A multiple of dp_size bins; with too few sequences for that, a bin for each sequence.
@@ -222,8 +273,8 @@ class PackedBatchSampler(Sampler[list[int]]):
             whole = bins % self.dp_size == 0
             if (equal if whole else packing.num_bins) <= bins:
                 break
-        options |= {"seed": seed, "balance": self._balance, "min_bins": max(bins, 1)}
-        return pack_sequences(self.lengths, self.capacity, bins_multiple_of=self.dp_size if whole else 1, **options)
+        options = {**self._options, "seed": seed, "balance": self._balance, "min_bins": max(bins, 1)}
+        return pack_sequences(self._units, self._most, bins_multiple_of=self.dp_size if whole else 1, **options)
 
     def _of_epoch(self) -> tuple[list[list[int]], list[int]]:
         """This rank's batches of the epoch, and the sequences that are in no rank's."""
@@ -241,3 +292,19 @@ class PackedBatchSampler(Sampler[list[int]]):
         elif rest:
             batches.append(last[self.dp_rank] if self.dp_rank < rest else [])
         return batches, left_out
+
+
+def _copied(lengths: Any, capacity: Any) -> tuple[torch.Tensor, int | dict[str, int]]:
+    """Lengths on the CPU, which later writes by the caller do not change, ``[num_sequences, budgets]`` of several."""
+    if not isinstance(capacity, Mapping) and not isinstance(lengths, Mapping):
+        taken = lengths_tensor(lengths).cpu()
+        return taken.clone() if taken is lengths else taken, integer(capacity, "capacity")
+    budgets = budgets_of(capacity)
+    if not isinstance(lengths, Mapping) or lengths.keys() != budgets.keys():
+        got = [*lengths] if isinstance(lengths, Mapping) else type(lengths).__name__
+        raise ValueError(f"lengths: expected a dict of those of {[*budgets]}, as capacity, got {got}")
+    columns = [index_tensor(lengths[name], f"lengths of {name}").cpu().long() for name in budgets]
+    for name, own in zip(budgets, columns, strict=True):
+        if own.dim() != 1 or own.shape != columns[0].shape or (own < 0).any():
+            raise ValueError(f"lengths of {name}: expected [{len(columns[0])}] of at least 0, got {described(own)}")
+    return torch.stack(columns, 1), budgets

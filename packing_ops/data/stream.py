@@ -35,7 +35,8 @@ class PackedStream(IterableDataset[Row]):
         overlong: what is done with an example over a budget: ``"error"``; ``"drop"``; ``"own"`` makes it a longer row
             alone; ``"truncate"`` keeps its first tokens in all columns as long as input_ids (for tokens alone).
         sizes: function of an example that returns its sizes by budget, all but the tokens. By default images are the
-            rows of ``image_grid_thw``, patches the products of its rows and those of ``video_grid_thw``.
+            rows of ``image_grid_thw``, patches the products of its rows and those of ``video_grid_thw``; without a grid they
+            are the first sizes of ``pixel_values [images, patches, dim]``.
         rows_per_batch: the DataLoader's batch_size; 1 for None. The collators refuse larger batches: workers and states
             count by it.
         num_batches: how many batches an epoch has. For examples that differ between ranks (each with dp_size=1): a rank
@@ -96,7 +97,7 @@ class PackedStream(IterableDataset[Row]):
     ):
         _check_examples(examples)
         self.examples, self.sizes = examples, sizes or image_sizes
-        self.capacity = _budgets(capacity)
+        self.capacity = budgets_of(capacity)
         self.buffer = at_least(buffer, "buffer", 1, "example")
         self.seed = None if seed is None else integer(seed, "seed")
         self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), at_least(dp_size, "dp_size", 1, "rank")
@@ -225,18 +226,26 @@ class PackedStream(IterableDataset[Row]):
 
 
 def image_sizes(example: Mapping[str, Any]) -> dict[str, int]:
-    """``images`` and ``patches`` of an example, by its ``image_grid_thw`` and ``video_grid_thw`` (rows of t, h, w).
+    """``images`` and ``patches`` of an example: by its ``image_grid_thw`` and ``video_grid_thw`` (rows of t, h, w), or by
+    ``pixel_values``, an image for each entry. Pixels of ``[images, channels, height, width]`` say no patches.
 
     Example:
         >>> image_sizes({"image_grid_thw": [[1, 4, 6], [1, 2, 2]]})
         {'images': 2, 'patches': 28}
+        >>> image_sizes({"pixel_values": torch.zeros(2, 9, 48)})
+        {'images': 2, 'patches': 18}
     """
-    names = ("image_grid_thw", "video_grid_thw")
-    grids = [as_tensor(example[name]) for name in names if example.get(name) is not None]
-    images = example.get("image_grid_thw")
+    grids = {name: example.get(name) for name in ("image_grid_thw", "video_grid_thw")}
+    pixels, images = example.get("pixel_values"), grids["image_grid_thw"]
+    if pixels is not None and images is None:
+        pixels = as_tensor(pixels)
+        count = {"images": len(pixels)}
+        return {**count, "patches": pixels.shape[0] * pixels.shape[1]} if pixels.dim() == 3 else count
     return {
         "images": 0 if images is None else len(images),
-        "patches": sum(int(grid.reshape(-1, 3).prod(1).sum()) for grid in grids),
+        "patches": sum(
+            int(as_tensor(grid).reshape(-1, 3).prod(1).sum()) for grid in grids.values() if grid is not None
+        ),
     }
 
 
@@ -250,7 +259,7 @@ def _check_examples(examples: Any) -> None:
         )
 
 
-def _budgets(capacity: int | Mapping[str, int]) -> dict[str, int]:
+def budgets_of(capacity: int | Mapping[str, int]) -> dict[str, int]:
     """By name, tokens first."""
     if not isinstance(capacity, Mapping):
         return {"tokens": at_least(capacity, "capacity", 1, "token")}

@@ -9,7 +9,7 @@ from helpers import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing_ops.data import PackedCollator, PaddingFreeCollator, PaddingFreeDPOCollator, _examples
+from packing_ops.data import PackedCollator, PaddingFreeCollator, PaddingFreeDPOCollator, _examples, select_rows
 
 IDS, MASK = [5, 6, 7, 8, 9, 10], [0, 0, 0, 1, 1, 1]
 MASKED = [-100] * 3 + IDS[3:]
@@ -154,10 +154,99 @@ def test_images_are_joined_in_order():
         row(examples[0], {**examples[2], "pixel_values": torch.randn(8, 4)})
 
 
+def test_fields_of_images_are_joined_along_the_axis_that_is_given():
+    """Audio features of [mel, frames], and a column that only this model has; another axis for one that is known."""
+    sounds = [torch.randn(1, 5, 4), torch.randn(1, 5, 7)]
+    examples = [{"sounds": sounds[0], "image_sizes": [[3], [4]]}, {}, {"sounds": sounds[1], "image_sizes": [[5], [6]]}]
+    batch = row(*examples, image_fields={"sounds": 2, "image_sizes": 1})
+    assert torch.equal(batch["sounds"], torch.cat(sounds, 2))
+    assert batch["image_sizes"].tolist() == [[3, 5], [4, 6]]
+    with pytest.raises(
+        ValueError, match="sounds: expected rows of one shape in all examples, joined along axis 0, got"
+    ):
+        row(*examples, image_fields={"sounds": 0})
+    with pytest.raises(
+        ValueError, match=r"sounds: expected no column that this collator would drop, .* or image_fields"
+    ):
+        row(*examples)
+    with pytest.raises(ValueError, match="image_fields: expected columns of images, got 'labels'"):
+        PaddingFreeCollator(image_fields={"labels": 0})
+    with pytest.raises(TypeError, match="image_fields: expected a dict of names and axes, got"):
+        PackedCollator(8, image_fields=["sounds"])
+    with pytest.raises(NotImplementedError, match="image_fields: expected none for preference pairs, got"):
+        PaddingFreeDPOCollator(image_fields={"sounds": 0})
+
+
+def test_images_of_a_packed_collator_s_rows():
+    grids = [[[1, 2, 2]], None, [[1, 2, 4]], [[1, 4, 2], [1, 2, 2]]]
+    examples = [
+        {"input_ids": IDS, "num_actions": 6, "mm_token_type_ids": MASK, "image_grid_thw": grid, "sounds": [[i]]}
+        for i, grid in enumerate(grids)
+    ]
+    collator = PackedCollator(12, image_fields={"sounds": 0})
+    batch = collator(examples)
+    rows = [batch["order"][:2], batch["order"][2:]]
+    wanted = [[grid for i in own for grid in grids[i] or ()] for own in rows]
+    assert [own.tolist() for own in batch["image_grid_thw"]] == wanted
+    assert batch["mm_token_type_ids"].tolist() == [MASK * 2] * 2
+    second = select_rows(batch, [1])
+    assert collator.model_inputs(second)["image_grid_thw"].tolist() == wanted[1]
+    inputs = collator.model_inputs(batch)
+    assert inputs["image_grid_thw"].tolist() == sum(wanted, [])  # noqa: RUF017
+    assert inputs["sounds"].flatten().tolist() == batch["order"]
+    assert torch.equal(inputs["mm_token_type_ids"], batch["mm_token_type_ids"])
+    split = PackedCollator(12, cp_size=2)
+    with pytest.raises(NotImplementedError, match="image_grid_thw: expected no images under context parallelism"):
+        split.context_parallel_split(split([{**example, "sounds": None} for example in examples]), 0)
+    text = [
+        {name: v for name, v in example.items() if name not in ("image_grid_thw", "sounds")} for example in examples
+    ]
+    shares = [split.context_parallel_split(split(text), rank)["mm_token_type_ids"] for rank in range(2)]
+    assert torch.cat(shares, 1).sum() == 4 * sum(MASK)
+
+
+# --- axes of positions ---
+
+
+def test_rope_index_is_asked_for_each_example():
+    asked = []
+
+    def rope_index(input_ids, mm_token_type_ids, image_grid_thw=None, attention_mask=None, **_):
+        asked.append((input_ids.shape, mm_token_type_ids.tolist(), image_grid_thw))
+        return torch.arange(3)[:, None, None] * 100 + torch.arange(input_ids.shape[1]), torch.zeros(1, 1)
+
+    grid = torch.tensor([[1, 2, 2]])
+    examples = [{"mm_token_type_ids": MASK, "image_grid_thw": grid}, {"mm_token_type_ids": [0] * 6}]
+    batch = row(*examples, rope_index=rope_index, document_multiple=4, max_seq_length=18)
+    assert asked == [((1, 6), [MASK], grid), ((1, 6), [[0] * 6], None)]
+    text = row(*examples, document_multiple=4, max_seq_length=18)["position_ids"]
+    assert batch["position_ids"].shape == (4, 1, 18)
+    assert torch.equal(batch["position_ids"][0], text)
+    for axis, offset in enumerate((0, 100, 200)):
+        own = batch["position_ids"][1 + axis, 0]
+        assert own[[*range(6), *range(8, 14)]].tolist() == [*range(offset, offset + 6)] * 2
+        assert torch.equal(own[[6, 7, 14, 15, 16, 17]], text[0, [6, 7, 14, 15, 16, 17]])  # without a token: the text's
+    with pytest.warns(UserWarning, match="1 cut"):
+        cut = row(examples[1], examples[1], rope_index=rope_index, max_seq_length=9, overlong="truncate")
+    assert cut["position_ids"][1:, 0, 6:].tolist() == [[0, 1, 2], [100, 101, 102], [200, 201, 202]]
+
+
+def test_axes_that_do_not_fit_are_named():
+    def wrong(input_ids):
+        return input_ids
+
+    with pytest.raises(ValueError, match=r"rope_index: expected \[axes, 1, 6\] for example 0, got int64 \[1, 6\]"):
+        row({}, rope_index=wrong)
+    with pytest.raises(ValueError, match="rope_index: expected one document in each example, got several in example 1"):
+        row({"seq_lengths": [6]}, {"seq_lengths": [2, 4]}, rope_index=wrong)
+    with pytest.raises(NotImplementedError, match="rope_index: expected none for preference pairs"):
+        PaddingFreeDPOCollator(rope_index=wrong)
+
+
 # --- what is refused, and what is no column of a model ---
 
 
-@pytest.mark.parametrize("name", ["labels", "completion_mask", "assistant_masks", "token_type_ids", "seq_lengths"])
+@pytest.mark.parametrize("name", ["labels", "completion_mask", "assistant_masks", "seq_lengths"])
 def test_packed_collator_drops_nothing(name):
     examples = [{"input_ids": IDS, "num_actions": 3, name: MASK if name != "seq_lengths" else [2, 4]}]
     with pytest.raises(ValueError, match=f"{name}: expected no column that this collator would drop"):
@@ -167,7 +256,7 @@ def test_packed_collator_drops_nothing(name):
 
 
 def test_unknown_values_of_tokens_are_refused():
-    for values in ([0.1] * 6, torch.randn(6), np.arange(6)):
+    for values in ([0.1] * 6, torch.randn(6), np.arange(6), [[0.5, 1.5]] * 2, torch.zeros(2, 3, 4)):
         for collator in (PaddingFreeCollator(), PackedCollator(8)):
             with pytest.raises(ValueError, match="old_logps: expected no column that this collator would drop"):
                 collator([{"input_ids": IDS, "num_actions": 2, "old_logps": values}])
@@ -193,6 +282,8 @@ def test_sides_of_pairs():
         ({"prompt_input_ids": [1, 2]}, "prompt_input_ids: expected no column .* begin with"),
         ({"weight": 2.0}, "weight: expected no column that this collator would drop"),
         ({"chosen_logps": [0.5] * 6}, "chosen_logps: expected no column"),
+        ({"pixel_values": torch.zeros(4, 3)}, "pixel_values: expected no column"),
+        ({"chosen_pixel_values": torch.zeros(4, 3)}, "chosen_pixel_values: expected no column"),
         ({"chosen_position_ids": [0, 1, 2, 0, 1, 2]}, "position_ids: expected one document on each side of a pair"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -131,6 +131,14 @@ def test_packed_rows_without_their_tokens_are_named():
     )
 
 
+def test_images_in_packed_rows_are_refused():
+    """A vision tower of transformers runs no empty batch."""
+    row = {"input_ids": torch.zeros(1, 3), "cu_seqlens": cu_seqlens_of([3]), "pixel_values": torch.zeros(4, 3)}
+    with pytest.raises(NotImplementedError, match=r"pixel_values: expected a batch of text, .* labels are all -100"):
+        empty_like_batch(row)
+    assert empty_like_batch({**row, "pixel_values": None})["input_ids"].shape == (1, 0)
+
+
 # --- a step without tokens ---
 
 

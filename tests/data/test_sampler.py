@@ -53,6 +53,56 @@ def test_every_rank_has_its_share(lengths, dp_size, seed, strategy, alignment, c
     assert first.left_out == []
 
 
+def up(length, multiple):
+    return -(-length // multiple) * multiple
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 32), st.integers(0, 20), st.integers(0, 3)), max_size=60),
+    dp_size=st.integers(1, 3),
+    strategy=st.sampled_from(["first_fit", "ffd", "next_fit"]),
+    cost=st.sampled_from(["tokens", "flops"]),
+    document_multiple=st.sampled_from([1, 4]),
+    row_multiple=st.sampled_from([1, 3, 8]),
+)
+def test_no_batch_is_over_a_budget(sizes, dp_size, strategy, cost, document_multiple, row_multiple):
+    """Tokens are rounded up, patches and images are not."""
+    budgets = {"patches": 21, "tokens": 35, "images": 4}
+    lengths = {name: [own[i] for own in sizes] for i, name in enumerate(("tokens", "patches", "images"))}
+    ranks, _ = on_all_ranks(
+        lengths,
+        budgets,
+        dp_size,
+        strategy=strategy,
+        cost=cost,
+        document_multiple=document_multiple,
+        row_multiple=row_multiple,
+    )
+    batches = list(itertools.chain(*ranks))
+    assert len({len(own) for own in ranks}) == 1
+    assert sorted(itertools.chain(*batches)) == list(range(len(sizes)))
+    for batch in batches:
+        assert up(sum(up(sizes[i][0], document_multiple) for i in batch), row_multiple) <= 35
+        assert sum(sizes[i][1] for i in batch) <= 21
+        assert sum(sizes[i][2] for i in batch) <= 4
+
+
+def test_a_budget_that_is_never_full_changes_nothing():
+    plain = PackedBatchSampler(LENGTHS, 256, dp_size=2)
+    budgets = PackedBatchSampler({"tokens": LENGTHS, "images": [0] * 300}, {"tokens": 256, "images": 1}, dp_size=2)
+    assert list(budgets) == list(plain)
+
+
+@given(lengths=st.lists(st.integers(0, 32), max_size=60), row_multiple=st.sampled_from([1, 3, 8]))
+def test_multiples_of_documents_and_of_batches(lengths, row_multiple):
+    """document_multiple is alignment; the row's sum is within the capacity after it is rounded up too."""
+    options = {"document_multiple": 4, "row_multiple": row_multiple}
+    sampler = PackedBatchSampler(lengths, 35, **options)
+    assert all(up(sum(up(lengths[i], 4) for i in batch), row_multiple) <= 35 for batch in sampler)
+    whole = 35 // row_multiple * row_multiple
+    assert list(sampler) == list(PackedBatchSampler(lengths, whole, alignment=4))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("count", "dp_size"), [(300, 1), (300, 4), (41, 1), (41, 7), (6, 4), (3, 4)])
 def test_every_epoch_has_as_many_batches(strategy, count, dp_size):
@@ -325,6 +375,12 @@ def test_a_second_iteration_is_of_the_whole_epoch():
         ({"lengths": LENGTHS[:-1]}, "num_sequences=299"),
         ({"lengths": LENGTHS[::-1]}, "lengths_checksum="),
         ({"drop_last": True}, "drop_last=True"),
+        ({"document_multiple": 4}, "alignment=4"),
+        ({"row_multiple": 3}, "row_multiple=3"),
+        (
+            {"lengths": {"tokens": LENGTHS, "patches": LENGTHS}, "capacity": {"tokens": 256, "patches": 256}},
+            "capacity={'tokens': 256, 'patches': 256}",
+        ),
     ],
 )
 def test_the_state_of_other_batches_is_refused(other, name):
@@ -332,6 +388,8 @@ def test_the_state_of_other_batches_is_refused(other, name):
     sampler = PackedBatchSampler(**{"lengths": LENGTHS, "capacity": 256, **other})
     with pytest.raises(ValueError, match=f"state_dict: expected that of a sampler with {name}"):
         sampler.load_state_dict(state)
+    older = {name: value for name, value in state.items() if name != "row_multiple"}
+    PackedBatchSampler(LENGTHS, 256).load_state_dict(older)
     del state["packing"]  # of a release before it had one
     with pytest.raises(ValueError, match="state_dict: expected that of a sampler with packing=1, got None"):
         PackedBatchSampler(LENGTHS, 256).load_state_dict(state)
@@ -355,6 +413,37 @@ def test_the_state_of_other_batches_is_refused(other, name):
         ({"strategy": "best"}, ValueError, "strategy: .*best"),
         ({"cost": "time"}, ValueError, "cost: .*time"),
         ({"alignment": 0}, ValueError, "alignment: expected at least 1"),
+        ({"document_multiple": 0}, ValueError, "document_multiple: expected at least 1"),
+        (
+            {"document_multiple": 4, "alignment": 2},
+            ValueError,
+            "alignment: expected document_multiple=4 alone, got 2 too",
+        ),
+        ({"row_multiple": 9}, ValueError, "row_multiple: expected at most capacity=8, got 9"),
+        (
+            {"capacity": {"tokens": 8, "images": 1}},
+            ValueError,
+            r"lengths: expected a dict of those of \['tokens', 'images'\]",
+        ),
+        (
+            {"lengths": {"tokens": [1], "images": [1, 2]}, "capacity": {"tokens": 8, "images": 1}},
+            ValueError,
+            r"lengths of images: expected \[1\] of at least 0, got int64 \[2\]",
+        ),
+        (
+            {"lengths": {"tokens": [1, 9], "images": [1, 1]}, "capacity": {"tokens": 8, "images": 1}},
+            ValueError,
+            "lengths: expected at most 8 tokens, got 9 at index 1; overlong='drop' or 'own' accepts it",
+        ),
+        (
+            {
+                "lengths": {"tokens": [1, 1], "images": [1, 2]},
+                "capacity": {"tokens": 8, "images": 1},
+                "overlong": "truncate",
+            },
+            ValueError,
+            "overlong: expected 'error', 'own' or 'drop'",
+        ),
         ({"overlong": "split"}, ValueError, "overlong: expected 'error', 'drop', 'own' or 'truncate', got 'split'"),
     ],
 )

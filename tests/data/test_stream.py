@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from packing_ops.data import PackedCollator, PackedStream, PaddingFreeCollator
+from packing_ops.data import PackedCollator, PackedStream, PaddingFreeCollator, image_sizes
 
 WORKLOADS = json.loads((ROOT / "benchmarks" / "workloads.json").read_text())["workloads"]
 
@@ -165,6 +165,35 @@ def test_no_row_exceeds_any_budget(sizes):
         assert sum(len(example["input_ids"]) for example in row) <= 60
         assert len(grids) <= 4
         assert sum(grid[2] for grid in grids) <= 20
+
+
+def test_sizes_without_a_grid():
+    assert image_sizes({"pixel_values": [[[0.5] * 3] * 4] * 2}) == {"images": 2, "patches": 8}
+    assert image_sizes({"input_ids": [1]}) == {"images": 0, "patches": 0}
+    examples = [{"input_ids": [1], "pixel_values": torch.zeros(2, 3, 8, 8)}]
+    assert len(rows_of(PackedStream(examples, {"tokens": 9, "images": 2}))) == 1
+    with pytest.raises(ValueError, match=r"^sizes: expected patches too, got \['images'\] in example 0$"):
+        rows_of(PackedStream(examples, {"tokens": 9, "patches": 64}))
+
+
+def test_examples_without_an_image_have_no_columns_of_images():
+    examples = [{"input_ids": [i] * 4, **({"image_grid_thw": [[1, 2, 2]]} if i % 2 else {})} for i in range(6)]
+    for first in (0, 1):
+        rows = list(PackedStream(examples[first:], {"tokens": 12, "images": 1}, seed=None))
+        assert sorted(n for row in rows for n in numbers(row)) == [*range(first, 6)]
+        assert all(sum("image_grid_thw" in example for example in row) <= 1 for row in rows)
+
+
+def test_images_are_not_cut():
+    examples = [{"input_ids": [1] * 4, "pixel_values": torch.zeros(9, 3)}, {"input_ids": [2] * 9, "pixel_values": None}]
+    assert sorted(len(row[0]["input_ids"]) for row in PackedStream(examples, 6, overlong="truncate")) == [4, 6]
+    examples[1]["pixel_values"] = torch.zeros(9, 3)
+    stream = PackedStream(examples, 6, overlong="truncate")
+    with pytest.raises(
+        ValueError, match=r"^pixel_values: expected an example of text to cut, got .* 9 tokens of example 1;"
+    ):
+        rows_of(stream)
+    assert stream.state_dict()["unchecked"] == [examples[1]]
 
 
 def test_sizes_of_any_kind():

@@ -50,6 +50,7 @@ MODULES = {
     "same_bits": "transformers and matplotlib: pip install 'transformers>=5.17' matplotlib",
     "train_packed": "matplotlib and rich: pip install matplotlib rich",
     "trl_sft": "transformers and trl and datasets: pip install 'transformers>=5.17' 'trl>=1' datasets",
+    "vlm_sft": "transformers: pip install 'transformers>=5.17'",
 }
 # Each example in turn, in a process that has what the base installation brings: torch.
 BASE_ONLY = """

@@ -93,6 +93,16 @@ def test_trl_sft_on_chats(tmp_path, chats):
     assert result["losses"][-1] < result["losses"][0]
 
 
+def test_vlm_sft(tmp_path):
+    fresh_process.run("examples/vlm_sft.py", "--documents", 120, "--out", tmp_path, folder=tmp_path)
+    result = json.loads((tmp_path / "demo_vlm_cpu.json").read_text())
+    first, losses = result["first_row"], result["losses"]
+    assert first["packed"] == pytest.approx(first["alone"], rel=1e-5)
+    assert first["gradient_apart"] < 1e-4
+    assert len(losses) == result["rows"]
+    assert sum(losses[-3:]) < 0.6 * sum(losses[:3])
+
+
 def test_two_processes_train_as_one(tmp_path):
     command = "examples/ddp_sft.py", "--documents", 37, "--capacity", 768, "--out", tmp_path
     fresh_process.run(*command, folder=tmp_path)

@@ -26,13 +26,34 @@ TOWERS = {  # family: (prefix of its classes, config of the tower)
         {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
         | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
     ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        | {"num_position_embeddings": 64},
+    ),
+    "glm4v": (
+        "Glm4v",
+        {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        | {"image_size": 32},
+    ),
+}
+MORE_TEXT = {
+    "qwen3_5": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+        "rope_parameters": {**TEXT["rope_parameters"], "partial_rotary_factor": 1.0},
+    },
 }
 
 
 def tiny_tower_model(family):
     prefix, tower = TOWERS[family]
     config = getattr(transformers, prefix + "Config")(
-        text_config=TEXT, vision_config={**tower, "patch_size": 4, "temporal_patch_size": 2}, **TOKENS
+        text_config={**TEXT, **MORE_TEXT.get(family, {})},
+        vision_config={**tower, "patch_size": 4, "temporal_patch_size": 2},
+        **TOKENS,
     )
     torch.manual_seed(0)
     model = getattr(transformers, prefix + "ForConditionalGeneration")(config)
