@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # pip runs this file without its folder on sys.path
 
 from tools import build_checks as checks  # noqa: E402
+from tools.archs import is_asked, macros  # noqa: E402
 from tools.build_progress import progress  # noqa: E402
 from tools.find_cuda import (  # noqa: E402
     archs_to_build,
@@ -108,11 +109,11 @@ def extension():
         if torch.version.cuda is None:
             checks.drop_stale_cuda_objects(ROOT, sources(".cu"))
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']
-        define += ["-DPACKING_OPS_SM90"] if "9.0a" in archs.split(";") else []
+        define += macros(archs)
         nvcc_of_each_file(home)
         dims = checks.head_dims()
         define += [f'-DPACKING_OPS_HEAD_DIMS="{" ".join(map(str, dims))}"'] if dims != checks.HEAD_DIMS else []
-        files += [file for file in sources(".cu") if checks.is_asked(file, dims)]
+        files += [file for file in sources(".cu") if is_asked(file, dims)]
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]
         library_dirs = [str(home / d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]
         libraries = ["cudart_static", *libraries, "rt", "pthread"]

@@ -141,18 +141,6 @@ def head_dims() -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def is_asked(source: str, asked: tuple[int, ...]) -> bool:
-    """Whether a source file is needed for one of the head_dims in ``asked``. The wgmma kernels of 128 serve 96 as well;
-    where v has another head_dim, that of q and k counts."""
-    path = Path(source)
-    name = path.stem.replace("_wide", "_512")
-    number = re.search(r"_(\d+)(?:_\d+)?(?:_smem\d+)?$", name) if path.parent.name == "instances" else None
-    if number is None:
-        return True
-    serves = {96, 128} if number[1] == "128" and path.parent.parent.name == "sm90" else {int(number[1])}
-    return bool(serves & set(asked))
-
-
 def is_older_than_its_headers(built: Path, folder: Path) -> bool:
     """Reads the dependency file (.d) beside an object; its paths may be relative to ``folder``, where it was compiled."""
     listed = built.with_name(f"{built.name}.d")

@@ -1,4 +1,4 @@
-"""Fails if ptxas serialises wgmma instructions of attention's Hopper kernels (warnings C75xx) or spills registers:
+"""Fails if ptxas serialises wgmma (warnings C75xx) or spills registers in attention's kernels of one architecture (archs.py):
 python3 tools/check_ptxas.py. Reads what ptxas said in `make build`, and compiles what was not built from these sources.
 Without nvcc it checks nothing."""
 
@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from archs import KERNELS, ONE_ARCH, only_arch
 from build_checks import is_older_than_its_headers
 from find_cuda import find_cuda_home
 
 ROOT = Path(__file__).resolve().parent.parent
-INSTANCES = ROOT / "csrc" / "ops" / "attention" / "cuda" / "sm90" / "instances"
-FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v"]
+FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v"]
 
 
 def findings(said: str) -> list[str]:
@@ -27,13 +27,15 @@ def findings(said: str) -> list[str]:
 
 def report(source: Path, home: Path) -> str:
     """What ptxas says of an instance. tools/nvcc.py keeps it beside the object."""
+    arch = only_arch(str(source))
     for folder in ROOT.glob("build/temp.*"):
         kept = folder / source.relative_to(ROOT).with_suffix(".o.ptxas")
         if kept.exists() and not is_older_than_its_headers(kept, folder):
             said = kept.read_text()
-            if "for 'sm_90a'" in said:  # the library may be built for other GPUs
+            if f"for 'sm_{arch}'" in said:  # the library may be built for other GPUs
                 return said
-    command = [home / "bin" / "nvcc", *FLAGS, f"-I{ROOT / 'csrc'}", "-c", source, "-o", "/dev/null"]
+    gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+    command = [home / "bin" / "nvcc", *FLAGS, gencode, f"-I{ROOT / 'csrc'}", "-c", source, "-o", "/dev/null"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
@@ -44,7 +46,7 @@ def main() -> int:
     home = find_cuda_home()
     if home is None:
         return 0
-    sources = sorted(INSTANCES.glob("*.cu"))
+    sources = [source for name in ONE_ARCH for source in sorted((ROOT / KERNELS / name / "instances").glob("*.cu"))]
     wrong = [f"{source.name}: {line}" for source in sources for line in findings(report(source, home))]
     print("\n".join(wrong), end="\n" if wrong else "")
     return 1 if wrong else 0

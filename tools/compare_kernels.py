@@ -10,9 +10,18 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from archs import ONE_ARCH, compute_capability, macros
 from find_cuda import find_cuda_home
 
-FLAGS = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-DPACKING_OPS_SM90", "-arch=sm_90a", "-cubin"]
+ARCH = list(ONE_ARCH.values())[-1]
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "--expt-relaxed-constexpr",
+    *macros(compute_capability(ARCH)),
+    f"-arch=sm_{ARCH}",
+    "-cubin",
+]
 
 
 def kernels(cubin: bytes) -> dict[str, bytes]:

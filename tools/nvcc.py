@@ -2,8 +2,8 @@
 
 A kernel instance of attention is compiled only for the architectures whose GPUs call it (tiles.h chooses by the size of
 shared memory). If no asked architecture calls it, it is compiled to PTX: with PACKING_OPS_SHARED_MEMORY a larger GPU may call
-it, and the driver compiles the PTX. What ptxas reports of Hopper's instances stays beside their objects (.ptxas), for
-tools/check_ptxas.py.
+it, and the driver compiles the PTX. What ptxas reports of the instances of one architecture (archs.py)
+stays beside their objects (.ptxas), for tools/check_ptxas.py.
 """
 
 import os
@@ -14,16 +14,16 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from archs import only_arch
+
 # Shared memory that a block may have, in KB, by compute capability. An architecture that is not here calls every instance.
 SHARED_MEMORY = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227, "110": 227}
 SHARED_MEMORY |= {"86": 99, "88": 99, "89": 99, "120": 99, "121": 99}
 ANY = (99, 163, 227)
 GENCODE = re.compile(r"-gencode=arch=compute_\w+,code=(sm|compute)_(\w+)")
 RESOURCES = re.compile(r"ptxas info +: (?!\(C)| +\d+ bytes stack frame")  # -v says these; (C7510) comes without it
-
-
-def is_hopper_instance(source: str) -> bool:
-    return Path(source).parts[-3:-1] == ("sm90", "instances")
 
 
 def callers(source: str) -> tuple[int, ...]:
@@ -48,8 +48,8 @@ def callers(source: str) -> tuple[int, ...]:
 
 def wanted(arch: str, source: str) -> bool:
     """Whether GPUs of this architecture ("90a", "120") call what the file holds; PACKING_OPS_EVERY_INSTANCE=1: any may."""
-    if is_hopper_instance(source):
-        return arch == "90a"
+    if only := only_arch(source):
+        return arch == only
     number = arch.rstrip("af")
     if os.environ.get("PACKING_OPS_EVERY_INSTANCE") == "1":
         return True
@@ -63,8 +63,9 @@ def ptx_of(arch: str) -> str:
 
 def gencodes(asked: list[tuple[str, str]], source: str) -> list[str]:
     """Returns nvcc's options for a file. asked: ("sm" or "compute", architecture) of each -gencode."""
-    if is_hopper_instance(source) and ("sm", "90a") in asked:
-        return ["-gencode=arch=compute_90a,code=sm_90a"]
+    only = only_arch(source)
+    if only and ("sm", only) in asked:
+        return [f"-gencode=arch=compute_{only},code=sm_{only}"]
     machine = [arch.rstrip("af") for kind, arch in asked if kind == "sm" and wanted(arch, source)]
     ptx = {ptx_of(arch) for kind, arch in asked if kind == "compute"}
     if not (machine or ptx):
@@ -74,7 +75,7 @@ def gencodes(asked: list[tuple[str, str]], source: str) -> list[str]:
     return [f"-gencode=arch=compute_{ptx},code={image}" for ptx, image in dict.fromkeys(images)]
 
 
-def compile_hopper_instance(command: list[str], built: str) -> NoReturn:
+def compile_and_report(command: list[str], built: str) -> NoReturn:
     """Shows what nvcc says, as for every file. Keeps ptxas's report, and beside it the list of headers, which ninja removes."""
     kept, listed = Path(f"{built}.ptxas"), Path(f"{built}.d")
     kept.unlink(missing_ok=True)
@@ -97,8 +98,8 @@ def main(arguments: list[str]) -> None:
             options += ["-MMD", "-MF", f"{options[options.index('-o') + 1]}.d"]  # torch without CUDA asks for no list
     if Path(compiler[0]).name == "ccache":  # what it would preprocess itself has nothing of what __CUDA_ARCH__ guards
         os.environ.setdefault("CCACHE_DEPEND", "1")
-    if is_hopper_instance(source) and "-o" in options:
-        compile_hopper_instance([*compiler, *options], options[options.index("-o") + 1])
+    if only_arch(source) and "-o" in options:
+        compile_and_report([*compiler, *options], options[options.index("-o") + 1])
     os.execvp(compiler[0], [*compiler, *options])
 
 

@@ -116,7 +116,7 @@ def build_info() -> dict[str, str]:
 
     Returns:
         dict with ``version``, ``built_with_torch``, ``compiler``, ``cuda`` (toolkit version, "" for a CPU-only
-        library), ``cuda_archs``, ``attention_kernels`` (those compiled in: "cpu, fp32, sm80, sm90" or fewer;
+        library), ``cuda_archs``, ``attention_kernels`` (those compiled in, such as "cpu, fp32, sm80";
         select_attention_backend says which serve a call), ``torch`` (the running one), ``library`` (path) and
         ``library_from``: "this package", or "the installed packing_ops, ..." inside a clone that was not built in
         place.

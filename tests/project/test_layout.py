@@ -297,3 +297,15 @@ def test_op_is_complete(op):
 def test_instances_are_the_generator_s():
     files = {path.name: path.read_text() for path in generate_instances.FOLDER.iterdir()}
     assert files == generate_instances.instances(), "run python3 tools/generate_instances.py"
+
+
+def test_an_architecture_is_named_in_few_files():
+    """CONTRIBUTING's "Add an architecture" names those where one is chosen; the others say it to users."""
+    files = [
+        path
+        for folder in ("csrc", "tools", "packing_ops")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".cpp", ".h", ".cu", ".cuh", ".py", ".md"}
+    ]
+    outside = [path for path in (*files, ROOT / "setup.py") if "sm90" not in path.parts]
+    assert 1 < sum("sm90" in path.read_text().lower() for path in outside) <= 8

@@ -32,7 +32,7 @@ SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_asyn
 
 @pytest.fixture
 def checkout(tmp_path):
-    for name in ("check_ptxas", "build_checks", "find_cuda", "nvcc"):
+    for name in ("archs", "check_ptxas", "build_checks", "find_cuda", "nvcc"):
         (tmp_path / "tools").mkdir(exist_ok=True)
         shutil.copy(ROOT / "tools" / f"{name}.py", tmp_path / "tools")
     for name in (SOURCE, OBJECT, "csrc/header.h", "cuda/bin/nvcc"):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT
 
-from tools import build_checks, generate_instances, wheel
+from tools import archs, build_checks, generate_instances, wheel
 from tools.nvcc import SHARED_MEMORY, callers, gencodes, wanted
 
 # Every instance that a GPU calls, as tiles.h and tiles.cu choose.
@@ -231,7 +231,7 @@ def test_head_dims_that_are_asked_for(monkeypatch):
     ],
 )
 def test_files_of_the_head_dims_that_are_asked_for(source, dims, asked):
-    assert build_checks.is_asked(source, dims) == asked
+    assert archs.is_asked(source, dims) == asked
 
 
 def test_a_build_folder_that_cannot_be_written_is_told(tmp_path):

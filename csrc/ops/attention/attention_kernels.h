@@ -5,7 +5,7 @@
 
 namespace packing_ops {
 
-// "fp32", "sm80" or "sm90", the folder of the kernels; "sm90 and sm80" where short rows or documents run on the latter.
+// The folder of the kernels in cuda/; "... and sm80" where short rows or documents run on those.
 // Read from p: dtype, heads, head_dims and device.
 const char* attention_forward_kernels_cuda(const VarlenAttentionParams& p);
 const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p);

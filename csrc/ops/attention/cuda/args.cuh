@@ -38,8 +38,9 @@ struct Args {
   float2* row_stats = nullptr;   // [total_q, num_heads]: lse * log2(e), rowsum(dout * out) - dlse
   float* partial_dq = nullptr;   // [plan.dq_ring_tiles, rows * head_dim of a tile]
   bool all_row_stats = false;    // of every row, not only in documents of several key tiles
-  // Forward on sm90: the next unit, which forward_resident.cuh or a memset sets to 0. Backward, zeroed before its
-  // kernels: the next unit of each list (kWorkCounters of them), then the ticket of every tile of partial_dq.
+  // Forward, null where its kernel needs none: the next unit, which forward_resident.cuh or a memset sets to 0.
+  // Backward, zeroed before its kernels: the next unit of each list (kWorkCounters of them), then the ticket of every
+  // tile of partial_dq.
   int32_t* counters = nullptr;
   static constexpr int kWorkCounters = 4;
   int64_t num_counters = 0;

@@ -25,8 +25,8 @@ namespace {
 
 using namespace attention;
 
-bool runs_on_wgmma(const VarlenAttentionParams& p) {
-  return has_wgmma(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
+Kernels kernels_for(const VarlenAttentionParams& p) {
+  return attention::kernels_for(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
 }
 
 Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
@@ -55,7 +55,7 @@ Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   a.token_aligned_group = unpadded && 16 % a.group == 0 ? a.group : 0;
   a.scores = ScoreArgs(p);
   a.visible_end = p.visible_end;
-  if (runs_on_wgmma(p)) a.counters = static_cast<int32_t*>(p.scratch);  // others have no scratch in the forward
+  if (a.plan.tiles.kernels == Kernels::kSm90) a.counters = static_cast<int32_t*>(p.scratch);
   return a;
 }
 
@@ -65,11 +65,11 @@ struct BackwardScratch {
   int64_t counters;
   int64_t partial_dq;
 
-  BackwardScratch(const Args& a, bool fp32, int device) {
+  BackwardScratch(const Args& a, bool fp32) {
     const int64_t rows = a.documents_q.total * a.num_heads;
     row_stats = (rows * static_cast<int64_t>(sizeof(float2)) + 15) / 16 * 16;
     counters = fp32 ? 0 : (4 * (Args::kWorkCounters + a.plan.dq_ring_tiles) + 15) / 16 * 16;
-    const bool wgmma = has_wgmma(a.group, a.head_dim, a.head_dim_v, device);
+    const bool wgmma = a.plan.tiles.kernels == Kernels::kSm90;
     const int dim = wgmma_backward_dim(std::max(a.head_dim, a.head_dim_v));
     const int64_t tile = wgmma ? kTileRows * dim  // also where a tile has rows that are not used
                                : a.plan.tiles.backward_rows * padded_dims(a.head_dim, a.head_dim_v).qk;
@@ -86,7 +86,7 @@ Args backward_args(const VarlenAttentionBackwardParams& p, const FaultFlag& faul
   a.dv = p.dv;
   a.dlse = static_cast<const float*>(p.dlse);
   a.dsinks = static_cast<float*>(p.dsinks);
-  const BackwardScratch scratch(a, p.dtype == DType::kFloat32, p.device);
+  const BackwardScratch scratch(a, p.dtype == DType::kFloat32);
   auto* bytes = static_cast<uint8_t*>(p.scratch);
   a.row_stats = reinterpret_cast<float2*>(bytes);
   a.counters = reinterpret_cast<int32_t*>(bytes + scratch.row_stats);
@@ -170,7 +170,7 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
 template <class F>
 const char* kernels_of(const VarlenAttentionParams& p, F&& has_short) {
   if (p.dtype == DType::kFloat32) return "fp32";
-  if (!runs_on_wgmma(p)) return "sm80";
+  if (kernels_for(p) == Kernels::kSm80) return "sm80";
   const int64_t group = p.num_q_heads / p.num_kv_heads;
   return has_short(attention_tiles(group, p.head_dim, p.head_dim_v, 0, p.device)) ? "sm90 and sm80" : "sm90";
 }
@@ -186,11 +186,11 @@ const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
 }
 
 int64_t attention_scratch_cuda(const VarlenAttentionParams& p) {
-  return runs_on_wgmma(p) ? sizeof(int32_t) : 0;
+  return kernels_for(p) == Kernels::kSm90 ? sizeof(int32_t) : 0;
 }
 
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
-  const BackwardScratch scratch(forward_args(p), p.dtype == DType::kFloat32, p.device);
+  const BackwardScratch scratch(forward_args(p), p.dtype == DType::kFloat32);
   return scratch.row_stats + scratch.counters + scratch.partial_dq;
 }
 
@@ -214,7 +214,7 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
       if constexpr (has_short_forward(kDim)) {
         if (resident) sm80::run_forward_resident<T, kDim, kTransform>(args, stream);
       }
-      if (runs_on_wgmma(p)) {
+      if (tiles.kernels == Kernels::kSm90) {
         sm90::run_forward<T, kDim, kDimV, kTransform>(args, p.dtype, stream, resident);
       } else {
         sm80::run_forward<T, kDim, false, kTransform, kDimV>(args, stream, resident);
@@ -239,16 +239,16 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
       constexpr int kDimV = decltype(dims)::v;
       constexpr bool kTransform = decltype(transform)::value;
       run_row_stats<T>(args, stream);
-      const bool wgmma = runs_on_wgmma(p);
+      const Kernels kernels = args.plan.tiles.kernels;
       if constexpr (!is_wide(kDim)) {
-        if (wgmma)
+        if (kernels == Kernels::kSm90)
           sm90::run_backward<T, wgmma_backward_dim(kDim), wgmma_backward_dim(kDimV), kTransform>(args, p.dtype, stream);
       }
       with_tier<kDim>(backward_tier(kDim, kDimV, static_cast<int>(p.device)), [&](auto constant) {
         constexpr SmemTier kTier = decltype(constant)::value;
         constexpr SmemTier kSingleTier = backward_single_tier(kDim, kTier);
         constexpr int kSmallKeys = backward_small_keys(kDim, kTier);
-        if (!wgmma) sm80::run_backward<T, kDim, kTransform, kTier, kDimV>(args, stream);
+        if (kernels == Kernels::kSm80) sm80::run_backward<T, kDim, kTransform, kTier, kDimV>(args, stream);
         if constexpr (kSmallKeys >= 0) {
           constexpr int kKeys = backward_keys(kDim, kTier);
           if (args.plan.tiles.single_keys > 0) {

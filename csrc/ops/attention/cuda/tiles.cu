@@ -37,26 +37,27 @@ bool has_resident_forward(int padded, int device) {
   return has_short_forward(padded) && resident_shared(padded) + kResidentRingBytes <= max_shared_memory(device);
 }
 
-bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
+Kernels kernels_for(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
 #if defined(PACKING_OPS_SM90)
   static const char* value = std::getenv("PACKING_OPS_SM90");
   static const bool wanted = value == nullptr || std::string_view(value) != "0";
-  if (!wanted || group > kMaxTileGroup || is_wide(padded_dims(head_dim, head_dim_v).qk)) return false;
+  const bool served = group <= kMaxTileGroup && !is_wide(padded_dims(head_dim, head_dim_v).qk);
+  if (!wanted || !served) return Kernels::kSm80;
   int major = 0;
   int minor = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
   check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
-  return major == 9 && minor == 0 && max_shared_memory(device) >= 227 << 10;
-#else
-  return false;
+  if (major == 9 && minor == 0 && max_shared_memory(device) >= 227 << 10) return Kernels::kSm90;
 #endif
+  return Kernels::kSm80;
 }
 
 AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim_v, int64_t packed_tokens, int device) {
   const auto [padded, padded_v] = padded_dims(head_dim, head_dim_v);
   AttentionTiles tiles;
   tiles.group = static_cast<int32_t>(group);
-  const bool wgmma = has_wgmma(group, head_dim, head_dim_v, device);
+  tiles.kernels = kernels_for(group, head_dim, head_dim_v, device);
+  const bool wgmma = tiles.kernels == Kernels::kSm90;
   tiles.forward_rows = wgmma ? wgmma_forward_tiles(padded, group, packed_tokens) * tile_tokens(group) * tiles.group
                              : forward_rows(padded, padded_v);
   tiles.forward_keys = forward_keys(padded);

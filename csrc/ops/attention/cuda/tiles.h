@@ -8,20 +8,24 @@
 
 namespace packing_ops::attention {
 
+// Whose kernels serve the half types: the folder of that name. float32 has fp32/ everywhere.
+enum class Kernels : uint8_t { kSm80, kSm90 };
+
 // Tile sizes of one call. Rows are packed GQA rows: row r is token r / group, head r % group of the kv head's group.
 struct AttentionTiles {
   int32_t group = 1;
   int32_t forward_rows = 128;        // rows of a forward tile
   int32_t forward_keys = 64;         // keys of a forward step
   bool forward_by_document = false;  // a document's forward tiles are next to each other in the plan
-  int32_t short_rows = 64;           // rows of a tile of short rows
-  int32_t short_max_keys = 128;      // maximum keys that a short row sees; -1: no such class
-  int32_t resident_max_keys = 128;   // maximum keys that a resident row sees; -1: no such class
-  int32_t backward_rows = 64;        // rows of a backward step
-  int32_t backward_keys = 128;       // keys of a backward tile
-  int32_t small_keys = 64;           // documents with at most small_keys keys use smaller backward tiles; 0: none do
-  int32_t single_keys = 128;         // other documents with at most single_keys keys have one key tile and use the
-                                     // backward without partial dq; 0: none do
+  Kernels kernels = Kernels::kSm80;
+  int32_t short_rows = 64;          // rows of a tile of short rows
+  int32_t short_max_keys = 128;     // maximum keys that a short row sees; -1: no such class
+  int32_t resident_max_keys = 128;  // maximum keys that a resident row sees; -1: no such class
+  int32_t backward_rows = 64;       // rows of a backward step
+  int32_t backward_keys = 128;      // keys of a backward tile
+  int32_t small_keys = 64;          // documents with at most small_keys keys use smaller backward tiles; 0: none do
+  int32_t single_keys = 128;        // other documents with at most single_keys keys have one key tile and use the
+                                    // backward without partial dq; 0: none do
 
   // Order of the backward in a document of several key tiles. Long: every key tile walks the row tiles from the last
   // one down, first key tile first, so that the tiles in flight read the same rows from L2. Short: from the first row
@@ -32,6 +36,9 @@ struct AttentionTiles {
     return static_cast<int64_t>(keys) * group > kLong * backward_rows;
   }
 };
+
+// By group, head_dims and device alone, so that a document's bits do not depend on what it is packed with.
+Kernels kernels_for(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
 // The tiles for this group and these head_dims, of q and k and of v, on this GPU. packed_tokens: total_q *
 // num_kv_heads, tokens of groups of q heads.
@@ -125,10 +132,6 @@ constexpr int tile_tokens(int64_t group) {
 constexpr int wgmma_backward_dim(int64_t head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
 }
-// By group, head_dims and device alone, so that a document's bits do not depend on what it is packed with. Plans have
-// these tiles also where the dtype is float32, which fp32/ serves.
-bool has_wgmma(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
-
 // Forward. A consumer warpgroup for each tile of a unit's rows: three as far as registers hold them, for two of them
 // fill the tensor cores while one is in its softmax. With 65 to 128 columns two where three would make few units, of
 // which a multiprocessor's last keeps the others waiting. A row's bits are the same in both.

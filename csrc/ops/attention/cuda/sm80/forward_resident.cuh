@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(ResidentShape<kDim>::kThreads, 1)
     ptx::mbarrier_init(&ring.empty[threadIdx.x], Shape::kWarps);
   }
   if (threadIdx.x == 0) ring.next_block = 0;
-  if (args.counters != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.counters = 0;  // for sm90/forward.cuh
+  if (args.counters != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.counters = 0;  // for the next forward
   __syncthreads();
   if (warp == Shape::kWarps) {
     load_units(args, ring, tile_k, tile_v);
