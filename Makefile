@@ -102,11 +102,11 @@ build: .venv/.ready  ## the compiled library, in packing_ops/ (log: build/build.
 GPU_PYTHON ?= $(if $(wildcard .venv/.ready),$(BIN)/python,python3)
 test-gpu bench-gpu profile-gpu: export PYTHONPATH := .$(addprefix :,$(CALLERS_PYTHONPATH))
 
-# A process for two cores, spread over the GPUs. Not here: what needs a compiler, or trains on the CPU.
+# A process for two cores, spread over the GPUs. Not here: what needs a compiler, or runs on the CPU alone (make test).
 test-gpu: export OMP_NUM_THREADS ?= 2
 test-gpu: export CUDA_VISIBLE_DEVICES ?= $(shell nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)
 test-gpu:  ## the tests on a GPU machine (TESTS="tests/ops -k cuda" for some)
-	$(GPU_PYTHON) -m pytest -n $$((($$(nproc) + 1) / 2)) --dist worksteal -p no:cacheprovider --durations 20 \
+	$(GPU_PYTHON) -m pytest -n $$((($$(nproc) + 1) / 2)) --dist worksteal -p no:cacheprovider --durations 20 -k "cuda or not cpu" \
 		--ignore-glob='*/test_install.py' --ignore-glob='*/test_emulated_*.py' --ignore-glob='*/test_*example*.py' $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.

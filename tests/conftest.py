@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Before torch's first product on a GPU, which reads it once: the tests of invariant() need it where torch has no setter.
 os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
 
-from gpus import rotated
+from helpers.gpus import rotated
 
 if {"CUDA_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER"} <= os.environ.keys():  # before torch looks
     os.environ["CUDA_VISIBLE_DEVICES"] = rotated(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["PYTEST_XDIST_WORKER"])

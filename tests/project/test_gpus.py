@@ -2,7 +2,7 @@
 
 import collections
 
-from gpus import rotated
+from helpers.gpus import rotated
 
 
 def test_processes_take_turns_and_see_all():
