@@ -144,7 +144,7 @@ def test_roots_hold_few_files():
     conftest.py imports before torch."""
     assert len([*(ROOT / "packing_ops").glob("*.py")]) <= 16
     loose = [path for path in (ROOT / "tests").glob("*.py") if '__name__ == "__main__"' not in path.read_text()]
-    assert {path.name for path in loose} == {"conftest.py", "gpus.py"}
+    assert {path.name for path in loose} == {"conftest.py"}
 
 
 def test_folders_of_integrations_are_small():

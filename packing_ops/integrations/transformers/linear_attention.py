@@ -17,13 +17,13 @@ from transformers.activations import ACT2FN
 from packing_ops._runtime import gate
 from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.conv import causal_conv1d
-from packing_ops.integrations._patching import PRIVATE, Patch, kept_with_class, revert_left
+from packing_ops.integrations._patching import Patch, kept_with_class, revert_left
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
 from packing_ops.integrations.transformers.versions import PreTrainedModel, constant_of_model, unwrapped
+from packing_ops.integrations.transformers.walks import SWAPPED, kept_with_model
 from packing_ops.scan import gated_delta_rule
 
 DOCUMENTS = "packing_ops_documents"  # RowDocuments, or None: each row is one document
-_SWAPPED = f"{PRIVATE}linear_attention"  # in a swapped layer
 _HOST = "transformers."
 
 # --- the functions of a modelling module ---
@@ -229,14 +229,14 @@ def counts(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def is_swapped(layer: torch.nn.Module) -> bool:
-    return _SWAPPED in vars(layer)
+    return SWAPPED in vars(layer)
 
 
 def apply_to_model(model: torch.nn.Module) -> int:
     """Returns the number of layers that run ours from now on."""
     found = [layer for layer, reason in layers_in(model).items() if reason is None]
     for layer in found:
-        vars(layer)[_SWAPPED] = True
+        vars(layer)[SWAPPED] = True
         _dispatch_for(layer)
     return len(found)
 
@@ -264,13 +264,23 @@ def _dispatch_for(layer: torch.nn.Module) -> None:
 # --- a call of a model ---
 
 
-@constant_of_model
-def serves(model) -> bool:
-    """Returns whether swapped layers are in this model, and in no model inside of it."""
-    swapped = [layer for layer in _of(model) if is_swapped(layer)]
-    for layer in swapped:
+def _swapped_in(model) -> tuple[torch.nn.Module, ...]:
+    """Returns the swapped layers in this model, without those in models inside of it."""
+    return tuple(layer for layer in _of(model) if is_swapped(layer))
+
+
+_kept_swapped_in = kept_with_model(_swapped_in)
+
+
+def _serve(layers) -> bool:
+    for layer in layers:
         _dispatch_for(layer)  # a copied or unpickled model is no user yet
-    return bool(swapped)
+    return bool(layers)
+
+
+@constant_of_model
+def _serve_in_graph(model) -> bool:
+    return _serve(_swapped_in(model))
 
 
 def _of(module):
@@ -282,7 +292,7 @@ def _of(module):
 
 def with_documents(model, call, kwargs):
     """Returns the keyword arguments of a call, with DOCUMENTS where layers of this model read it."""
-    if not serves(model):
+    if not (_serve_in_graph(model) if torch.compiler.is_compiling() else _serve(_kept_swapped_in(call, model))):
         return kwargs
     documents = call.row_documents
     if documents is not None and not documents.has_attention:  # these layers are where they have to arrive

@@ -30,10 +30,10 @@ from packing_ops.integrations.transformers.versions import (
     PreTrainedModel,
     class_name,
     constant,
-    constant_of_model,
     reads_text,
     source_of,
 )
+from packing_ops.integrations.transformers.walks import kept_with_model
 
 # --- parts of a model that count along the row ---
 
@@ -81,7 +81,7 @@ class _Found:
                 self.look(child, of_text)
 
 
-@constant_of_model
+@kept_with_model
 def _found_in(model) -> tuple[str, str, str, bool, int]:
     """(takes_none, needs, by_length, has_axes, first) of _Found. What looks at the whole row runs by document from now on."""
     found = _Found()
@@ -124,7 +124,7 @@ def _scales_along_the_row(cls) -> bool:
 
 def with_positions(model, call, args, kwargs):
     """The call's arguments, with position_ids where they are missing or count from 0 in a model that starts elsewhere."""
-    call.counting = _found_in(model)
+    call.counting = _found_in(call, model)
     _, needs, _, has_axes, first = call.counting
     if call.outer is None and first and is_tensor(call.position_ids, 2):
         if sequence_group.of(model) is not None:
@@ -248,7 +248,7 @@ def with_axes_of_images(model, call, args, kwargs):
     sizes = sorted(given.keys() - _OF_TEXT)
     if not sizes:
         return args, kwargs
-    axis, why = _axis_of_text(model), _why_no_axes(model, call, given)
+    axis, why = _axis_of_text(call, model), _why_no_axes(model, call, given)
     if axis is None or why:
         if call.position_ids is None:  # the model counts along the row: the same distances within a document
             return args, kwargs
@@ -304,7 +304,7 @@ def _why_no_axes(model, call, given) -> str:
     return " in a graph of torch.compile" if call.traced else ""
 
 
-@constant_of_model
+@kept_with_model
 def _axis_of_text(model) -> str | None:
     """first_axis of the text model in a multimodal one."""
     inside = (first_axis(type(each)) for each in model.modules() if isinstance(each, PreTrainedModel))

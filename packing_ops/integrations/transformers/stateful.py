@@ -45,15 +45,12 @@ from packing_ops.integrations.transformers.stateful_rows import (
 from packing_ops.integrations.transformers.versions import (
     PreTrainedModel,
     class_name,
-    constant_of_model,
     reads_text,
     source_of,
     unwrapped,
 )
+from packing_ops.integrations.transformers.walks import MIXES, kept_with_model
 from packing_ops.keys import kept_paths
-
-# What declare() leaves in a class: subclasses inherit it, FSDP2's among them, and it goes with the class.
-_MIXES = "_packing_ops_mixes"
 
 
 def declare(cls: type[torch.nn.Module], *, mixes: bool | None) -> None:
@@ -102,9 +99,9 @@ def declare(cls: type[torch.nn.Module], *, mixes: bool | None) -> None:
     if cls is torch.nn.Module or issubclass(cls, PreTrainedModel):
         raise ValueError(f"cls: expected the class of a layer, got {cls.__name__}, of which whole models are made")
     if mixes is not None:
-        setattr(cls, _MIXES, mixes)
-    elif _MIXES in vars(cls):
-        delattr(cls, _MIXES)
+        setattr(cls, MIXES, mixes)
+    elif MIXES in vars(cls):
+        delattr(cls, MIXES)
     _kind_of_class.cache_clear()
     for module in [each for each in _prepared if isinstance(each, cls)]:  # by an earlier declaration
         take_out_function(module, _forward)
@@ -185,7 +182,7 @@ def _kind_of(layer) -> tuple[StateKind, bool]:
 def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
     """(its kind by declaration, else by its code; whether it is declared; whether it calls attention)."""
     # Kept by the forward of the class, too, which another library may replace.
-    mixes, attends, is_model = getattr(cls, _MIXES, None), calls_interface(cls), issubclass(cls, PreTrainedModel)
+    mixes, attends, is_model = getattr(cls, MIXES, None), calls_interface(cls), issubclass(cls, PreTrainedModel)
     if mixes is not None:
         return StateKind.MIXING if mixes else StateKind.TOKENWISE, True, attends
     if not is_model and _STATE.search(_source_of(cls)):
@@ -288,7 +285,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
     # Layers that cannot have several documents in a row.
     refuse_one_result(model, call, kwargs, position_ids, batch)
     refuse_own_positions(model, call, position_ids, batch)
-    stateful, has_attention, unknown = prepare(model, call.padding is not None, call.segment_parents is not None)
+    stateful, has_attention, unknown = prepare(call, model, call.padding is not None, call.segment_parents is not None)
     if unknown:
         refuse_where(
             call.several(batch, position_ids),
@@ -323,7 +320,7 @@ _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules whose functions are replaced by ours
 
 
-@constant_of_model
+@kept_with_model
 def prepare(model, masked=False, is_tree=False) -> tuple[bool, bool, str]:
     """Puts ours into its layers with a state, until revert: (whether there are any, and attention beside them, UNKNOWN ones).
 
