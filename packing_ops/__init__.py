@@ -28,6 +28,7 @@ from packing_ops.boundaries import (
     shift_labels,
     shift_values,
 )
+from packing_ops.checkpointing import checkpoint_policy
 from packing_ops.conv import causal_conv1d
 from packing_ops.invariance.api import Invariance, LayerInvariance, check_invariance, invariant, is_invariant
 from packing_ops.keys import FORK_ALIGNMENT, PrefixPaths, PrefixTree
@@ -77,6 +78,7 @@ __all__ = [
     "build_info",
     "causal_conv1d",
     "check_invariance",
+    "checkpoint_policy",
     "chunked_cross_entropy",
     "compute_prompt_boundaries",
     "compute_prompt_end_indices",

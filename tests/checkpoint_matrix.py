@@ -52,7 +52,7 @@ AXES = {
     "family": ["llama", "moe", "hybrid", "vlm"],
     "compiled": ["eager", "layers", "layers dynamic", "model"],
     # around: torch's checkpoint around each layer, where transformers up to 5.22 puts its own; later ones put theirs inside
-    "checkpointing": ["none", "reentrant", "non-reentrant", "selective", "around"],
+    "checkpointing": ["none", "reentrant", "non-reentrant", "selective", "policy", "around"],
     "documents": ["position_ids", "cu_seq_lens_q", "numbered mask"],
     "loss": ["stock loss", "fused loss"],
     "trained": ["full", "LoRA"],
@@ -150,8 +150,8 @@ def prepared(model, setting, backend, ours=True):
             layers[index] = checkpoint_wrapper(layer)
     elif how != "none":
         options = {"use_reentrant": how == "reentrant"}
-        if how == "selective":
-            options["context_fn"] = selective
+        if how in ("selective", "policy"):
+            options["context_fn"] = selective if how == "selective" else po.checkpoint_policy(model, budget=2**20)
         model.gradient_checkpointing_enable(options)
     if setting.compiled == "model":
         model.compile(backend=backend)

@@ -12,6 +12,7 @@ import torch
 from helpers import ROOT, processes
 
 import packing_ops
+import packing_ops as po
 
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 
@@ -170,7 +171,17 @@ def test_a_model_that_is_there():
 
 
 def test_grpo_of_the_page(tmp_path):
-    run_grpo(blocks_of("docs/transformers.md")[2], tmp_path)
+    run_grpo(blocks_of("docs/transformers.md")[3], tmp_path)
+
+
+def test_checkpointing_of_the_page(capsys):
+    pytest.importorskip("transformers")
+    model = tiny_llama().train()
+    steps = "model(torch.arange(9)[None], labels=torch.arange(9)[None], use_cache=False).loss.backward()"
+    exec(
+        blocks_of("docs/transformers.md")[1].replace("...", steps), {"packing_ops": po, "model": model, "torch": torch}
+    )
+    assert f"each of {model.config.num_hidden_layers} layers keeps" in capsys.readouterr().out
 
 
 def test_experts_of_the_sampler_are_replayed():
@@ -184,7 +195,7 @@ def test_experts_of_the_sampler_are_replayed():
     examples = [{"input_ids": [7] * n, "routed_experts": pair.expand(n, layers, 2)} for n, pair in experts.items()]
     names = {"PaddingFreeCollator": PaddingFreeCollator, "replay_routing": replay_routing}
     names |= {"model": model, "examples": examples}
-    exec(blocks_of("docs/transformers.md")[1], names)
+    exec(blocks_of("docs/transformers.md")[2], names)
     gradients = [parameter.grad for name, parameter in model.named_parameters() if name.endswith("experts.down_proj")]
     assert len(gradients) == layers
     for gradient in gradients:  # of expert 3, which no token was sent to, there is none
@@ -396,5 +407,5 @@ def test_every_block_is_run():
         "docs/pages.md": 2,
         "docs/parallel.md": 3,
         "docs/prefix-trees.md": 3,
-        "docs/transformers.md": 3,
+        "docs/transformers.md": 4,
     }

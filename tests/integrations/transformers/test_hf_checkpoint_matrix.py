@@ -15,6 +15,9 @@ from helpers import ROOT
 EAGER = [
     ("llama", "eager", "non-reentrant", "cu_seq_lens_q", "fused loss", "full", "rms_norm"),
     ("moe", "eager", "selective", "position_ids", "stock loss", "full", "plain"),
+    ("llama", "eager", "policy", "position_ids", "fused loss", "LoRA", "rms_norm"),
+    ("moe", "eager", "policy", "cu_seq_lens_q", "stock loss", "full", "plain"),
+    ("hybrid", "eager", "policy", "numbered mask", "stock loss", "full", "plain"),
     ("hybrid", "eager", "selective", "numbered mask", "fused loss", "LoRA", "plain"),
     ("hybrid", "eager", "around", "position_ids", "stock loss", "full", "invariant"),
     ("vlm", "eager", "reentrant", "numbered mask", "stock loss", "LoRA", "rms_norm"),
@@ -24,6 +27,7 @@ COMPILED = [
     ("llama", "layers dynamic", "around", "cu_seq_lens_q", "stock loss", "LoRA", "rms_norm"),
     ("hybrid", "layers", "around", "position_ids", "fused loss", "full", "plain"),
     ("vlm", "layers", "selective", "numbered mask", "fused loss", "full", "plain"),
+    ("llama", "layers", "policy", "position_ids", "fused loss", "LoRA", "plain"),
     ("llama", "model", "non-reentrant", "position_ids", "stock loss", "full", "plain"),
 ]
 GOOD = "same bits", "as exact"
