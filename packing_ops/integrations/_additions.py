@@ -1,6 +1,7 @@
 """What others add to a row in front of a model of ours.
 
-PEFT's virtual tokens belong to a row: refused beside several documents. NEFTune's noise goes by the length: of each document.
+PEFT's virtual tokens belong to a row, and a few of its adapters look at all of it: refused beside several documents. NEFTune's
+noise goes by the length: of each document.
 """
 
 import functools
@@ -35,7 +36,7 @@ def _patch(cls) -> Patch:
 
 def _watched(stock):
     def __call__(self, *args, **kwargs):
-        if why := _of_one_row(self):
+        if why := _why_one_row(self):
             mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
             numbers = numbers_of(mask, None)
             cu_seqlens = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))
@@ -49,17 +50,29 @@ def _watched(stock):
     return __call__
 
 
-def _of_one_row(model) -> str:
-    """What PEFT's active adapter does once for a row, where the model inside has our attention; else nothing."""
-    config, base = model.active_peft_config, model.get_base_model()
+def _why_one_row(model) -> str:
+    """why_one_row, where the model inside has our attention; else nothing."""
+    base = model.get_base_model()
     ours = getattr(getattr(base, "config", None), "_attn_implementation", None) in NAMES or GUARD in vars(base)
     if not ours or getattr(model.forward, "__self__", model) is not model:  # disable_adapter: that of the model inside
         return ""
+    return why_one_row(model.active_peft_config)
+
+
+_ALL_TOKENS = {  # by PEFT's type of an adapter
+    "LILY": "takes the mean of its experts over all tokens of a batch",
+    "SHADOW": "runs a network beside the model, which is not told of documents",
+}
+
+
+def why_one_row(config) -> str:
+    """What an adapter of PEFT does once for a row, or an empty string."""
+    name, kind = type(config).__name__, str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning:
-        return f"PEFT's {type(config).__name__} puts virtual tokens in front of the row, for its first document alone"
+        return f"PEFT's {name} puts virtual tokens in front of the row, for its first document alone"
     if getattr(config, "alora_invocation_tokens", None):
-        return f"PEFT's {type(config).__name__} with alora_invocation_tokens looks for these once in a row"
-    return ""
+        return f"PEFT's {name} with alora_invocation_tokens looks for these once in a row"
+    return f"PEFT's {name} {_ALL_TOKENS[kind]}" if kind in _ALL_TOKENS else ""
 
 
 # --- NEFTune ---

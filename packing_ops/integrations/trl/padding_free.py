@@ -51,8 +51,8 @@ def enable_padding_free(trainer: Any) -> None:
 
     Raises:
         TypeError: another trainer.
-        ValueError: a model with another attention; a dataset with images; prompt tuning, whose virtual tokens come
-            in front of each row. In training: images in a batch; a row of padding alone that is to be scored; a batch
+        ValueError: a model with another attention; a dataset with images; an adapter of PEFT that looks at a whole row
+            (prompt tuning, activated LoRA, Lily, Shadow). In training: images in a batch; a row of padding alone that is to be scored; a batch
             without tokens.
     """
     names = [cls.__name__ for cls in type(trainer).__mro__]
@@ -107,14 +107,15 @@ def _hosts(model: Any) -> list[Any]:
 
 
 def _host_of(model: Any, trainer: Any) -> Any:
+    from packing_ops.integrations._additions import why_one_row
     from packing_ops.integrations.transformers.call import NAMES
 
     found = _hosts(model)
     if not found:
         raise ValueError(f"trainer: expected a model of transformers, got {type(model).__name__}")
-    configs = getattr(model, "peft_config", {})
-    if any(getattr(config, "num_virtual_tokens", None) for config in configs.values()):
-        raise ValueError("trainer: expected a model without prompt tuning, got virtual tokens in front of each row")
+    for config in getattr(model, "peft_config", {}).values():
+        if why := why_one_row(config):
+            raise ValueError(f"trainer: expected adapters that take each token by itself, got one of rows: {why}")
     attention = found[0].config._attn_implementation
     if attention not in NAMES:
         raise ValueError(

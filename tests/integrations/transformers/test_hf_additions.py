@@ -1,5 +1,6 @@
 """What PEFT and NEFTune add to a row in front of the model: refused beside several documents, or made by document."""
 
+import inspect
 import math
 import warnings
 
@@ -77,11 +78,72 @@ def test_rows_of_one_document_stay(name):
     torch.testing.assert_close(model(IDS, attention_mask=torch.ones_like(IDS)).logits, logits, rtol=1e-4, atol=1e-4)
 
 
+OF_A_ROW = {
+    "activated LoRA": (
+        lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[7, 8]),
+        "LoraConfig with alora_invocation_tokens looks for",
+    ),
+    "Lily": (
+        lambda: peft.LilyConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]),
+        "LilyConfig takes the mean of its experts over all tokens",
+    ),
+    "Shadow": (
+        lambda: peft.ShadowConfig(task_type="CAUSAL_LM"),
+        "ShadowConfig runs a network beside the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", OF_A_ROW)
 @torch.no_grad()
-def test_activated_lora_looks_once_in_a_row():
-    model = adapted(peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[7, 8]))
-    with pytest.raises(ValueError, match=r"position_ids: .* PEFT's LoraConfig with alora_invocation_tokens looks for"):
-        model(IDS, **FORMS["position_ids"])
+def test_adapters_that_look_at_the_whole_row_are_refused(name, form):
+    make, why = OF_A_ROW[name]
+    with pytest.raises(ValueError, match=f"{form}: .* PEFT's {why}"):
+        adapted(make())(input_ids=IDS, **FORMS[form])
+
+
+WANTED = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "num_virtual_tokens": 4, "r": 4}
+MORE = {  # sizes that fit the tiny model
+    "ADALORA": {"total_step": 9},
+    "ADAPTION_PROMPT": {"target_modules": None, "adapter_len": 3, "adapter_layers": 1},
+    "C3A": {"block_size": 8},
+    "FROD": {"target_modules": ["q_proj"]},
+    "OFT": {"r": 0, "oft_block_size": 4},
+    "ROAD": {"group_size": 8},
+    "SHADOW": {"target_modules": None},
+    "TRAINABLE_TOKENS": {"target_modules": None, "token_indices": [3, 4]},
+    "VBLORA": {"vector_length": 8, "num_vectors": 16},
+    "WAVEFT": {"n_frequency": 8},
+}
+# Those of several tasks or adapters, those of prompts, which are refused above, and BOFT, which builds a library first.
+LEFT_OUT = {"BOFT", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "XLORA"}
+REFUSED = {"CARTRIDGE", "CPT", "LILY", "SHADOW"}
+ADAPTERS = sorted({*map(str.upper, vars(peft.PeftType)["_member_names_"])} - LEFT_OUT)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@torch.no_grad()
+def test_every_adapter_of_peft_is_apart_or_refused(kind):
+    cls = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    known = inspect.signature(cls).parameters
+    sizes = {name: value for name, value in {**WANTED, **MORE.get(kind, {})}.items() if name in known}
+    try:
+        model = peft.get_peft_model(tiny_model("llama").eval(), cls(**sizes)).eval()
+    except ImportError as error:
+        pytest.skip(str(error))
+    numbers = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.3 * torch.randn(parameter.shape, generator=numbers)
+    alone = torch.cat([model(input_ids=each).logits for each in IDS.split(LENGTHS, 1)], 1)
+    apply_packing_ops(model, rope=False)  # adaption prompts rotate q and k themselves
+    for arguments in FORMS.values():
+        if kind in REFUSED:
+            with pytest.raises(ValueError, match="expected one document in each row"):
+                model(input_ids=IDS, **arguments)
+        else:
+            torch.testing.assert_close(model(input_ids=IDS, **arguments).logits, alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -257,12 +257,14 @@ def test_what_is_refused(device, tmp_path):
         integration.enable_padding_free(trainer)
 
 
-def test_prompt_tuning_is_refused(device, tmp_path):
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "LoraConfig", "LilyConfig", "ShadowConfig"])
+def test_adapters_that_look_at_a_whole_row_are_refused(kind, device, tmp_path):
     peft = pytest.importorskip("peft")
+    more = {"LoraConfig": {"alora_invocation_tokens": [7]}, "PromptTuningConfig": {"num_virtual_tokens": 2}}
     model = apply_packing_ops(base := tiny_model("llama", vocab_size=258, device=device)) and base
-    model = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    model = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **more.get(kind, {})))
     DPOTrainer = type("DPOTrainer", (), {"model": model})
-    with pytest.raises(ValueError, match="trainer: expected a model without prompt tuning, got virtual tokens"):
+    with pytest.raises(ValueError, match=f"trainer: expected adapters that take each token .* PEFT's {kind} "):
         integration.enable_padding_free(DPOTrainer())
 
 
