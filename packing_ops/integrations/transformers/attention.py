@@ -135,7 +135,7 @@ def _begin(model, call, args, kwargs):
     else:  # before a row that is longer than its table of positions fails
         call.refuse_if_lost()
     args, kwargs = positions.with_axes_of_images(model, call, args, kwargs)
-    kwargs = fused_loss.without_first_labels(model, call, kwargs)
+    args, kwargs = fused_loss.without_first_labels(model, call, args, kwargs)
     return args, linear_attention.with_documents(model, call, kwargs)
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from packing_ops._runtime.batch_cache import kept_with
+from packing_ops.integrations._patching import kept_with_class
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
@@ -29,6 +30,7 @@ from packing_ops.integrations.transformers.versions import (
     CACHE,
     constant,
     reads_text,
+    source_of,
 )
 from packing_ops.keys import check_same, kept_paths, positions_of_paths
 
@@ -74,8 +76,8 @@ class PackedCall:
         self.outers = () if outer is None else (outer, *outer.outers)
         traits = _traits_of(type(model), type(model.config))
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
-        positions = _argument("position_ids", self.indices, args, kwargs)
-        mask = _argument("attention_mask", self.indices, args, kwargs)
+        positions = self.given("position_ids", args, kwargs)
+        mask = self.given("attention_mask", args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
         self.needs_positions = positions is None  # of models that otherwise count along the row
@@ -98,7 +100,7 @@ class PackedCall:
         if self.segment_parents is not None:  # positions are depths in the tree, and tell no documents
             self.position_ids = None
             if outer is None or outer.segment_parents is None:
-                self._check_tree(positions, mask, kwargs.get("labels"), sequence)
+                self._check_tree(positions, mask, self.given("labels", args, kwargs), sequence)
         self.numbers = numbers_of(mask, outer)
         self.padding = mask.clamp(max=1) if mask is not None and self.numbers is mask else mask
         self.mask = mask if self.numbers is None else self.numbers
@@ -143,12 +145,21 @@ class PackedCall:
 
     def with_ones(self, args, kwargs):
         """The arguments, document numbers of a 2-D attention_mask replaced by ones: models expect 0 and 1 there."""
-        if self.numbers is None or self.padding is _argument("attention_mask", self.indices, args, kwargs):
+        if self.numbers is None or self.padding is self.given("attention_mask", args, kwargs):
             return args, kwargs
-        if kwargs.get("attention_mask") is not None:
-            return args, {**kwargs, "attention_mask": self.padding}
-        index = self.indices["attention_mask"]
-        return (*args[:index], self.padding, *args[index + 1 :]), kwargs
+        return self.put("attention_mask", self.padding, args, kwargs)
+
+    def given(self, name, args, kwargs):
+        """An argument of the model, by its name or its place: "position_ids", "attention_mask", "labels"."""
+        index = self.indices[name]
+        return args[index] if kwargs.get(name) is None and index < len(args) else kwargs.get(name)
+
+    def put(self, name, value, args, kwargs):
+        """The arguments with another value for it, in its place."""
+        index = self.indices[name]
+        if index < len(args) and kwargs.get(name) is None:
+            return (*args[:index], value, *args[index + 1 :]), kwargs
+        return args, {**kwargs, name: value}
 
     def documents_of_tokens(self, tokens, position_ids):
         """The documents of the model's own tokens ``[batch, seqlen, ...]``, by all that it was given."""
@@ -278,12 +289,6 @@ class PackedCall:
         return f"{lost}: expected one document in each row, got several, and {self.name} {why}; {ROW_EACH}"
 
 
-def _argument(name, indices, args, kwargs):
-    if kwargs.get(name) is None and indices[name] < len(args):
-        return args[indices[name]]
-    return kwargs.get(name)
-
-
 class LastForward(NamedTuple):
     """What a model's last call saw. Of a graph nothing is kept."""
 
@@ -380,19 +385,28 @@ def watched(begin, stock):
     return __call__
 
 
+@kept_with_class
+def shifts_itself(cls) -> bool:
+    """Whether its forward takes the label of the next token in its own code, as older models and code from the Hub do."""
+    return bool(_SHIFT.search(source_of(inspect.unwrap(cls.forward))))
+
+
+_SHIFT = re.compile(r"labels\[(\.\.\.|:), 1:\]")
+
+
 @constant
 def _traits_of(cls, config_cls):
-    """(form of its masks, indices of position_ids and attention_mask among its arguments, model_type, first_axis, whether
+    """(form of its masks, indices of position_ids, attention_mask and labels among its arguments, model_type, first_axis, whether
     its loss takes the label of the next token, whether it reads text)."""
     names = list(inspect.signature(cls.forward).parameters)[1:]
     # Behind all others where it is none: torch.compile has no empty dict from here.
-    names += ["position_ids", "attention_mask"]
-    indices = {name: names.index(name) for name in ("position_ids", "attention_mask")}
+    names += ["position_ids", "attention_mask", "labels"]
+    indices = {name: names.index(name) for name in ("position_ids", "attention_mask", "labels")}
     form = BOOL if cls._supports_sdpa else ADDITIVE
     if cls._supports_flash_attn or cls._supports_flex_attn:
         form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
     reads, code = reads_text(cls), getattr(inspect.unwrap(cls.forward), "__code__", None)
-    shifts = reads and "loss_function" in getattr(code, "co_names", ())
+    shifts = reads and ("loss_function" in getattr(code, "co_names", ()) or shifts_itself(cls))
     return form, indices, config_cls.model_type, first_axis(cls), shifts, reads
 
 

@@ -26,7 +26,7 @@ from packing_ops.integrations._patching import (
 )
 from packing_ops.integrations._router_replay import replay_routing as replay_routing
 from packing_ops.integrations.transformers import sequence_group
-from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here
+from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here, shifts_itself
 from packing_ops.integrations.transformers.documents import first_tokens, is_tensor
 from packing_ops.integrations.transformers.versions import (
     ARGUMENTS,
@@ -219,34 +219,36 @@ def _loss(model, stock, logits, labels, vocab_size, num_items_in_batch=None, ign
 # --- labels ---
 
 
-def without_first_labels(model, call, kwargs):
-    """The keyword arguments, labels of documents' first tokens -100: what is before them is another document, or padding."""
+def without_first_labels(model, call, args, kwargs):
+    """The arguments, labels of documents' first tokens -100: what is before them is another document, or padding."""
     # Not where shift_labels say what each token is to predict, nor for a loss that shifts nothing.
-    labels = kwargs.get("labels")
+    labels = call.given("labels", args, kwargs)
     may_have_documents = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.numbers))
     if not may_have_documents or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
-        return kwargs
+        return args, kwargs
     if model.config.is_encoder_decoder or not _loss_shifts(model):
-        return kwargs
+        return args, kwargs
     (batch, seqlen), padding = labels.shape, call.mask
     if padding is not None and (not is_tensor(padding, 2) or padding.shape != labels.shape):
-        return kwargs
+        return args, kwargs
     position_ids = call.row_positions(batch, seqlen)
     if position_ids is not None and (position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch)):
-        return kwargs
+        return args, kwargs
     if call.cu_seqlens is None:  # without documents, whose number the host would wait for
         starts = first_tokens(padding, position_ids, batch, seqlen, labels.device)
         if padding is not None:
             starts[:, 1:] |= (padding[:, :-1] == 0).to(labels.device)
-        return {**kwargs, "labels": labels.masked_fill(starts, -100)}
+        return call.put("labels", labels.masked_fill(starts, -100), args, kwargs)
     documents = call.documents_of_tokens(labels, position_ids)
     masked = mask_boundary_labels(labels.flatten(), documents.cu_seqlens)
-    return {**kwargs, "labels": masked.view_as(labels)}
+    return call.put("labels", masked.view_as(labels), args, kwargs)
 
 
 @constant_of_model
 def _loss_shifts(model) -> bool:
     """Whether its loss takes the label of the next token. Of a loss_function that somebody set nothing says so."""
+    if shifts_itself(type(model)):
+        return True
     loss = getattr(model, "_loss_function", None)
     if loss is None or isinstance(loss, WeakPartial):  # of fused_loss, which stands for transformers' own
         return getattr(model, "loss_type", None) in SHIFTED

@@ -142,10 +142,7 @@ def with_positions(model, call, args, kwargs):
         call.needs_positions, call.made_positions = False, positions
     else:
         return args, kwargs
-    index = call.indices["position_ids"]
-    if index < len(args):
-        return (*args[:index], positions, *args[index + 1 :]), kwargs
-    return args, {**kwargs, "position_ids": positions}
+    return call.put("position_ids", positions, args, kwargs)
 
 
 def _takes_positions(model, needs) -> bool:
@@ -238,7 +235,7 @@ _OF_TEXT = frozenset(
 def with_axes_of_images(model, call, args, kwargs):
     """The arguments of a call. position_ids of one axis are of text: beside images each document gets the axes that the
     model's get_rope_index gives it alone, as without position_ids."""
-    index, names = call.indices["position_ids"], _names_of_axes(type(model))
+    names = _names_of_axes(type(model))
     if not names or call.has_cache or not (is_tensor(call.position_ids, 2) or call.cu_seqlens is not None):
         return args, kwargs
     if call.position_ids is not None and call.position_ids.dim() != 2:
@@ -273,10 +270,7 @@ def with_axes_of_images(model, call, args, kwargs):
     axes = axes[:, real.bool()]
     if indices is not None:
         axes = axes.new_zeros(len(axes), ids.numel()).index_copy(1, indices, axes)
-    axes = axes.view(-1, *ids.shape)
-    if index < len(args):
-        return (*args[:index], axes, *args[index + 1 :]), kwargs
-    return args, {**kwargs, "position_ids": axes}
+    return call.put("position_ids", axes.view(-1, *ids.shape), args, kwargs)
 
 
 @constant
