@@ -30,7 +30,7 @@ def test_layers_of_a_step_share_a_plan(monkeypatch):
     monkeypatch.setenv("PACKING_OPS_CHECK", "0")
     case, pages = paged_case([(1, 300), (1, 20)], **SIZES)
     made = []
-    plan_op = batch_cache._ops.paged_attention_plan
+    plan_op = batch_cache.gate.paged_attention_plan
     monkeypatch.setattr(
         "packing_ops._runtime.gate.paged_attention_plan", lambda *args: made.append(1) or plan_op(*args)
     )

@@ -25,6 +25,7 @@ from packing_ops.integrations._patching import (
     put_around,
 )
 from packing_ops.integrations._router_replay import replay_routing as replay_routing
+from packing_ops.integrations._walks import constant_of_model
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here, shifts_itself
 from packing_ops.integrations.transformers.documents import first_tokens, is_tensor
@@ -34,7 +35,6 @@ from packing_ops.integrations.transformers.versions import (
     ForCausalLMLoss,
     PreTrainedModel,
     class_name,
-    constant_of_model,
     log_once,
     models_in,
     source_of,

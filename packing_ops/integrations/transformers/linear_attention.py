@@ -19,8 +19,8 @@ from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.conv import causal_conv1d
 from packing_ops.integrations._patching import Patch, kept_with_class, revert_left
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
-from packing_ops.integrations.transformers.versions import PreTrainedModel, constant_of_model, unwrapped
-from packing_ops.integrations.transformers.walks import SWAPPED, kept_with_model
+from packing_ops.integrations._walks import SWAPPED, constant_of_model, kept_with_model
+from packing_ops.integrations.transformers.versions import PreTrainedModel, unwrapped
 from packing_ops.scan import gated_delta_rule
 
 DOCUMENTS = "packing_ops_documents"  # RowDocuments, or None: each row is one document

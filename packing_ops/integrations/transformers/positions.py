@@ -12,6 +12,7 @@ import torch
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
 from packing_ops.integrations._patching import kept_with_class, put_around
+from packing_ops.integrations._walks import kept_with_model
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import NAMES, PATTERN
 from packing_ops.integrations.transformers.documents import (
@@ -33,7 +34,6 @@ from packing_ops.integrations.transformers.versions import (
     reads_text,
     source_of,
 )
-from packing_ops.integrations.transformers.walks import kept_with_model
 
 # --- parts of a model that count along the row ---
 

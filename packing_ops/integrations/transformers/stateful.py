@@ -18,6 +18,7 @@ import torch
 
 from packing_ops._runtime.batch_cache import unseen
 from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
+from packing_ops.integrations._walks import MIXES, kept_with_model
 from packing_ops.integrations.transformers import linear_attention
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
@@ -49,7 +50,6 @@ from packing_ops.integrations.transformers.versions import (
     source_of,
     unwrapped,
 )
-from packing_ops.integrations.transformers.walks import MIXES, kept_with_model
 from packing_ops.keys import kept_paths
 
 

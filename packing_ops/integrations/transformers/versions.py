@@ -1,6 +1,5 @@
 """What the integration uses of transformers, imported once: torch.compile traces no import inside a forward."""
 
-import ctypes
 import inspect
 import re
 import sys
@@ -71,22 +70,6 @@ def constant(function):
         return cached(*args)
 
     return of_graph
-
-
-def constant_of_model(function):
-    """function(model, *args), not traced: in a graph its result is a constant."""
-
-    # torch.compile before 2.13 takes no module for a constant, but its id.
-    @torch.compiler.assume_constant_result
-    def of_graph(model_id, *args):
-        return function(ctypes.cast(model_id, ctypes.py_object).value, *args)
-
-    untraced = torch.compiler.disable(function)  # also where Dynamo left a frame to Python, behind a break of the graph
-
-    def of_model(model, *args):
-        return of_graph(id(model), *args) if torch.compiler.is_compiling() else untraced(model, *args)
-
-    return of_model
 
 
 # --- of a module ---

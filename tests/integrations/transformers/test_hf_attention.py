@@ -43,9 +43,9 @@ def warnings(monkeypatch):
 def layouts(monkeypatch):
     """Counts the layouts worked out from values."""
     made = []
-    build, check = batch_documents._from_values, batch_documents._ops.check_documents
+    build, check = batch_documents._from_values, batch_documents.gate.check_documents
     monkeypatch.setattr(batch_documents, "_from_values", lambda *given: made.append("values") or build(*given))
-    monkeypatch.setattr(batch_documents._ops, "check_documents", lambda *given: made.append("kwargs") or check(*given))
+    monkeypatch.setattr(batch_documents.gate, "check_documents", lambda *given: made.append("kwargs") or check(*given))
     return made
 
 

@@ -10,7 +10,8 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from packing_ops.integrations.transformers import apply_packing_ops, declare, positions, revert_packing_ops, walks
+from packing_ops.integrations import _walks
+from packing_ops.integrations.transformers import apply_packing_ops, declare, positions, revert_packing_ops
 
 IDS, POSITIONS = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 1, 2, 0, 1]])  # two documents
 
@@ -95,6 +96,6 @@ def test_a_copy_starts_without(model, copied, looks):
 
 def test_revert_takes_it_out(model):
     model(IDS, position_ids=POSITIONS)
-    assert any(walks._KEPT in vars(module) for module in model.modules())
+    assert any(_walks._KEPT in vars(module) for module in model.modules())
     revert_packing_ops(model)
-    assert not any(walks._KEPT in vars(module) for module in model.modules())
+    assert not any(_walks._KEPT in vars(module) for module in model.modules())

@@ -3,17 +3,33 @@
 A call of a model asks several such questions. It compares once what the walks have read, which takes less than a walk.
 """
 
+import ctypes
 import functools
 import weakref
 
 import torch
 
 from packing_ops.integrations._patching import PRIVATE
-from packing_ops.integrations.transformers.versions import constant_of_model
 
 _KEPT = f"{PRIVATE}walks"
 MIXES = f"{PRIVATE}mixes"  # what declare() leaves in a class: subclasses inherit it, FSDP2's among them
 SWAPPED = f"{PRIVATE}linear_attention"  # in a layer that linear_attention has swapped
+
+
+def constant_of_model(function):
+    """function(model, *args), not traced: in a graph its result is a constant."""
+
+    # torch.compile before 2.13 takes no module for a constant, but its id.
+    @torch.compiler.assume_constant_result
+    def of_graph(model_id, *args):
+        return function(ctypes.cast(model_id, ctypes.py_object).value, *args)
+
+    untraced = torch.compiler.disable(function)  # also where Dynamo left a frame to Python, behind a break of the graph
+
+    def of_model(model, *args):
+        return of_graph(id(model), *args) if torch.compiler.is_compiling() else untraced(model, *args)
+
+    return of_model
 
 
 def kept_with_model(function):
