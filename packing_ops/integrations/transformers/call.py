@@ -413,8 +413,8 @@ def _traits_of(cls, config_cls):
 # --- the thread ---
 
 
-class _Now(threading.local):
-    """State of this thread. mask_arguments, preparing: see masks.py; fused: see fused_loss.py; row_documents: see stateful.py.
+class _State:
+    """mask_arguments, preparing: see masks.py; fused: see fused_loss.py; row_documents: see stateful.py.
 
     begun: the call, where it is traced: see call_of_layers.
     """
@@ -424,15 +424,16 @@ class _Now(threading.local):
         self.preparing = False
 
 
-class _Traced:
+class _Now(_State, threading.local):
+    """State of this thread."""
+
+
+class _Traced(_State):
     """Stands for _now while torch.compile before 2.13 traces.
 
     Its trace reads the class attributes of a threading.local in place of what the thread has set. This object is one for
     all threads: two of them that call compiled models at the same time may find each other's call.
     """
-
-    call = begun = mask_arguments = fused = row_documents = None
-    preparing = False
 
 
 _now = _Now()
