@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 
 import packing_ops as po
+import packing_ops.invariance.api as invariance_api
 from packing_ops.invariance.mode import ANY_ORDER, rms_norm_in_any_order
 
 transformers = pytest.importorskip("transformers")
@@ -209,7 +210,7 @@ def test_a_width_that_is_not_the_weight_s(fresh_compile):
 
 def test_the_check_compiles_beyond_torch_s_limit(monkeypatch, fresh_compile):
     """Its first row too: what is past the limit runs eagerly from then on."""
-    monkeypatch.setattr(po.invariance, "refusals", lambda model: {})  # of compiled layers on the CPU
+    monkeypatch.setattr(invariance_api, "refusals", lambda model: {})  # of compiled layers on the CPU
     model = model_of()
     apply_packing_ops(model, invariant=True)
     for layer in model.model.layers:
