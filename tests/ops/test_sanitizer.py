@@ -84,8 +84,8 @@ def test_findings_are_counted(printed, none):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RUNS)
-def test_no_findings(name):
-    tool, tests, selected, options, environment = RUNS[name]
+def test_no_findings(name, tmp_path):
+    tool, tests, selected, options, variables = RUNS[name]
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     sanitizer = shutil.which("compute-sanitizer")
@@ -94,6 +94,7 @@ def test_no_findings(name):
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *options]
     # initcheck has to see torch's kernels too: they write what ours read.
     command += [] if tool == "initcheck" else ["--kernel-regex", "kns=packing_ops"]
+    environment = {**variables, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}  # without MPS, see make test-gpu
     # Without torch's caching allocator every tensor has an allocation of its own, so an overrun is seen.
     printed = pytest_of_its_own(
         tests, f"({selected}) and not cpu and not graph", command, PYTORCH_NO_CUDA_MEMORY_CACHING="1", **environment
