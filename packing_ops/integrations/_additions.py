@@ -8,6 +8,7 @@ import functools
 import sys
 
 import torch
+from transformers.utils import PushToHubMixin
 
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers.call import GUARD, NAMES, current, numbers_of
@@ -17,16 +18,31 @@ from packing_ops.integrations.transformers.documents import ROW_EACH, is_tensor,
 
 
 def watch_peft() -> None:
-    """Looks at the calls of PeftModel from now on, where PEFT is imported."""
+    """Looks at the calls of PeftModel from now on. Where PEFT is imported later, from when that class is made."""
     peft = sys.modules.get("peft")
     if hasattr(peft, "PeftModel"):
         _patch(peft.PeftModel).pin()
+    else:
+        _WHEN_MADE.pin()
 
 
 def leave_peft() -> None:
+    _WHEN_MADE.revert()
     peft = sys.modules.get("peft")
     if hasattr(peft, "PeftModel"):
         _patch(peft.PeftModel).revert()
+
+
+def _looked_at(stock):
+    def __init_subclass__(cls, **options):
+        super(PushToHubMixin, cls).__init_subclass__(**options)
+        if (cls.__module__, cls.__name__) == ("peft.peft_model", "PeftModel"):
+            _patch(cls).pin()
+
+    return classmethod(__init_subclass__)
+
+
+_WHEN_MADE = Patch(PushToHubMixin, "__init_subclass__", _looked_at)  # a base of PeftModel
 
 
 @functools.cache

@@ -125,8 +125,6 @@ def unregister(name: str = "packing_ops") -> None:
 
 def _begin(model, call, args, kwargs):
     """The arguments that the model gets; finds the documents of its layers with a state."""
-    if not torch.compiler.is_compiling():
-        _additions.watch_peft()  # which may have been imported since
     if call.guard is None:
         _additions.noise_by_document(model, call)
     if call.guard is None or call.guard.has_state:

@@ -1,7 +1,9 @@
 """What PEFT and NEFTune add to a row in front of the model: refused beside several documents, or made by document."""
 
+import importlib
 import inspect
 import math
+import sys
 import warnings
 
 import pytest
@@ -153,6 +155,22 @@ def test_lora_is_served(compiled, fresh_compile):
     call = torch.compile(model, backend="eager") if compiled else model
     alone = torch.cat([model(each).logits for each in IDS.split(LENGTHS, 1)], 1)
     torch.testing.assert_close(call(IDS, **FORMS["position_ids"]).logits, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_peft_that_is_imported_late_is_watched_from_its_first_call(monkeypatch):
+    base = tiny_model("llama").eval()
+    unregister()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
+        monkeypatch.delitem(sys.modules, name)
+    apply_packing_ops(base)
+    base(IDS, **FORMS["position_ids"])
+    late = importlib.import_module("peft")
+    assert late is not peft
+    model = late.get_peft_model(base, late.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    with pytest.raises(ValueError, match=r"position_ids: expected one document .* PEFT's \w+ puts virtual tokens"):
+        model(IDS, **FORMS["position_ids"])
+    unregister()
+    assert "__call__" not in vars(late.PeftModel)
 
 
 def test_unregister_leaves_peft_as_it_was():
