@@ -146,6 +146,27 @@ def test_other_attention_and_reverted_models_are_those_of_transformers(kind, dev
     assert "forward" not in vars(model.model.rotary_emb)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@torch.no_grad()
+def test_several_documents_beside_angles_by_length_of_several_axes_are_refused(kind, device):
+    lengths = [5, 17, 8]
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, "mrope_section": [1, 1, 2], **KINDS[kind]}
+    text = {**SIZES, "max_position_embeddings": TRAINED, "rope_parameters": rope}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": text["hidden_size"], "num_heads": 2, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision)
+    model = weighted(transformers.Qwen2VLForConditionalGeneration(config), device)
+    documents, stock = documents_of(lengths, device), copy.deepcopy(model)
+    apply_packing_ops(model)
+    axes = {"position_ids": ways(lengths, device)[0]["position_ids"].expand(3, 1, -1)}
+    for way in (*ways(lengths, device), axes):
+        with pytest.raises(
+            ValueError,
+            match="one document in each row, got several, and Qwen2VLRotaryEmbedding scales the angles of all",
+        ):
+            model(torch.cat(documents, 1), **way)
+    torch.testing.assert_close(model(documents[1]).logits, stock(documents[1]).logits, **CLOSE)
+
+
 def test_longrope_in_a_graph(device, fresh_compile):
     model, stock = scaled("longrope", device), scaled("longrope", device)
     apply_packing_ops(model)
