@@ -236,22 +236,33 @@ def with_axes_of_images(model, call, args, kwargs):
     """The arguments of a call. position_ids of one axis are of text: beside images each document gets the axes that the
     model's get_rope_index gives it alone, as without position_ids."""
     names = _names_of_axes(type(model))
-    if not names or call.has_cache or not (is_tensor(call.position_ids, 2) or call.cu_seqlens is not None):
+    if not names or call.has_cache:
         return args, kwargs
-    if call.position_ids is not None and call.position_ids.dim() != 2:
+    # Without positions a model counts along the row: mostly these are the same distances within a document.
+    axis = _axis_of_text(call, model)
+    of_first_image = axis == SEQUENCE and call.position_ids is None  # of the row: HunYuan numbers its images
+    told = (
+        is_tensor(call.position_ids, 2) or call.cu_seqlens is not None or (of_first_image and call.numbers is not None)
+    )
+    if not told or (call.position_ids is not None and call.position_ids.dim() != 2):
         return args, kwargs
     given = dict(zip(_parameters_of(type(model)), args, strict=False)) | kwargs
     given = {name: given[name] for name in names if given.get(name) is not None}
     sizes = sorted(given.keys() - _OF_TEXT)
     if not sizes:
         return args, kwargs
-    axis, why = _axis_of_text(call, model), _why_no_axes(model, call, given)
+    why = _why_no_axes(model, call, given)
     if axis is None or why:
-        if call.position_ids is None:  # the model counts along the row: the same distances within a document
+        wanted = f"beside {sizes[0]}, which get_rope_index of {call.name} gives each document"
+        if of_first_image:
+            batch = len(next(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)))
+            message = f"{call.named_by()}: expected position_ids of several axes {wanted}, got None{why}"
+            refuse_where(call.several(batch), message)
+        if call.position_ids is None:
             return args, kwargs
         raise ValueError(
-            f"position_ids: expected several axes beside {sizes[0]}, which get_rope_index of {call.name} gives each "
-            f"document ([4, batch, seqlen], the text's positions in front), got {list(call.position_ids.shape)}{why}"
+            f"position_ids: expected several axes {wanted} ([4, batch, seqlen], the text's positions in front), got "
+            f"{list(call.position_ids.shape)}{why}"
         )
     ids = given["input_ids"]
     documents = call.documents_of_tokens(ids, call.position_ids)
@@ -264,13 +275,29 @@ def with_axes_of_images(model, call, args, kwargs):
 
     each = {name: rows(value) if value.shape[:2] == ids.shape else value for name, value in given.items()}
     real = rows(torch.ones_like(ids))
-    axes = model.get_rope_index(**{**each, "attention_mask": real})[0]
+    axes = (_axes_one_by_one if axis == SEQUENCE else _axes_of)(model, {**each, "attention_mask": real})
     if axis == TIME:
         axes = torch.cat([(real.cumsum(1) - 1)[None], axes])
     axes = axes[:, real.bool()]
     if indices is not None:
         axes = axes.new_zeros(len(axes), ids.numel()).index_copy(1, indices, axes)
     return call.put("position_ids", axes.view(-1, *ids.shape), args, kwargs)
+
+
+def _axes_of(model, given):
+    return model.get_rope_index(**given)[0]
+
+
+def _axes_one_by_one(model, given):
+    """Of a model that numbers images through all rows of a batch, one span of tokens each (HunYuan)."""
+    is_image = given["mm_token_type_ids"] == 1
+    counts = (is_image[:, 1:] & ~is_image[:, :-1]).sum(1) + is_image[:, 0]
+    if int(counts.sum()) != len(given["image_grid_thw"]):
+        return _axes_of(model, given)  # which says what is missing
+    grids = given["image_grid_thw"].split(counts.tolist())
+    rows = {name: value.split(1) for name, value in given.items() if name != "image_grid_thw"}
+    each = [{"image_grid_thw": grid, **{name: row[i] for name, row in rows.items()}} for i, grid in enumerate(grids)]
+    return torch.cat([_axes_of(model, one) for one in each], 1)
 
 
 @constant

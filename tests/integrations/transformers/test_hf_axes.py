@@ -145,6 +145,53 @@ def test_axes_that_cannot_be_asked_for_are_named(device):
         model(**row, inputs_embeds=embeds, mm_token_type_ids=types)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "HunYuanVLConfig"), reason="a later transformers has it")
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "attention_mask"])
+@torch.no_grad()
+def test_images_that_a_model_numbers_along_the_row(told, device):
+    """HunYuan's: their axes do not grow with the row, so each document's are asked for however documents are told."""
+    text = {**COMMON, "vocab_size": 200, "head_dim": 8, "rope_parameters": rope(1, 1, 1, 1)}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    vision |= dict.fromkeys(("out_hidden_size", "text_hidden_size"), text["hidden_size"]) | {"patch_size": 4}
+    config = transformers.HunYuanVLConfig(text_config=text, vision_config=vision, image_token_id=151)
+    model = transformers.HunYuanVLForConditionalGeneration(config).to(device).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    grids, parts = [[[1, 4, 6]], [], [[1, 2, 2], [1, 4, 4]]], []
+    for of_document in grids:
+        images = [i for _, h, w in of_document for i in (*[151] * (h // 2 * (w // 2 + 1) + 2), 7)]
+        parts.append(torch.tensor([[5, *images, *range(20, 29)]], device=device))
+
+    def inputs(ids, grids, pixels=None):
+        given = {"input_ids": ids, "use_cache": False}
+        if grids:
+            grid = torch.tensor(grids, device=device)
+            size = int(grid.prod(1).sum()), 48
+            pixels = torch.linspace(-3, 3, size[0] * size[1], device=device).view(size) if pixels is None else pixels
+            given |= {"image_grid_thw": grid, "pixel_values": pixels, "mm_token_type_ids": (ids == 151).long()}
+        return given
+
+    alone = [inputs(*each) for each in zip(parts, grids, strict=True)]
+    wanted = torch.cat([model(**each).logits for each in alone], 1)
+    apply_packing_ops(model)
+    packed = po.PackedMetadata.from_lengths([each.shape[1] for each in parts], device=device)
+    ways = {
+        "position_ids": {"position_ids": packed.position_ids[None]},
+        "cu_seq_lens_q": packed.to_transformers(),
+        "attention_mask": {"attention_mask": packed.seq_idx[None].long() + 1},
+    }
+    pixels = torch.cat([each["pixel_values"] for each in alone if "pixel_values" in each])
+    row = {**inputs(torch.cat(parts, 1), grids[0] + grids[2], pixels), **ways[told]}
+    assert_near(model(**row).logits, wanted)
+    del row["mm_token_type_ids"]
+    with pytest.raises(
+        ValueError, match=rf"^{told}: expected .*several axes .*image_grid_thw.* without mm_token_type_ids"
+    ):
+        model(**row)
+    one = {**alone[0], "attention_mask": torch.ones_like(parts[0])}
+    assert_near(model(**one).logits, wanted[:, : parts[0].shape[1]])
+
+
 # --- the language models of all families ---
 
 
