@@ -128,10 +128,10 @@ def _cache_of(first: torch.Tensor) -> BatchCache:
 
 
 class _Entry:
-    __slots__ = ("layer", "made", "others", "state", "values", "version")
+    __slots__ = ("forward", "made", "others", "state", "values", "version")
 
     def __init__(self, made, others, state, values):
-        self.made, self.others, self.state, self.values, self.layer = made, others, state, values, None
+        self.made, self.others, self.state, self.values, self.forward = made, others, state, values, None
         self.version = _version(made)
 
     def is_of(self, others, state):
@@ -149,7 +149,7 @@ def kept_with(
     key: tuple,
     make: Callable[[], object],
     *,
-    layer: int | None = None,
+    forward: object | None = None,
     checked_by_kernel: bool = False,
     cache: BatchCache | None = None,
 ) -> Any:
@@ -162,8 +162,8 @@ def kept_with(
     tensor. A result that was written into is made again.
 
     Args:
-        layer: number of the calling layer. A call of layer n + 1 right after one of layer n is taken to be in the same
-            forward, where the values are not compared again. Leave it out where layers of several batches run in turn.
+        forward: the call of the model that asks, as an object that nothing else is asked with. In it the values are not
+            compared again.
         checked_by_kernel: the kernel that uses the result compares the values itself, as attention does with its plan.
         cache: that of the PackedMetadata that ``tensors[0]`` belongs to.
 
@@ -176,15 +176,16 @@ def kept_with(
     for tensor in tensors:
         if tensor.is_inference():  # it has no version
             return make()
+    asks = None if forward is None else weakref.ref(forward)
     entries = (_cache_of(first) if cache is None else cache).entries_at(first._version)
     state = [tensor._version for tensor in others]
     if first.is_cuda:
         state.append(_stream(first))
     entry = entries.get(key)
     if entry is not None and entry.is_of(others, state):
-        follows = layer is not None and entry.layer is not None and layer == entry.layer + 1
-        entry.layer = layer
-        if checked_by_kernel or follows or _unchanged(tensors, entry.values):
+        known = forward is not None and entry.forward is not None and entry.forward() is forward
+        if checked_by_kernel or known or _unchanged(tensors, entry.values):
+            entry.forward = asks
             return entry.made
     with torch.inference_mode(False), torch.no_grad(), unseen():  # the next call may train
         values = None if checked_by_kernel else [tensor.clone() for tensor in tensors]
@@ -193,7 +194,7 @@ def kept_with(
     while len(entries) >= MOST_KEPT:
         entries.pop(next(iter(entries)))
     entries[key] = entry = _Entry(made, [weakref.ref(tensor) for tensor in others], state, values)
-    entry.layer = layer
+    entry.forward = asks
     return made
 
 

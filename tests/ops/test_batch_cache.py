@@ -112,21 +112,37 @@ def test_nothing_fake_is_kept():
     assert type(batch_cache.dense_cu_seqlens(*dense.shape[:2], dense, "q")) is torch.Tensor
 
 
-def test_layers_in_a_row_share_and_the_next_forward_looks_again():
+class Forward:
+    """As a call of a model: an object that lives as long."""
+
+
+def test_layers_of_a_forward_share_and_the_next_forward_looks_again():
     values = torch.tensor([1.0, 2.0])
-    made = []
+    first, second = Forward(), Forward()
 
-    def ask(layer):
-        return batch_cache.kept_with([values], ("twice",), lambda: made.append(layer) or values * 2, layer=layer)
+    def ask(forward):
+        return batch_cache.kept_with([values], ("twice",), lambda: values * 2, forward=forward)
 
-    assert ask(3) is ask(4)
-    values.numpy()[1] = 7.0  # between two layers of a forward nobody writes, and nobody looks
-    assert ask(5) is ask(6)
-    assert made == [3]
-    assert ask(3).tolist() == [2.0, 14.0]
+    assert ask(first) is ask(first)
+    values.numpy()[1] = 7.0  # within a forward nobody writes, and nobody looks
+    assert ask(first).tolist() == [2.0, 4.0]
+    assert ask(second).tolist() == [2.0, 14.0]
+    assert ask(second) is ask(first) is ask(second)
     values.numpy()[1] = 8.0
     assert ask(None).tolist() == [2.0, 16.0]
-    assert made == [3, 3, None]
+
+
+def test_layers_of_two_stages_in_one_process_do_not_pass_for_one_forward():
+    """A pipeline's second stage gets another batch in the same buffer, right after the first stage had the one before."""
+    mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+    mask[..., 3] = True
+    query = key = torch.zeros(4, 1, 2, 8)
+    tokens_of = pytest.importorskip("packing_ops.integrations.megatron.masks").tokens_of
+    indices, _ = tokens_of(mask, query, key, "padding")
+    assert indices.tolist() == [0, 1, 2]
+    mask.numpy()[..., 2] = True  # as torch.distributed writes it
+    indices, _ = tokens_of(mask, query, key, "padding")
+    assert indices.tolist() == [0, 1]
 
 
 def test_metadata_follows_its_cu_seqlens(device):

@@ -169,7 +169,7 @@ class PackingDotProductAttention(MegatronModule):
         documents = spans_of(params)
         if group is not None:
             return self._attend_over_ranks(*heads, documents, options, group).flatten(1)
-        call = varlen_call_of(documents, len(key), causal=causal, layer=self.layer_number)
+        call = varlen_call_of(documents, len(key), causal=causal)
         return attend(*heads, *call, options)[0].flatten(1)
 
     def _ranks_of(self, cp_group, local_cp_size):
@@ -184,7 +184,7 @@ class PackingDotProductAttention(MegatronModule):
         # Padding: the tokens packed, and put back.
         tokens = None
         if attention_mask is not None and not self.window_size:
-            tokens = tokens_of(attention_mask, query, key, mask_type, self.layer_number)
+            tokens = tokens_of(attention_mask, query, key, mask_type)
         if tokens is not None:
             if group is not None:
                 raise NotImplementedError(
@@ -211,7 +211,7 @@ class PackingDotProductAttention(MegatronModule):
         if len(q) != len(k):
             raise ValueError(f"key: expected the {len(q)} rows of query under context parallelism, got {len(k)}")
         ranks = {"cp_rank": group.rank(), "cp_size": group.size()}
-        call = varlen_call_of(documents, len(k), causal=options.causal, layer=self.layer_number, **ranks)
+        call = varlen_call_of(documents, len(k), causal=options.causal, **ranks)
         refuse_window(options)
         return attention_over_keys(q, k, v, call, group, options)[0]
 

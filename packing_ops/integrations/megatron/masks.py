@@ -39,7 +39,7 @@ def causal_and_window(mask_type: str, window_size: tuple[int, int] | None) -> tu
 
 
 def tokens_of(
-    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, mask_type: str, layer: int | None = None
+    mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, mask_type: str
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Which slots of an sbhd batch hold tokens; None where all do. Looked at once per mask: a synchronisation.
 
@@ -49,7 +49,6 @@ def tokens_of(
         mask: True for hidden, ``[1 or batch, 1, seqlen, seqlen]``: what mask_type hides and, besides, keys that are
             padding; of the padding types also ``[batch, 1, 1, seqlen]``, the padding alone. It may stand anywhere.
         query, key: ``[seqlen, batch, num_heads, head_dim]``; padding needs as many keys as queries.
-        layer: number of the layer that asks.
 
     Returns:
         indices int64 ``[tokens]`` into ``[batch * seqlen]``, and cu_seqlens of the columns' tokens.
@@ -81,4 +80,4 @@ def tokens_of(
         _, indices, cu_seqlens, _, _ = unpad_input(real, real)
         return None if real.all() else (indices, cu_seqlens)
 
-    return kept_with((mask,), ("tokens", mask_type, seqlen, batch, keys), make, layer=layer)
+    return kept_with((mask,), ("tokens", mask_type, seqlen, batch, keys), make)

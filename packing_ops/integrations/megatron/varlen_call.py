@@ -76,7 +76,7 @@ def spans_of(packed_seq_params) -> DocumentSpans:
 
 
 def varlen_call_of(
-    documents: DocumentSpans, rows: int, *, causal: bool, layer: int | None = None, cp_rank: int = 0, cp_size: int = 1
+    documents: DocumentSpans, rows: int, *, causal: bool, cp_rank: int = 0, cp_size: int = 1
 ) -> VarlenCall | KeyLayout:
     """The layout of a batch, kept with its cu_seqlens; where these are one int32 tensor it is that tensor.
 
@@ -86,7 +86,6 @@ def varlen_call_of(
     Args:
         documents: of the whole batch, whatever ``cp_size``.
         rows: of k on this rank.
-        layer: number of the layer that asks.
     """
     same = documents.k is documents.q and documents.k_slots is documents.q_slots
     unpadded = documents.q_slots is documents.q and documents.k_slots is documents.k
@@ -111,7 +110,7 @@ def varlen_call_of(
         )
 
     tensors = documents[:1] if same and unpadded else documents
-    return kept_with(tensors, ("layout", rows, causal, cp_rank, cp_size), make, layer=layer)
+    return kept_with(tensors, ("layout", rows, causal, cp_rank, cp_size), make)
 
 
 def _check(documents, rows, causal_between_two, cp_size):

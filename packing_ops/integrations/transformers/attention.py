@@ -206,7 +206,7 @@ def packing_ops_attention(
         has_cu_seqlens = cu_seq_lens_q is not None or cu_seq_lens_k is not None
         if none and has_cu_seqlens and not masks.has_documents_of(cu_seq_lens_q, attention_mask):
             raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
-        documents = None if none else documents_of_layer(module, query, attention_mask, cu_seqlens, position_ids)
+        documents = None if none else documents_of_layer(query, attention_mask, cu_seqlens, position_ids)
 
     # Varlen attention, else SDPA.
     reason = reason or none or refused
@@ -385,11 +385,11 @@ def _by_sdpa(module, query, key, value, mask, options, dropout, given):
 # --- documents: of the mask's slots, or of rows that another library's Ulysses gathered from its ranks ---
 
 
-def documents_of_layer(module, query, mask, cu_seqlens, position_ids):
+def documents_of_layer(query, mask, cu_seqlens, position_ids):
     """By what the layer is given."""
-    numbers, layer = numbers_of(mask, current()), getattr(module, "layer_idx", None)
+    numbers = numbers_of(mask, current())
     padding = mask if numbers is None else numbers
-    return documents_of(query, cu_seqlens, padding, position_ids, layer).on(query.device)
+    return documents_of(query, cu_seqlens, padding, position_ids).on(query.device)
 
 
 def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
@@ -403,7 +403,7 @@ def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
         lengths = f"{seqlen} queries and {key.shape[2]} keys"
         raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
     _refuse_parts(length, seqlen, cu_seqlens, pattern.padding)
-    return documents_of_layer(module, query, None, (None, None), position_ids), None, ""
+    return documents_of_layer(query, None, (None, None), position_ids), None, ""
 
 
 def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window):

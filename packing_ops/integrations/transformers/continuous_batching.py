@@ -45,7 +45,7 @@ def attend_requests(module, heads, cu_seqlens, options, reason, given):
         (of_keys, of_all_layers),
         ("pages", page_size),
         lambda: pages_of_requests(table, of_keys, page_size),
-        layer=module.layer_idx,
+        forward=call,
     )
     for cache, new in zip(caches, (key, value), strict=True):
         cache.flatten(0, 1).index_copy_(0, rows, new[0].transpose(0, 1))

@@ -56,11 +56,10 @@ class BatchDocuments:
         return numbers.view(batch, seqlen) - 1
 
 
-def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None, layer=None):
+def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None):
     """The documents of query ``[batch, num_heads, seqlen, ...]``: by cu_seqlens, else by padding and positions.
 
     padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
-    layer: number of the layer that asks, None for the first of a forward.
     """
     batch, seqlen = query.shape[0], query.shape[2]
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
@@ -74,7 +73,7 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
     given = [tensor for tensor in (padding, position_ids) if tensor is not None]
     if not given:
         return BatchDocuments(dense_cu_seqlens(batch, seqlen, query, "query"))
-    return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids), layer=layer)
+    return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids))
 
 
 def kept_as(dtype, mask, device):
