@@ -1,7 +1,7 @@
 """The figures of README.md and docs/, from benchmarks/results: python benchmarks/render_pages.py [--check]
 
 Whatever stands between ``<!-- results: NAME -->`` and ``<!-- end -->`` is what a function of render_pages_attention.py,
-render_pages_ops.py or render_pages_training.py makes of the result files; --check changes nothing and fails where it is something else.
+render_pages_ops.py, render_pages_training.py or render_pages_whole.py makes of the result files; --check changes nothing and fails where it is something else.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from statistics import median
 import render_pages_attention
 import render_pages_ops
 import render_pages_training
+import render_pages_whole
 from result_rows import RESULTS, is_measured, markdown, origin, prose, rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,6 +165,7 @@ TABLES = (
     render_pages_attention.TABLES
     | render_pages_ops.TABLES
     | render_pages_training.TABLES
+    | render_pages_whole.TABLES
     | {"build": build, "files": files, "invariance": invariance, "matrix": matrix, "same_bits": same_bits}
     | {"grpo_same_bits": grpo_same_bits, "grpo_tree": grpo_tree}
     | {"prefix_tree_savings": prefix_tree_savings}

@@ -246,5 +246,5 @@ def logps() -> str:
     return f"{markdown(header, rows)}\n\n{prose(note)}"
 
 
-TABLES = {"demo": demo, "headline": headline, "docstrings": docstrings, "report": report_speed, "e2e": e2e, "adapter": adapter,
+TABLES = {"demo": demo, "docstrings": docstrings, "report": report_speed, "e2e": e2e, "adapter": adapter,
           "megatron": megatron, "parallel": parallel, "parallel_host": parallel_host, "logps": logps}  # fmt: skip

@@ -8,6 +8,7 @@ import render_pages
 import render_pages_attention
 import render_pages_ops
 import render_pages_training
+import render_pages_whole
 import render_results
 import result_rows
 
@@ -153,3 +154,44 @@ def test_training_without_a_link(results):
     assert "| one rank | eager | 4 x 16384 | 100 | 99 | 5,000 |  |" in table
     assert "| FSDP2 | eager | 4 x 16384 | 125 | 99 | 5,000 | 0.80 |" in table
     assert "rank 0 of 4 that are not there" in " ".join(table.split())
+
+
+def test_whole_models_are_told_by_model(monkeypatch):
+    """The fastest row of each way in the first screen; what failed and what lost stays in the table."""
+    monkeypatch.setattr(render_pages_whole, "_measured", list)
+    assert render_pages_whole.whole() == render_pages_whole.checkpointing() == render_pages_whole.NOT_RUN
+    assert render_pages_whole.headline() == render_pages_training.headline()
+    row = {
+        "part": "8b",
+        "model": "Qwen3-8B",
+        "wrapper": "FSDP2",
+        "ranks": "2",
+        "lora": "0",
+        "documents": "sft",
+        "loss": "12.1",
+    }
+    row |= {
+        "error": "",
+        "mfu": "0.5",
+        "peak_gib": "99",
+        "device": "a GPU",
+        "torch": "2.11",
+        "commit": "1234567",
+        "kept": "",
+    }
+    rows = [
+        row | {"provider": provider, "row": "8192", "compiled": "1", "checkpointing": kept, "tokens_per_second_a_gpu": speed}
+        for provider, kept, speed in (
+            ("ours", "full", "9000"), ("ours", "48", "12000"), ("fa2", "", "8000"), ("fa2", "full", "6000"), ("liger", "", "")
+        )
+    ]  # fmt: skip
+    rows[-1] |= {"error": "torch.OutOfMemoryError: no memory"}
+    monkeypatch.setattr(render_pages_whole, "_measured", lambda: rows)
+    said = render_pages_whole.whole()
+    assert "| rows of 8,192, compiled layers, checkpoint_policy, 48 GiB | 12.0k | 0.500 | 99.0 | 12.1 |" in said
+    assert "torch's FlashAttention-2 | rows of 8,192, compiled layers, no checkpointing | out of memory |" in said
+    assert "| 12.0k | 0.500 | 99.0 | 1.33 |" in render_pages_whole.checkpointing()
+    said = " ".join(render_pages_whole.headline().split())
+    assert "runs at 12.0k tokens per second and GPU" in said
+    assert "1.50 times packed, torch's FlashAttention-2 (rows of 8,192, compiled layers, no checkpointing)" in said
+    assert "Liger" not in said

@@ -1,0 +1,123 @@
+"""Whole models in training, beside what else one can set: python benchmarks/bench_whole.py [--part 8b lora] [--limit 540]
+
+Each case is a program of its own (torchrun where it has several ranks); cases of one GPU run side by side, one on each. A
+row is written as soon as it is measured, and one that fails or does not fit has its error in the place of a time. After
+--limit seconds nothing starts any more and what runs is ended: the rows of the CSV that were not measured again stay.
+Tokens are those of documents, without padding. MFU: 6 operations for each parameter and token (4 with LoRA, which has no
+gradients of the others), and attention's, over the dense bf16 peak. Losses are those of the first step. Needs transformers.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from harness import RESULTS, commit, device_name, write_csv
+from result_rows import read_rows
+from whole_cases import CASES, PARTS, Case
+
+ERROR = 160  # characters
+
+
+class Running:
+    """A case at work, and where its output goes."""
+
+    def __init__(self, index: int, gpus: list[int], arguments: argparse.Namespace, folder: Path):
+        case, self.index, self.gpus = CASES[index], index, gpus
+        self.log, self.start = folder / f"{index}.log", time.perf_counter()
+        command = [sys.executable, "-W", "ignore"]
+        if case.ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+        command += [__file__, "--case", str(index), "--device", arguments.device, *["--tiny"] * arguments.tiny]
+        visible = ",".join(map(str, gpus))
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "TOKENIZERS_PARALLELISM": "false"}
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        self.process = subprocess.Popen(
+            command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, 9)
+            self.process.wait()
+
+    def row(self) -> dict:
+        """What it printed, or why it printed nothing."""
+        text = self.log.read_text()
+        lines = [line.removeprefix("RESULT ") for line in text.splitlines() if line.startswith("RESULT ")]
+        if lines:
+            return json.loads(lines[-1])
+        errors = [line for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
+        return {"error": " ".join((errors or text.splitlines() or ["no output"])[-1].split())[:ERROR]}
+
+
+def setting_of(case: Case) -> dict:
+    """The columns that say what a row is of."""
+    return {
+        "case": case.name, "part": case.part, "model": case.model, "provider": case.provider, "ranks": case.ranks,
+        "wrapper": case.wrapper, "row": case.row, "documents": case.documents, "compiled": int(case.compiled),
+        "checkpointing": case.checkpointing, "lora": int(case.lora),
+    }  # fmt: skip
+
+
+RESULT = ("tokens_per_second_a_gpu", "mfu", "peak_gib", "step_ms", "loss", "warm_up_s", "tokens", "kept", "error")
+
+
+def measure(arguments: argparse.Namespace, gpus: int) -> list[dict]:
+    """All rows, the kept ones too."""
+    path = arguments.out / f"whole_{arguments.device}.csv"
+    rows = {row["case"]: row for row in read_rows(RESULTS / path.name)} if (RESULTS / path.name).exists() else {}
+    where = {"device": device_name(arguments.device), "torch": torch.__version__, "commit": commit()}
+    ahead = [i for i, case in enumerate(CASES) if case.part in arguments.part and case.ranks <= gpus]
+    ahead = [i for i in ahead if not arguments.only or any(part in CASES[i].name for part in arguments.only)]
+    running, free, deadline = [], list(range(gpus)), time.perf_counter() + arguments.limit
+    with tempfile.TemporaryDirectory() as folder:
+        while (ahead or running) and time.perf_counter() < deadline:
+            while ahead and CASES[ahead[0]].ranks <= len(free):
+                taken = [free.pop(0) for _ in range(CASES[ahead[0]].ranks)]
+                running.append(Running(ahead.pop(0), taken, arguments, Path(folder)))
+            time.sleep(0.2)
+            for each in [each for each in running if each.process.poll() is not None]:
+                running.remove(each)
+                free = sorted([*free, *each.gpus])
+                case, found = CASES[each.index], each.row()
+                empty = dict.fromkeys(RESULT, "")
+                rows[case.name] = {**setting_of(case), **empty, **found, **where}
+                write_csv(path, list(rows.values()), show=False)
+                print(f"{case.name}: {found} ({time.perf_counter() - each.start:.0f} s)", flush=True)
+                if "error" in found:
+                    print(each.log.read_text()[-3000:] if arguments.verbose else "", flush=True)
+        for each in running:
+            each.end()
+            print(f"{CASES[each.index].name}: ended by --limit", flush=True)
+        print(f"not started: {[CASES[i].name for i in ahead]}", flush=True)
+    return list(rows.values())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one of these")
+    parser.add_argument("--limit", type=float, default=540, help="seconds for all")
+    parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
+    parser.add_argument("--verbose", action="store_true", help="the end of what a case printed that failed")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)  # in its own program
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        from whole_model import run
+
+        run(CASES[arguments.case], arguments.device, arguments.tiny)
+        return
+    gpus = torch.cuda.device_count() if arguments.device == "cuda" else 2
+    measure(arguments, gpus)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What README.md and docs/ say of whole models in training, from whole_cuda.csv: a function for each region."""
+
+import render_pages_training
+from result_rows import is_measured, markdown, origin, prose, rows_of
+
+NOT_RUN = "Not run yet: `benchmarks/bench_whole.py`."
+PROVIDERS = {
+    "ours": "packing_ops, fused_loss",
+    "fa2": "packed, torch's FlashAttention-2",
+    "liger": "packed, Liger's kernels, torch's FlashAttention-2",
+    "padded": "padded batches of 8, SDPA",
+}
+
+
+def _measured() -> list[dict]:
+    return rows_of("whole_cuda") if is_measured("whole_cuda") else []
+
+
+def _model(row: dict) -> str:
+    """Which model, trained how, on what: rows with the same have the same documents."""
+    where = f"{row['wrapper']} on {row['ranks']} GPUs" if row["ranks"] != "1" else "one GPU"
+    return f"{row['model']}{', LoRA' if row['lora'] == '1' else ''}, {where}, {row['documents']} documents"
+
+
+def _how(row: dict) -> str:
+    kept = row["checkpointing"]
+    checkpointing = {"": "no checkpointing", "full": "full checkpointing"}.get(kept) or f"checkpoint_policy, {kept} GiB"
+    rows = [] if row["provider"] == "padded" else [f"rows of {int(row['row']):,}"]
+    return ", ".join([*rows, *(["compiled layers"] if row["compiled"] == "1" else []), checkpointing])
+
+
+def _cells(row: dict) -> list[str]:
+    if row["error"]:
+        fails = "out of memory" if "OutOfMemory" in row["error"] else "fails"
+        return [fails, "", "", ""]
+    speed = f"{float(row['tokens_per_second_a_gpu']) / 1000:.1f}k"
+    return [speed, f"{float(row['mfu']):.3f}", f"{float(row['peak_gib']):.1f}", row["loss"]]
+
+
+def whole() -> str:
+    """A table of all rows, model after model."""
+    rows = _measured()
+    if not rows:
+        return NOT_RUN
+    cells = []
+    for model in dict.fromkeys(map(_model, rows)):
+        cells.append([f"**{model}**", "", "", "", "", ""])
+        cells += [[PROVIDERS[row["provider"]], _how(row), *_cells(row)] for row in rows if _model(row) == model]
+    header = ["", "", "tokens/s a GPU", "MFU", "GiB", "loss"]
+    note = (
+        "Of each model the same documents; the median of three steps with fused AdamW, bf16. Tokens without padding. MFU: 6 "
+        "operations for each parameter that a token is multiplied with (4 with LoRA) and attention's, over 989 TFLOP/s. "
+        f"GiB: the most that was allocated. Loss: of the first step. {origin(rows)}."
+    )
+    return f"{markdown(header, cells)}\n\n{prose(note)}"
+
+
+def checkpointing() -> str:
+    """Ours with full checkpointing, with policies, without."""
+    rows = [row for row in _measured() if row["provider"] == "ours" and not row["error"] and row["model"] == "Qwen3-8B"]
+    rows = [row for row in rows if row["documents"] == "sft"]
+    full = {_model(row): float(row["tokens_per_second_a_gpu"]) for row in rows if row["checkpointing"] == "full"}
+    cells = [
+        [_model(row), _how(row), row["kept"].partition(": ")[2], *_cells(row)[:3],
+         f"{float(row['tokens_per_second_a_gpu']) / full[_model(row)]:.2f}"]
+        for row in sorted(rows, key=lambda row: (_model(row), row["checkpointing"] != "full", row["peak_gib"]))
+        if _model(row) in full
+    ]  # fmt: skip
+    if not cells:
+        return NOT_RUN
+    header = ["", "", "bytes kept by each layer", "tokens/s a GPU", "MFU", "GiB", "times full checkpointing"]
+    return f"{markdown(header, cells)}\n\n{origin(rows)}."
+
+
+def headline() -> str:
+    """The best row of each provider of the largest full training, in two sentences."""
+    rows = [row for row in _measured() if row["part"] == "8b" and row["documents"] == "sft" and not row["error"]]
+    best: dict[str, dict] = {}
+    for row in sorted(rows, key=lambda row: float(row["tokens_per_second_a_gpu"])):
+        best[row["provider"]] = row
+    if len(best) < 2 or "ours" not in best:
+        return render_pages_training.headline()
+    ours = best.pop("ours")
+    speed = float(ours["tokens_per_second_a_gpu"])
+    others = [
+        f"{speed / float(row['tokens_per_second_a_gpu']):.2f} times {PROVIDERS[name]} ({_how(row)})"
+        for name, row in best.items()
+    ]
+    return prose(
+        f"A training step of {_model(ours)}, bf16, runs at {speed / 1000:.1f}k tokens per second and GPU, MFU "
+        f"{float(ours['mfu']):.2f}, {float(ours['peak_gib']):.0f} GiB ({_how(ours)}): {', '.join(reversed(others))} "
+        f"([all measurements](docs/performance.md); {origin([ours])})."
+    )
+
+
+TABLES = {"whole": whole, "checkpointing": checkpointing, "headline": headline}

@@ -1,0 +1,96 @@
+"""The cases of bench_whole.py: which model, trained how, on how many GPUs."""
+
+from typing import NamedTuple
+
+SHAPES = {
+    "Qwen3-0.6B": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+    },
+    "Qwen3-30B-A3B": {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "vocab_size": 151_936, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+# What --tiny replaces.
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "moe_intermediate_size": 32, "num_experts": 4,
+        "num_experts_per_tok": 2}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A row of the table."""
+
+    part: str
+    model: str
+    provider: str  # ours, fa2 (torch's FlashAttention-2), liger (its kernels, and that attention), padded (SDPA)
+    row: int  # slots of a packed row
+    compiled: bool = True  # each layer
+    checkpointing: float | str = ""  # "full", or GiB of a checkpoint_policy
+    lora: bool = False
+    wrapper: str = "one rank"
+    ranks: int = 1
+    documents: str = "sft"
+    tokens: int = 32_768  # of a rank and step
+    longest: int = 8192  # rows that the documents fill; a case with longer ones has the same documents
+    steps: int = 3
+
+    @property
+    def name(self) -> str:
+        how = ["LoRA"] if self.lora else []
+        how += ["compiled layers"] if self.compiled else []
+        if self.checkpointing:
+            full = self.checkpointing == "full"
+            how.append("full checkpointing" if full else f"checkpoint_policy, {self.checkpointing:g} GiB")
+        where = "" if self.ranks == 1 else f", {self.wrapper} x{self.ranks}"
+        rows = "batches of 8" if self.provider == "padded" else f"rows of {self.row:,}"
+        return f"{self.model}{where}, {self.documents} documents: {self.provider}, {', '.join([rows, *how])}"
+
+
+def _full(provider: str, row: int, **more) -> Case:
+    return Case("8b", "Qwen3-8B", provider, row, wrapper="FSDP2", ranks=2, **more)
+
+
+def _lora(provider: str, row: int, **more) -> Case:
+    return Case("lora", "Qwen3-8B", provider, row, lora=True, **more)
+
+
+def _small(provider: str, row: int = 16_384, part: str = "small", **more) -> Case:
+    return Case(part, "Qwen3-0.6B", provider, row, **{"tokens": 65_536, **more})
+
+
+PADDED = {"compiled": False, "checkpointing": "full"}
+# The most wanted first: a run that is cut short has them.
+CASES = [
+    _full("ours", 16_384, checkpointing=48),
+    _full("fa2", 8192),
+    _full("ours", 8192),
+    _full("liger", 8192, compiled=False),
+    _full("padded", 0, **PADDED),
+    _full("fa2", 16_384, checkpointing="full"),
+    _full("ours", 16_384, checkpointing="full"),
+    _full("ours", 8192, documents="4,096-token"),
+    _full("fa2", 8192, documents="4,096-token"),
+    _lora("ours", 8192),
+    _lora("fa2", 8192),
+    _lora("ours", 16_384, checkpointing=48),
+    _lora("ours", 16_384, checkpointing=8),
+    _lora("ours", 16_384, checkpointing="full"),
+    _lora("liger", 8192, compiled=False),
+    _lora("padded", 0, **PADDED),
+    Case("moe", "Qwen3-30B-A3B", "ours", 8192, compiled=False, checkpointing="full", lora=True),
+    Case("moe", "Qwen3-30B-A3B", "fa2", 8192, compiled=False, checkpointing="full", lora=True),
+    _small("ours"),
+    _small("fa2"),
+    _small("liger", compiled=False),
+    _small("padded", 0, compiled=False),
+    _small("ours", part="ranks", wrapper="DDP", ranks=2),
+    _small("ours", part="ranks", wrapper="FSDP2", ranks=2),
+    _small("ours", part="ranks", wrapper="FSDP2, layers not resharded", ranks=2),
+]
+PARTS = tuple(dict.fromkeys(case.part for case in CASES))

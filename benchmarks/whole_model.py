@@ -1,0 +1,189 @@
+"""One case of bench_whole.py in processes of its own: a model, its setting, a few training steps, a line of JSON."""
+
+import contextlib
+import datetime
+import functools
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from e2e_batches import Batches, documents_of, packed_rows, padded_batches
+from e2e_providers import COMPILE, torch_fa2
+from parallel_wrappers import WRAPPERS
+from torch.utils.checkpoint import checkpoint
+from whole_cases import SHAPES, TINY, Case
+
+import packing_ops as po
+
+PEAK = 989e12  # dense bf16 operations a second of an H100 and an H200
+
+
+def documents(case: Case, vocabulary: int) -> list[torch.Tensor]:
+    """Of one rank and step. All cases with so many tokens have the same ones; ranks have other tokens."""
+    if case.documents == "sft":
+        return documents_of(case.tokens, case.longest, vocabulary)
+    length = min(case.longest, 4096)
+    generator = torch.Generator().manual_seed(0)
+    return list(torch.randint(0, vocabulary, (case.tokens // length, length), generator=generator))
+
+
+def batches(case: Case, vocabulary: int, rank: int, device: str) -> tuple[Batches, int, float]:
+    """The batches of a step, its tokens without padding, and the sum of the documents' squared lengths."""
+    found = [(document + rank) % vocabulary for document in documents(case, vocabulary)]
+    made = padded_batches(found) if case.provider == "padded" else packed_rows(found, case.row, True)
+    placed = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()} for batch in made.batches]
+    return made._replace(batches=placed), sum(map(len, found)), float(sum(len(document) ** 2 for document in found))
+
+
+def shape_of(case: Case, tiny: bool) -> dict:
+    return {name: TINY.get(name, value) if tiny else value for name, value in SHAPES[case.model].items()}
+
+
+def model_of(case: Case, device: str, tiny: bool):
+    """The model as the case trains it, on this rank, and the parameters that a token is multiplied with."""
+    import transformers
+    from transformers.masking_utils import AttentionMaskInterface
+
+    transformers.AttentionInterface.register("torch_fa2", torch_fa2)
+    AttentionMaskInterface.register("torch_fa2", lambda *args, **kwargs: None)  # it has cu_seqlens
+    shape = shape_of(case, tiny)
+    family = "Qwen3Moe" if "moe_intermediate_size" in shape else "Qwen3"
+    if case.provider == "liger":
+        import liger_kernel.transformers as liger
+
+        patches = {"Qwen3": "apply_liger_kernel_to_qwen3", "Qwen3Moe": "apply_liger_kernel_to_qwen3_moe"}
+        getattr(liger, patches[family])()
+    config = getattr(transformers, f"{family}Config")(**shape, max_position_embeddings=40_960, use_cache=False)
+    attention = "torch_fa2" if case.provider in ("fa2", "liger") else "sdpa"
+    torch.manual_seed(0)
+    with torch.device(device):
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        model = getattr(transformers, f"{family}ForCausalLM")._from_config(
+            config, attn_implementation=attention, dtype=dtype
+        )
+    model.train()
+    multiplied = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
+    if shape.get("tie_word_embeddings"):
+        multiplied += model.get_input_embeddings().weight.numel()
+    if family == "Qwen3Moe":
+        of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        multiplied -= of_experts - of_experts * shape["num_experts_per_tok"] // shape["num_experts"]
+    if case.provider == "ours":
+        from packing_ops.integrations.transformers import apply_packing_ops
+
+        print(apply_packing_ops(model, fused_loss=True, rms_norm=not case.compiled), flush=True)
+    return prepared(model, case, device), multiplied
+
+
+def prepared(model, case: Case, device: str):
+    """With adapters, checkpoints, compiled layers and its wrapper."""
+    layers, policy = model.model.layers, None
+    if case.lora:
+        import peft
+
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        targets += [] if case.part == "moe" else ["gate_proj", "up_proj", "down_proj"]
+        adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets)
+        outer = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    else:
+        outer = model
+    if case.checkpointing:
+        budget = int(case.checkpointing * 2**30) if case.checkpointing != "full" else 0
+        contexts = {"context_fn": po.checkpoint_policy(model, budget)} if budget else {}
+        policy = contexts.get("context_fn")
+        for layer in layers:
+            put_checkpoint(layer, contexts)
+    for layer in layers if case.compiled else ():
+        layer.compile(**COMPILE, backend="inductor" if device == "cuda" else "aot_eager")
+    model.policy = policy
+    return WRAPPERS[case.wrapper](outer, device)
+
+
+def put_checkpoint(layer, contexts: dict) -> None:
+    """Inside of the layer, where it is in the graph of a compiled one."""
+
+    def forward(*args, stock=layer.forward, **kwargs):
+        return checkpoint(functools.partial(stock, **kwargs), *args, use_reentrant=False, **contexts)
+
+    layer.forward = forward
+
+
+def step(model, optimizer, made: Batches) -> torch.Tensor:
+    """Gradients of several batches are reduced once, with the last."""
+    total = 0.0
+    for i, (batch, share) in enumerate(zip(made.batches, made.shares, strict=True)):
+        last = i + 1 == len(made.batches)
+        no_sync = contextlib.nullcontext()
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(last)
+        elif hasattr(model, "no_sync") and not last:
+            no_sync = model.no_sync()
+        with no_sync:
+            loss = model(**batch).loss * share
+            loss.backward()
+        total += loss.detach()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total
+
+
+def seconds(call, device: str) -> float:
+    """Of the slowest rank, which all wait for."""
+    if dist.is_initialized():
+        dist.barrier()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter() - start
+
+
+def measured(case: Case, device: str, tiny: bool) -> dict:
+    """What the CSV has of a case beside its setting."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model, multiplied = model_of(case, device, tiny)
+    inner = model.module if hasattr(model, "module") else model
+    config = inner.config
+    made, tokens, squares = batches(case, config.vocab_size, rank, device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device == "cuda")
+    losses = []
+    warm_up = sum(seconds(lambda: losses.append(step(model, optimizer, made)), device) for _ in range(2))
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = sorted(seconds(lambda: losses.append(step(model, optimizer, made)), device) for _ in range(case.steps))
+    time_of_step = times[len(times) // 2]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    if dist.is_initialized():
+        dist.all_reduce(losses[0], op=dist.ReduceOp.SUM)
+        losses[0] /= dist.get_world_size()
+    passes = 4 if case.lora else 6  # frozen weights have no gradients
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * squares / 2
+    policy = getattr(inner, "policy", None)
+    return {
+        "tokens_per_second_a_gpu": f"{tokens / time_of_step:.0f}",
+        "mfu": f"{(passes * multiplied * tokens + attention) / time_of_step / PEAK:.4f}",
+        "peak_gib": f"{peak:.1f}", "step_ms": f"{time_of_step * 1e3:.1f}", "loss": f"{float(losses[0]):.4f}",
+        "warm_up_s": f"{warm_up:.0f}", "tokens": tokens, "kept": policy.explain() if policy else "",
+    }  # fmt: skip
+
+
+def run(case: Case, device: str, tiny: bool) -> None:
+    """In a process of its own, or one of torchrun's: rank 0 prints the line."""
+    if tiny:
+        case = case._replace(tokens=1024, longest=256, row=case.row // 32, steps=1)
+    if case.ranks > 1:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
+    found = measured(case, device, tiny)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print("\nRESULT " + json.dumps(found), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
