@@ -218,7 +218,8 @@ def row_of(model) -> Row:
         reason = applied.skipped.get(option, "")
         nothing = reason.startswith(("no rotary embedding", "it has no RMSNorm"))
         verdicts.append(NONE if nothing else (f"yes, but {reason}" if reason else "yes") if count else reason)
-    return Row(own or "yes", *verdicts, state_of(linear_attention.layers_in(model).values()))
+    attends = "yes" if apply.attentions(model) else NONE
+    return Row(own or attends, *verdicts, state_of(linear_attention.layers_in(model).values()))
 
 
 def state_of(reasons) -> str:

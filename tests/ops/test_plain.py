@@ -33,6 +33,7 @@ def test_every_op_that_data_needs_is_there():
             "gated",
             "kl",
             "logps",
+            "mamba2",
             "paged",
             "prefix",
             "rope",

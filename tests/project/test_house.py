@@ -180,6 +180,7 @@ LONG = {"_runtime.autograd.register_autograd"}  # torch's own, rebuilt: its part
 MIRRORS = {
     "_runtime.flops._logps_forward", "_runtime.flops._logps_backward", "losses.op._token_logps",
     "integrations.transformers.linear_attention._delta_rule",
+    "integrations.transformers.linear_attention._mamba2",
 }  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(ROOT / "packing_ops").with_suffix("").parts): ast.parse(path.read_text())

@@ -148,7 +148,7 @@ struct Group {
   }
 
   Token<Real> token(int64_t t, int64_t head, const std::vector<Real>& v) const {
-    const Gates<Real> gates = gates_of<Real>(p, (rows.begin + t) * p.num_v_heads + head, head);
+    const Gates<Real> gates = gates_of<Real>(p, p.corrects, (rows.begin + t) * p.num_v_heads + head, head);
     const Real* skip = p.skip ? static_cast<const Real*>(p.skip) + head : nullptr;
     return {q.data() + t * n.k, k.data() + t * n.k, v.data() + t * n.v, std::exp(gates.g), gates.beta, skip};
   }
@@ -239,7 +239,7 @@ class Replay {
 template <class Real>
 void store_gates(const ScanBackwardParams& p, int64_t row, int64_t head, TokenGradients<Real>& out) {
   if (!p.corrects) {
-    const Gates<Real> of_step = gradients_of_step(p, gates_of<Real>(p, row, head), head, out.dg, out.dbeta);
+    const Gates<Real> of_step = gradients_of_step(p, gates_of<Real>(p, p.corrects, row, head), head, out.dg, out.dbeta);
     out.dg = of_step.g;
     out.dbeta = of_step.beta;
     static_cast<Real*>(p.dskip)[row] = out.dskip;

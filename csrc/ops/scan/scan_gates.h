@@ -33,11 +33,11 @@ PACKING_OPS_HOST_DEVICE Gates<Real> step_of(const ScanParams& p, Real x) {
   return gates;
 }
 
-// Of token and head `at` = token * num_v_heads + head.
+// Of token and head `at` = token * num_v_heads + head. `corrects` is that of p, a constant in kernels.
 template <class Real>
-PACKING_OPS_HOST_DEVICE Gates<Real> gates_of(const ScanParams& p, int64_t at, int64_t head) {
+PACKING_OPS_HOST_DEVICE Gates<Real> gates_of(const ScanParams& p, bool corrects, int64_t at, int64_t head) {
   const Real beta = static_cast<const Real*>(p.beta)[at];
-  if (p.corrects) return {static_cast<const Real*>(p.g)[at], beta};
+  if (corrects) return {static_cast<const Real*>(p.g)[at], beta};
   Gates<Real> gates = step_of(p, p.dt_bias ? beta + static_cast<const Real*>(p.dt_bias)[head] : beta);
   gates.g = static_cast<const Real*>(p.a)[head] * gates.beta;
   return gates;

@@ -234,7 +234,7 @@ struct Gradients {
 
   __device__ void store_gate(const Work<T>& work, int64_t at, Gates<float> gradients) const {
     if constexpr (!kCorrects) {
-      const Gates<float> gates = gates_of<float>(work.p, at, work.head);
+      const Gates<float> gates = gates_of<float>(work.p, kCorrects, at, work.head);
       gradients = gradients_of_step(work.p, gates, work.head, gradients.g, gradients.beta);
     }
     static_cast<float*>(work.p.dg)[at] = gradients.g;

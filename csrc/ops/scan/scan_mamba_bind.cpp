@@ -43,14 +43,13 @@ void set_mamba_shapes(const MambaInputs& t, ScanParams& p) {
 }
 
 void check_mamba_gates(const MambaInputs& t, const ScanParams& p, const MambaOptions& options) {
-  const auto check = [&](const Tensor& gate, const char* name, const std::vector<int64_t>& shape, const char* wanted) {
-    check_scan_sums(gate, name, t.x, "x", shape, wanted);
-  };
-  check(t.dt, "dt", {t.x.size(0), p.num_v_heads}, "[total, num_heads] for the heads of x");
-  check(t.a, "A", {p.num_v_heads}, "[num_heads] for the heads of x");
-  if (t.skip) check(*t.skip, "D", {p.num_v_heads}, "[num_heads] for the heads of x");
-  if (t.dt_bias) check(*t.dt_bias, "dt_bias", {p.num_v_heads}, "[num_heads] for the heads of x");
-  if (t.initial_state) check(*t.initial_state, "initial_state", mamba_state_shape(p), kMambaStateShape);
+  const auto of_heads = [&](const Tensor& gate, const char* name, const std::vector<int64_t>& shape,
+                            const char* wanted) { check_scan_sums(gate, name, t.x, "x", shape, wanted); };
+  of_heads(t.dt, "dt", {t.x.size(0), p.num_v_heads}, "[total, num_heads] for the heads of x");
+  of_heads(t.a, "A", {p.num_v_heads}, "[num_heads] for the heads of x");
+  if (t.skip) of_heads(*t.skip, "D", {p.num_v_heads}, "[num_heads] for the heads of x");
+  if (t.dt_bias) of_heads(*t.dt_bias, "dt_bias", {p.num_v_heads}, "[num_heads] for the heads of x");
+  if (t.initial_state) of_heads(*t.initial_state, "initial_state", mamba_state_shape(p), kMambaStateShape);
   if (!(options.dt_min <= options.dt_max)) {
     fail("dt_limit: expected (min, max) with min <= max, got (", options.dt_min, ", ", options.dt_max, ")");
   }

@@ -32,12 +32,13 @@ constexpr int shared_bytes() {
 }
 
 // g and beta of a head, by the first warp.
+template <bool kCorrects>
 __device__ void load_head(const ScanParams& p, const Chunk& chunk, int64_t head, Shared& shared) {
   float before = 0.0f;
   for (int first = 0; first < kChunk; first += 32) {
     const int row = first + lane_of();
     const int64_t at = (chunk.row + row) * p.num_v_heads + head;
-    const Gates<float> gates = row < chunk.rows ? gates_of<float>(p, at, head) : Gates<float>{0.0f, 0.0f};
+    const Gates<float> gates = row < chunk.rows ? gates_of<float>(p, kCorrects, at, head) : Gates<float>{0.0f, 0.0f};
     const float sum = before + inclusive_sum(gates.g);
     shared.sums[row] = sum;
     shared.beta[row] = gates.beta;
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, 4) prepare_kernel(ScanParams p, Chun
   }
   for (int64_t head = blockIdx.y * heads; head < (blockIdx.y + 1) * heads; ++head) {
     const int64_t index = chunk_index(p, blockIdx.x, head);
-    if (thread < 32) load_head(p, chunk, head, own);
+    if (thread < 32) load_head<kCorrects>(p, chunk, head, own);
     __syncthreads();
     if (thread < kChunk) store_scales(p, own, thread, chunks.scales[index]);
     T* scores = static_cast<T*>(chunks.scores) + index * kChunk * kChunk;

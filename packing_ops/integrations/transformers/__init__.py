@@ -14,7 +14,7 @@ attn_implementation="packing_ops":
 apply_packing_ops(model):
     apply.py                Apply and revert, Applied, which is what they say, and a model's attn_implementation.
     summary.py              info: what runs in a model, line by line.
-    linear_attention.py     Convolutions and gated delta rules of hybrid models, which get the documents of the rows.
+    linear_attention.py     Convolutions, delta rules and scans of hybrid models, which get the documents of the rows.
     sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.
     rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model.
     _rope_trial.py, one folder up: which rotation a module's functions compute: they are run beside ours.

@@ -33,7 +33,7 @@ class Applied:
         attention, rope, rms_norm: the number of modules that were swapped.
         fused_loss: the number of models that compute their loss from hidden states.
         vision: the number of attention modules in vision and audio towers that take all images in one call.
-        linear_attention: the number of layers whose convolution or gated delta rule was swapped.
+        linear_attention: the number of layers whose convolution, gated delta rule or scan was swapped.
         skipped: {part: why all or some of it was not swapped}.
     """
 
@@ -101,9 +101,9 @@ def apply_packing_ops(
             after a warning. A call of it with several documents in a row is an error from then on, unless layers with
             a state (Mamba, RWKV) keep them apart. With False such a call is no error: the model's own attention must
             then keep documents apart.
-        linear_attention: short convolutions and gated delta rules of hybrid models (Qwen3-Next, Qwen3.5, OLMo-Hybrid,
-            LFM2) run by causal_conv1d and gated_delta_rule, which get the documents of the rows. It needs attention,
-            which finds them. Layers that call another recurrence run as before, each document as a row of a batch.
+        linear_attention: short convolutions, gated delta rules and scans of Mamba-2 in hybrid models (Qwen3-Next, Qwen3.5,
+            OLMo-Hybrid, LFM2, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2) run by causal_conv1d, gated_delta_rule and
+            mamba2_scan, which get the documents of the rows. It needs attention, which finds them. Layers that call another recurrence run as before, each document as a row of a batch.
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
             and Mistral rounds twice: the normalised value, then its product with the weight. This one rounds once.
             Gemma and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes stay those of stock.
@@ -299,9 +299,17 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
     for cls in {type(module) for host in found for module in host.modules()}:
         if options := sorted(unknown_options(cls)):
             return f"{cls.__name__} has attention with {', '.join(options)}"
-    if not any(attentions(host) for host in found) or any(in_tables(type(module)) for module in models_in(model)):
+    served = any(attentions(host) or _has_state_alone(host) for host in found)
+    if not served or any(in_tables(type(module)) for module in models_in(model)):
         return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation of ours reaches"
     return None
+
+
+def _has_state_alone(host: PreTrainedModel) -> bool:
+    """Whether there is no attention in it, and ours can run in every layer that carries a state."""
+    layers = linear_attention_patch.layers_in(host)
+    attends = any(stateful.calls_softmax(type(module)) for module in host.modules())
+    return bool(layers) and not any(layers.values()) and not attends
 
 
 def _set_attention(model: torch.nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""Hybrid models by causal_conv1d and gated_delta_rule, which know the documents of a row.
+"""Hybrid models by causal_conv1d, gated_delta_rule and mamba2_scan, which know the documents of a row.
 
 The layers look these functions up in their modelling module, which all models of a family share. While a swapped model
 lives, a dispatcher stands in place of each. A swapped model's call has one keyword more, DOCUMENTS, which reaches the
@@ -21,7 +21,7 @@ from packing_ops.integrations._patching import Patch, kept_with_class, revert_le
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
 from packing_ops.integrations._walks import SWAPPED, constant_of_model, kept_with_model
 from packing_ops.integrations.transformers.versions import PreTrainedModel, unwrapped
-from packing_ops.scan import gated_delta_rule
+from packing_ops.scan import gated_delta_rule, mamba2_scan
 
 DOCUMENTS = "packing_ops_documents"  # RowDocuments, or None: each row is one document
 _HOST = "transformers."
@@ -67,19 +67,67 @@ def _delta_rule(
         output_final_state=output_final_state,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
     )
-    if (
-        state is not None and documents is not None
-    ):  # of each row that after its last document, as a cache holds one a row
-        state = state[documents.seq_idx[:, -1].clamp(min=0).long()]
-    return _unpacked(out, documents, batch, seqlen), state
+    return _unpacked(out, documents, batch, seqlen), _of_rows(state, documents)
+
+
+def _mamba2(
+    documents,
+    hidden_states,
+    dt,
+    A,
+    B,
+    C,
+    chunk_size,
+    D=None,
+    dt_bias=None,
+    initial_states=None,
+    dt_softplus=False,
+    dt_limit=(0.0, float("inf")),
+    return_final_states=False,
+):
+    """mamba2_chunk_scan of transformers: hidden_states ``[batch, seqlen, heads, head_dim]``."""
+    batch, seqlen = hidden_states.shape[:2]
+    B, C = (each.to(hidden_states.dtype) for each in (B, C))
+    (x, dt, B, C), cu_seqlens = _packed([hidden_states, dt, B, C], documents, batch, seqlen)
+    out, state = mamba2_scan(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        cu_seqlens,
+        D=D,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_state=None if initial_states is None else initial_states.float(),
+        output_final_state=return_final_states,
+    )
+    out = _unpacked(out, documents, batch, seqlen)
+    return (out, _of_rows(state, documents)) if return_final_states else out
+
+
+def _apart(documents, *args):
+    """mamba2_split_conv1d_scan_combined of transformers: None has the layer call the convolution and the scan."""
+
+
+def _of_rows(state, documents):
+    """Returns the state after each row's last document, as a cache holds one a row."""
+    if state is None or documents is None:
+        return state
+    return state[documents.seq_idx[:, -1].clamp(min=0).long()]
 
 
 _SERVED = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba2_split_conv1d_scan_combined": _apart,
 }
 # They take one token of a cache, and no documents.
-_OF_ONE_TOKEN = frozenset(("causal_conv1d_update", "torch_recurrent_gated_delta_rule"))
+_OF_ONE_TOKEN = frozenset((
+    "causal_conv1d_update", "torch_recurrent_gated_delta_rule", "mamba2_selective_state_update",
+))  # fmt: skip
 # Names of functions that carry something from token to token.
 _SEQUENTIAL = re.compile(r"causal_conv1d\w*|\w*(delta_rule|delta_attention|_kda|_scan_combined|_scan|state_update)")
 
@@ -140,31 +188,40 @@ def _patch(module, name, ours) -> Patch:
 def _agrees(stock, ours) -> bool:
     """Returns whether ours has the results and gradients of a stock function, without a library that stands in for it."""
     stock = inspect.unwrap(stock)
-    names = [*inspect.signature(stock).parameters]
+    parameters = inspect.signature(stock).parameters
+    if ours is _apart:
+        needed = [
+            each for each in parameters.values() if each.default is each.empty and each.kind < each.VAR_POSITIONAL
+        ]
+        return attempt(stock, *[None] * len(needed)) is None
     wanted = [*inspect.signature(ours).parameters][2:]  # the first tensor goes by place
-    if [name for name in names[1:] if name not in ("kwargs", "args")] != wanted:
+    if [name for name in [*parameters][1:] if name not in ("kwargs", "args")] != wanted:
         return False
-    cases = _convolutions() if ours is _convolution else _delta_rules()
     with quiet():
         for dtype in (torch.float32, torch.bfloat16):
-            for inputs, options in cases:
+            for inputs, options in _CASES[ours]():
                 inputs = [each.to(dtype) for each in inputs]
-                found = with_gradients(functools.partial(_first, functools.partial(ours, None), options), inputs)
-                if not alike(found, with_gradients(functools.partial(_first, stock, options), inputs), 64):
+                names = [name for name in wanted if name not in options]
+                both = (
+                    functools.partial(_results, each, names, options) for each in (functools.partial(ours, None), stock)
+                )
+                found, theirs = (
+                    [*tensors_of(call(*inputs)), *with_gradients(_first_of(call), inputs)] for call in both
+                )
+                if not alike(found, theirs, 64):
                     return False
-                if options.get("output_final_state"):
-                    both = (
-                        tensors_of(attempt(function, *inputs, **options))
-                        for function in (functools.partial(ours, None), stock)
-                    )
-                    if not alike(*both, 64):
-                        return False
     return True
 
 
-def _first(function, options, *inputs):
-    result = attempt(function, *inputs, **options)
-    return result[0] if isinstance(result, tuple) else result
+def _results(function, names, options, *inputs):
+    """Returns the tensors that came, in the inputs' dtype: of bfloat16 some functions make float32."""
+    result = attempt(function, inputs[0], **dict(zip(names, inputs[1:], strict=False)), **options)
+    found = result if isinstance(result, tuple) else (result,)
+    return tuple(each.to(inputs[0].dtype) for each in found if isinstance(each, torch.Tensor))
+
+
+def _first_of(call):
+    return lambda *inputs: call(*inputs)[:1]
 
 
 def _convolutions():
@@ -183,6 +240,21 @@ def _delta_rules():
         q, k = (numbers(2, tokens, heads, 16, start=start) for start in (0.0, 1.0))
         g, beta = -numbers(2, tokens, 2, start=3.0).abs(), numbers(2, tokens, 2, start=4.0).abs()
         yield [q, k, numbers(2, tokens, 2, 8, start=2.0), g, beta], options
+
+
+def _mamba2_scans():
+    """Returns [(inputs, options)]: rows of several chunks, groups and limits; a state before and after."""
+    for groups, tokens, options in (
+        (2, 21, {"D": numbers(4, start=5.0), "dt_softplus": True, "dt_limit": (0.1, 0.9)}),
+        (1, 5, {"return_final_states": True, "initial_states": numbers(2, 4, 8, 16), "dt_softplus": True}),
+    ):
+        x, dt = numbers(2, tokens, 4, 8), numbers(2, tokens, 4, start=1.0)
+        B, C = (numbers(2, tokens, groups, 16, start=start) for start in (2.0, 3.0))
+        options = {"chunk_size": 8, "dt_bias": numbers(4, start=4.0), **options}
+        yield [x, dt, -numbers(4, start=6.0).abs(), B, C], options
+
+
+_CASES = {_convolution: _convolutions, _delta_rule: _delta_rules, _mamba2: _mamba2_scans}
 
 
 # --- the layers of a model ---

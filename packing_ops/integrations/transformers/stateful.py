@@ -241,6 +241,12 @@ def calls_interface(cls: type) -> bool:
     )
 
 
+@kept_with_class
+def calls_softmax(cls: type) -> bool:
+    """Its code has an attention of its own."""
+    return bool(re.search(r"softmax\(|scaled_dot_product_attention\(", _source_of(cls)))
+
+
 def _source_of(cls: type) -> str:
     """The code of a module's class and of those it inherits from, without torch's; empty where there is none."""
     bases = [each for each in cls.__mro__ if issubclass(each, torch.nn.Module)]

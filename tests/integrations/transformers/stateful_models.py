@@ -59,7 +59,18 @@ FAMILIES = {  # gated delta net, convolution, Mamba 1 beside and without attenti
         "router_hidden_size": 8,
     },
 }
-MORE_HYBRIDS = {"qwen3_5_text": _DELTA, "olmo_hybrid": _DELTA}  # with the layers of qwen3_next
+MORE_HYBRIDS = {  # with the layers of qwen3_next and of bamba
+    "qwen3_5_text": _DELTA,
+    "olmo_hybrid": _DELTA,
+    "falcon_h1": {"mamba_chunk_size": 8, "mamba_d_ssm": 64, **_MAMBA},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_chunk_size": 8, "num_local_experts": 0,
+                         "shared_intermediate_size": 48, **_MAMBA},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+                   "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "mamba_headdim": 16, "mamba_ngroups": 1,
+               "n_mamba_heads": 4, "chunk_size": 8, "num_mem_blocks": 1, "attention_head_dim": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+}  # fmt: skip
 SERVED = [name for name in FAMILIES if name in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES]
 
 

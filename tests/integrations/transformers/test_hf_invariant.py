@@ -33,7 +33,11 @@ QWEN3_NEXT = {
     **{"num_experts": 32, "shared_expert_intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16},
     **{"layer_types": ["linear_attention", "full_attention"], "vocab_size": 128, "hidden_size": 64},
 }
-OTHERS = {"deepseek_v3": DEEPSEEK, "qwen3_next": QWEN3_NEXT}
+_HEADS = {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
+BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "attn_layer_indices": [1], **_HEADS}
+NEMOTRON_H = {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, **_HEADS}
+NEMOTRON_H["layers_block_type"] = ["mamba", "attention"]
+OTHERS = {"deepseek_v3": DEEPSEEK, "qwen3_next": QWEN3_NEXT, "bamba": BAMBA, "nemotron_h": NEMOTRON_H}
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +178,17 @@ def test_a_hybrid_is_proven():
     model = transformers.Qwen3_5ForCausalLM._from_config(config, dtype=torch.bfloat16).cuda().eval()
     applied = apply_packing_ops(model, invariant=True, strict=True)
     assert applied.linear_attention == 3
+    assert po.check_invariance(model, gradients=False).packs
+    revert_packing_ops(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["bamba", "nemotron_h"])
+def test_mamba2_is_proven(family, dtype, device):
+    """On the CPU too: the scan makes its steps itself, one token after the other."""
+    model = model_of(family).to(device, dtype)
+    applied = apply_packing_ops(model, invariant=True, strict=True, rope=family == "bamba")
+    assert applied.linear_attention == 1
     assert po.check_invariance(model, gradients=False).packs
     revert_packing_ops(model)
 

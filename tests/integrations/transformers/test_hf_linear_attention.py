@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 from stateful_case import CLOSE, LENGTHS, alone, assert_apart, logits, packed  # noqa: E402
 from stateful_models import stateful_model  # noqa: E402
 
+from packing_ops.integrations._trial import attempt  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
     info,
@@ -19,7 +20,9 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     stateful,
 )
 
-FAMILIES = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2"]
+MAMBA2 = ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2"]
+WITHOUT_ROPE = {"granitemoehybrid", "nemotron_h", "zamba2", "mamba2"}  # that is ours
+FAMILIES = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", *MAMBA2]
 
 
 def hybrid(family, device="cpu", **more):
@@ -27,8 +30,9 @@ def hybrid(family, device="cpu", **more):
     if family == "lfm2" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22):
         pytest.skip("its layers pass no keywords on")
     model, stock = (stateful_model(family, attn_implementation="eager", device=device, **more) for _ in range(2))
-    applied = apply_packing_ops(model)
+    applied = apply_packing_ops(model, rope=family not in WITHOUT_ROPE)
     assert applied.linear_attention == linear_attention.counts(model)[1] > 0
+    assert applied.skipped == {}
     return model, stock
 
 
@@ -91,10 +95,10 @@ def test_gradients_are_those_of_each_document_alone(family, checkpointing, devic
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("whole", [False, True], ids=["layers", "whole model"])
-def test_compiled_without_a_break(family, whole, device):
+def test_compiled_without_a_break(family, whole, device, fresh_compile):
     model, stock = hybrid(family, device)
     ids, _, _ = packed(device)
-    for part in [model] if whole else model.model.layers:
+    for part in [model] if whole else getattr(model, model.base_model_prefix).layers:
         part.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     torch.testing.assert_close(logits(model, ids, **forms(device)[1]), alone(stock, ids), **CLOSE)
 
@@ -130,6 +134,41 @@ def test_left_as_it_is_on_request(device):
     assert "linear_attention: packing_ops in 1 module" in info(model)
 
 
+def test_mamba2_under_autocast_and_with_frozen_weights(device):
+    """As LoRA leaves them: the parameters of the scan want no gradient."""
+    model, stock = hybrid("bamba", device)
+    ids, _, _ = packed(device)
+    for each in (model, stock):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("in_proj" in name)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        outputs = model(ids, use_cache=False, **forms(device)[1]).logits, alone(stock, ids)
+    ours, theirs = (each.float() for each in outputs)
+    assert (ours - theirs).norm() <= 0.02 * theirs.norm()
+    for each in (ours, theirs):
+        each.square().sum().backward()
+    for layer, other in zip(model.model.layers, stock.model.layers, strict=True):
+        if hasattr(layer, "mamba"):
+            found, wanted = (each.mamba.in_proj.weight.grad for each in (layer, other))
+            assert (found - wanted).norm() <= 0.05 * wanted.norm()
+
+
+@pytest.mark.parametrize("family", MAMBA2)
+def test_stock_layers_do_not_keep_documents_apart(family, device):
+    """Without mamba_ssm they refuse seq_idx, or take it and go on from one document into the next."""
+    model, stock = hybrid(family, device)
+    ids, positions, cu_seqlens = packed(device)
+    seq_idx = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))[None].int().to(device)
+    given = {"position_ids": positions, "seq_idx": seq_idx, **cu_seqlens}
+    wanted = alone(stock, ids)
+    torch.testing.assert_close(logits(model, ids, **given), wanted, **CLOSE)
+    found = attempt(logits, stock, ids, **given)
+    if isinstance(found, ValueError):
+        assert "can't keep packed sequences apart" in str(found)
+    else:
+        assert not torch.allclose(found, wanted, **CLOSE)
+
+
 def test_reverted_to_the_bit(device):
     model, stock = hybrid("qwen3_next", device)
     home = linear_attention.importlib.import_module(type(model).__module__)
@@ -160,7 +199,7 @@ def test_copies_and_pickles_run_ours(copied, device):
 
 
 def test_layers_of_another_recurrence_say_why(device):
-    model = stateful_model("bamba", attn_implementation="eager", device=device)
-    applied = apply_packing_ops(model)
+    model = stateful_model("jamba", attn_implementation="eager", device=device)
+    applied = apply_packing_ops(model, rope=False)
     assert applied.linear_attention == 0
     assert "which no op of packing_ops computes" in info(model)
