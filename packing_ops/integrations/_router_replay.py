@@ -1,43 +1,23 @@
 """Experts that another program has chosen, in a transformers model: training routes as sampling did.
 
-Which module is a router is seen in a trial: it is run on a few rows, with its experts and with others in their place.
+Which module is a router is seen in a trial: a copy of it with other weights is run on a few rows, with its experts and with
+others in their place.
 """
 
 import contextlib
-import functools
+import copy
+import inspect
+import re
 from collections.abc import Iterator
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from packing_ops._runtime.arguments import check_tensor, described
-from packing_ops.integrations._trial import attempt, numbers
+from packing_ops._runtime.arguments import check_tensor
+from packing_ops.integrations._chosen_experts import Choice, Chosen, Seen, check_experts, of_layer, replaying
+from packing_ops.integrations._trial import attempt, numbers, quiet
+from packing_ops.integrations.transformers.versions import source_of
 
-_TOPK = (torch.topk, torch.Tensor.topk)
-
-
-class _Chosen(TorchFunctionMode):
-    """Puts ``experts`` int64 ``[tokens, k]``, where they are not -1, in place of a topk over all experts."""
-
-    def __init__(self, experts: torch.Tensor, num_experts: int) -> None:
-        super().__init__()
-        self.experts, self.num_experts, self.calls = experts, num_experts, 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if (
-            func not in _TOPK
-            or args[0].shape[-1] != self.num_experts
-            or found.indices.shape[-1] != self.experts.shape[-1]
-        ):
-            return found
-        if found.indices.shape != self.experts.shape:
-            raise ValueError(
-                f"routed_experts: expected {found.indices.shape[0]} tokens as the router has, got {len(self.experts)}"
-            )
-        self.calls += 1
-        experts = torch.where(self.experts < 0, found.indices, self.experts)
-        return torch.return_types.topk((args[0].gather(-1, experts), experts))
+_CALLS_TOPK = re.compile(r"\btopk\(")
 
 
 @contextlib.contextmanager
@@ -47,7 +27,7 @@ def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iter
     Weights and gradients are those of the present model: only the choice is that of the sampler.
 
     Args:
-        model: a transformers model with a mixture of experts, whose routers return the experts that they choose.
+        model: a transformers model with a mixture of experts, whose routers choose by one topk over all of them.
         routed_experts: integers ``[1, total, layers, k]`` or ``[total, layers, k]``, as PaddingFreeCollator returns them.
             ``layers`` are all decoder layers, or those with a router. -1 (padding, or not known) leaves the choice to
             the router.
@@ -71,93 +51,132 @@ def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iter
     The backward belongs inside of the block where gradient checkpointing runs routers again.
 
     Raises:
-        NotImplementedError: no router is found. transformers 5 has them; in 4.57 most blocks choose experts themselves.
+        NotImplementedError: no router is found: PhiMoE chooses by other means than a topk. A layer with two of them, as
+            JetMoE's.
         ValueError: another shape, another number of layers or of experts, an expert that the router does not have (on
             the CPU), other tokens than the model gets.
     """
     check_tensor(routed_experts, "routed_experts")
-    if routed_experts.dim() not in (3, 4) or routed_experts.is_floating_point() or routed_experts.is_complex():
-        raise ValueError(f"routed_experts: expected integers [1, total, layers, k], got {described(routed_experts)}")
+    check_experts(routed_experts)
     by_layer = routed_experts.reshape(-1, *routed_experts.shape[-2:]).long().unbind(1)
     with contextlib.ExitStack() as stack:
-        for router, num_experts, k, layer in _places(model, len(by_layer)):
-            experts = by_layer[layer].to(router.weight.device)
-            if experts.shape[1] != k:
-                raise ValueError(f"routed_experts: expected k={k} experts of a token, got {experts.shape[1]}")
-            if experts.is_cpu and experts.numel() and not -1 <= experts.min() <= experts.max() < num_experts:
-                raise ValueError(f"routed_experts: expected -1 to {num_experts - 1}, got {experts.aminmax()}")
-            stack.enter_context(_replaying(router, experts, num_experts))
+        for router, choice, layer in _places(model, len(by_layer)):
+            experts = of_layer(by_layer[layer], choice, next(router.parameters()).device)
+            stack.enter_context(replaying(router, "forward", experts, choice))
         yield
-
-
-@contextlib.contextmanager
-def _replaying(router, experts, num_experts):
-    own = router.__dict__.get("forward")
-    router.forward = functools.partial(_forward, router.forward, experts, num_experts)
-    try:
-        yield
-    finally:
-        del router.forward
-        if own is not None:
-            router.forward = own
-
-
-def _forward(stock, experts, num_experts, *args, **kwargs):
-    with _Chosen(experts, num_experts):
-        return stock(*args, **kwargs)
 
 
 def _places(model, layers):
-    """(router, its experts, experts of a token, index into the layers that were given) of every router."""
-    verdicts: dict[tuple, tuple[int, int] | None] = {}
-    lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
-    stack = max(lists, key=lambda each: sum(_router_of(layer, verdicts) is not None for layer in each), default=())
-    found = [(index, _router_of(layer, verdicts)) for index, layer in enumerate(stack)]
-    routers = [(index, *place) for index, place in found if place is not None]
+    """(router, its choice, index into the layers that were given) of every router."""
+    stack = _stack(model)
+    routers = [(index, *own[0]) for index, own in enumerate(stack) if own]
     if not routers:
         raise NotImplementedError(
-            f"model: expected routers that return the experts they choose, got none in {type(model).__name__}"
+            f"model: expected routers that choose experts by one topk, got none in {type(model).__name__}"
         )
+    if several := next((own for own in stack if len(own) > 1), None):
+        names = ", ".join(type(router).__name__ for router, _ in several)
+        raise NotImplementedError(f"model: expected one router in each layer, got {names} in {type(model).__name__}")
     if layers not in (len(routers), len(stack)):
         raise ValueError(
             f"routed_experts: expected {len(routers)} layers with a router, or all {len(stack)}, got {layers}"
         )
     whole = layers == len(stack)
-    return [(router, n, k, index if whole else place) for place, (index, router, n, k) in enumerate(routers)]
+    return [(router, choice, index if whole else place) for place, (index, router, choice) in enumerate(routers)]
 
 
-def _router_of(layer, verdicts):
-    """(router, its experts, experts of a token) of a decoder layer; None if it has none."""
-    for module in layer.modules():
-        weight = module._parameters.get("weight")
-        if weight is None or weight.dim() != 2 or type(module).__module__.startswith("torch."):
+def _stack(model):
+    """Of each decoder layer its (router, choice), of which there is mostly one or none."""
+    verdicts: dict[tuple, Choice | None] = {}
+    lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
+    found = [[_routers_of(layer, verdicts) for layer in each] for each in lists]
+    return max(found, key=lambda each: sum(map(bool, each)), default=[])
+
+
+def _routers_of(layer, verdicts):
+    """(router, its choice) of a decoder layer; of routers around each other the innermost."""
+    found: list[tuple[torch.nn.Module, Choice]] = []
+    for module in reversed([*layer.modules()]):  # what is inside comes first
+        cls = type(module)
+        source = "" if cls.__module__.startswith("torch.") else source_of(cls)
+        if not (_CALLS_TOPK.search(source) or (not source and module._parameters.get("weight") is not None)):
             continue
-        key = (type(module), tuple(weight.shape), getattr(module, "top_k", None))
+        if any(inner is router for inner in module.modules() for router, _ in found):
+            continue
+        key = (cls, getattr(module, "top_k", None), *(tuple(each.shape) for each in module.parameters()))
         if key not in verdicts:
-            verdicts[key] = _tried(module, weight)
-        if verdicts[key] is not None:
-            return module, *verdicts[key]
-    return None
+            with quiet():
+                verdicts[key] = _tried(module)
+        if (choice := verdicts[key]) is not None:
+            found.append((module, choice))
+    return found
 
 
-def _tried(module, weight):
-    """(experts, experts of a token) if the module returns its experts, and others that are put in their place."""
-    rows = numbers(3, weight.shape[1]).to(weight.device, weight.dtype)
-    with torch.no_grad():
-        own = _experts_in(attempt(module, rows))
-        if own is None:
-            return None
-        others = (own + 1) % weight.shape[0]
-        with _Chosen(others, weight.shape[0]) as mode:
-            replayed = attempt(module, rows)
-    found = _experts_in(replayed)
-    if mode.calls != 1 or found is None or not torch.equal(found, others):
+# --- the trial ---
+
+_MOST = 2**26  # weights of a router; a block of this size that chooses itself is not tried
+
+
+def _tried(module):
+    """The Choice of a module whose last topk decides what it returns; None of any other module."""
+    matrices = [each for each in module.parameters() if each.dim() == 2]
+    if not matrices or sum(each.numel() for each in module.parameters()) > _MOST:
         return None
-    return weight.shape[0], own.shape[1]
+    probe, width = _with_numbers(module), matrices[0].shape[1]
+    for given in _arguments(type(module), width, [each.shape[0] for each in matrices]):
+        with Seen() as seen:
+            plain = attempt(probe.forward, **given)
+        if not isinstance(plain, Exception) and seen.calls:
+            break
+    else:
+        return None
+    scores, own = seen.calls[-1]
+    choice = Choice.of(scores, own)
+
+    def result_of(experts):
+        with Chosen(experts.flatten(0, -2), choice) as mode:
+            result = attempt(probe.forward, **given)
+        return None if isinstance(result, Exception) or mode.calls != 1 else _tensors_in(result)
+
+    same, others = result_of(own), result_of((own + 1) % choice.num_experts)
+    if own.dtype != torch.int64 or same is None or others is None:
+        return None
+    plain = _tensors_in(plain)
+    alike = len(plain) == len(same) and all(map(torch.equal, plain, same))
+    return choice if alike and not all(map(torch.equal, plain, others)) else None
 
 
-def _experts_in(result):
-    """The one int64 tensor ``[3, k]`` of a router's result."""
-    tensors = [each for each in result if isinstance(each, torch.Tensor)] if isinstance(result, tuple) else []
-    found = [each for each in tensors if each.dtype == torch.int64 and each.dim() == 2 and len(each) == 3]
-    return found[0] if len(found) == 1 else None
+def _with_numbers(module):
+    """A copy with weights of its shapes, in evaluation and without hooks."""
+    probe = copy.copy(module)
+    probe.__dict__ = {**vars(module), "training": False, "forward": None}
+    del probe.__dict__["forward"]
+    for name in [name for name in vars(probe) if name.endswith("_hooks")]:
+        probe.__dict__[name] = {}
+    probe.__dict__["_parameters"] = {
+        name: each if each is None else torch.nn.Parameter(numbers(*each.shape) / each.shape[1:].numel() ** 0.5)
+        for name, each in module._parameters.items()
+    }
+    probe.__dict__["_buffers"] = {
+        name: each if each is None else torch.zeros(each.shape, dtype=each.dtype)
+        for name, each in module._buffers.items()
+    }
+    probe.__dict__["_modules"] = {name: child and _with_numbers(child) for name, child in module._modules.items()}
+    return probe
+
+
+def _arguments(cls, width, sizes):
+    """Keywords of its forward to try: three rows, or one batch of them, and a bias of each number of experts."""
+    names = list(inspect.signature(cls.forward).parameters.values())[1:]
+    needed = [each.name for each in names[1:] if each.default is each.empty and each.kind < 2]
+    biases = [each.name for each in names[1:] if "bias" in each.name]
+    for rows in (numbers(3, width), numbers(1, 3, width)):
+        for given in ([], biases) if biases else ([],):
+            if set(needed) <= set(given):
+                for size in sizes if given else sizes[:1]:
+                    yield {names[0].name: rows.clone(), **{name: torch.zeros(size) for name in given}}
+
+
+def _tensors_in(result):
+    """All tensors of a result, which is one or a tuple of them."""
+    return [each for each in (result if isinstance(result, tuple) else [result]) if isinstance(each, torch.Tensor)]

@@ -8,6 +8,7 @@ A model:
     context_parallel.py  The same call over the keys of all context-parallel ranks.
     rope.py              patch_rope, the rotation of queries and keys under apply_rope_fusion.
     router.py            patch_router, the balance losses of a mixture of experts by document.
+    router_replay.py     replay_routing, experts that another program has chosen.
     prefix_tree.py       segment_parents: rows of a prefix tree, rotated by their depths.
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # what type checkers and docs/api read
     )
     from packing_ops.integrations.megatron.rope import patch_rope, unpatch_rope
     from packing_ops.integrations.megatron.router import patch_router, unpatch_router
+    from packing_ops.integrations.megatron.router_replay import replay_routing
     from packing_ops.integrations.megatron.spec import use_packing_ops
 
 _MODULES = {
@@ -46,6 +48,7 @@ _MODULES = {
     "unpatch_rope": "rope",
     "patch_router": "router",
     "unpatch_router": "router",
+    "replay_routing": "router_replay",
     "packed_seq_params": "data",
     "preprocess_packed_seqs": "data",
     "postprocess_packed_seqs": "data",
@@ -61,6 +64,7 @@ __all__ = [
     "patch_router",
     "postprocess_packed_seqs",
     "preprocess_packed_seqs",
+    "replay_routing",
     "thd_inverse_indices",
     "thd_partition_indices",
     "unpatch_rope",

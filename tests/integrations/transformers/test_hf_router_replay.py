@@ -1,16 +1,22 @@
 """replay_routing: tokens go to the experts that were recorded, with the weights and gradients of the present model."""
 
 import contextlib
+import sys
+from typing import ClassVar
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
+from helpers import hf_families  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
+from transformers.models.aria import modeling_aria  # noqa: E402
 
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
+from packing_ops.integrations import _chosen_experts, _router_replay  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, replay_routing  # noqa: E402
+from packing_ops.integrations.transformers.versions import source_of  # noqa: E402
 
 EXPERTS, K, LAYERS, TOKENS = 8, 2, 3, 10
 SIZES = {
@@ -63,7 +69,7 @@ def routers_of(model):
 @contextlib.contextmanager
 def recorded(model):
     """The experts that each router returns."""
-    seen = []
+    seen: ClassVar[list] = []
     hooks = [each.register_forward_hook(lambda _, args, out: seen.append(out[2])) for each in routers_of(model)]
     yield seen
     for hook in hooks:
@@ -166,6 +172,73 @@ def test_gradient_checkpointing_routes_the_same_way_again(device):
         torch.testing.assert_close(plain, again)
 
 
+# --- every family that transformers has ---
+
+REFUSED = {  # what the error says
+    "phimoe": "expected routers that choose experts by one topk, got none in PhimoeForCausalLM",
+    "jetmoe": "expected one router in each layer, got JetMoeTopKGating, JetMoeTopKGating in JetMoeForCausalLM",
+    "deepseek_v4": "expected routers that choose experts by one topk, got none in DeepseekV4ForCausalLM",  # by a token's id
+}
+if not hasattr(modeling_aria, "AriaTextTopKRouter"):  # in transformers 5.17 its experts choose
+    REFUSED["aria_text"] = "expected routers that choose experts by one topk, got none in AriaTextForCausalLM"
+
+
+def families_with_experts():
+    classes = hf_families.mappings()["CAUSAL_LM"]
+    return [name for name, (_, model) in classes.items() if "Experts" in source_of(sys.modules[model.__module__])]
+
+
+class Recording(_chosen_experts.Chosen):
+    """Keeps the experts that every router went on with."""
+
+    seen: ClassVar[list] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        calls = self.calls
+        found = super().__torch_function__(func, types, args, kwargs)
+        if self.calls > calls:
+            self.seen.append(found.indices.reshape(self.experts.shape))
+        return found
+
+
+def run(model, experts, monkeypatch):
+    """Logits, and the experts that routers chose."""
+    monkeypatch.setattr(_chosen_experts, "Chosen", Recording)
+    monkeypatch.setattr(Recording, "seen", [])
+    with replay_routing(model, experts), torch.no_grad():
+        Recording.seen.clear()  # of the trial
+        logits = model(torch.arange(3, 3 + len(experts))[None], use_cache=False).logits
+    return logits, torch.stack(Recording.seen, 1)
+
+
+@pytest.mark.parametrize("family", families_with_experts())
+def test_families(family, monkeypatch):
+    model, why = hf_families.made(family, *hf_families.mappings()["CAUSAL_LM"][family])
+    if model is None or not any("Experts" in type(each).__name__ for each in model.modules()):
+        pytest.skip(f"no recipe makes it with experts: {why}")
+    if next(model.parameters()).is_meta:
+        pytest.skip("too large to run")
+    if family in REFUSED:
+        with (
+            pytest.raises(NotImplementedError, match=REFUSED[family]),
+            replay_routing(model, torch.zeros(7, 2, 2).long()),
+        ):
+            pass
+        return
+    choices = [own[0][1] for own in _router_replay._stack(model) if own]
+    num_experts, k, _ = choices[0]
+    unknown = torch.full((7, len(choices), k), -1)
+    with torch.no_grad():
+        wanted = model(torch.arange(3, 10)[None], use_cache=False).logits
+    logits, own = run(model, unknown, monkeypatch)
+    assert torch.equal(logits, wanted)
+    assert torch.equal(run(model, own, monkeypatch)[0], wanted)
+    others = (own + 1) % num_experts
+    logits, found = run(model, others, monkeypatch)
+    assert torch.equal(found, others)
+    assert not torch.equal(logits, wanted)
+
+
 def test_what_is_refused():
     model, _ = made("Mixtral")
     tokens = tokens_on("cpu")
@@ -184,6 +257,10 @@ def test_what_is_refused():
             model(tokens)
     assert all("forward" not in router.__dict__ for router in routers_of(model))
     dense = tiny_model("qwen3")
-    with pytest.raises(NotImplementedError, match=r"^model: expected routers that return the experts they choose, got"):  # noqa: SIM117
-        with replay_routing(dense, experts):
-            pass
+    with (
+        pytest.raises(
+            NotImplementedError, match=r"^model: expected routers that choose experts by one topk, got none in Qwen3"
+        ),
+        replay_routing(dense, experts),
+    ):
+        pass
