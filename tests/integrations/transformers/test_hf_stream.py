@@ -1,6 +1,10 @@
 """A PackedStream as the data set of transformers' Trainer and of TRL's: their batches are its rows, also after a resume."""
 
+import importlib
+import json
+
 import pytest
+from helpers import ROOT, fresh_process
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -98,3 +102,45 @@ def test_batches_of_trl_trainer(streaming, device, tmp_path):
     wanted = batches_of(stream_of(prepared))[:STEPS]
     assert len(wanted) == STEPS
     assert trainer.seen == wanted
+
+
+# --- several processes ---
+
+PROGRAM = "tests/integrations/transformers/train_on_stream.py"
+
+
+def trained(folder, ranks, *arguments):
+    """What each rank wrote down."""
+    paths = [ROOT, ROOT / "tests", ROOT / "examples", ROOT / "tests" / "integrations" / "transformers"]
+    fresh_process.run_ranks(ranks, ROOT / PROGRAM, *arguments, folder=folder, paths=[str(path) for path in paths])
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("kind", ["transformers", "trl"])
+def test_two_processes_share_the_rows(kind, tmp_path):
+    """Rank r has rows r, r + 2, ...; a resumed run has those that were left; both have the same weights."""
+    pytest.importorskip("trl")
+    train_on_stream = importlib.import_module("train_on_stream")
+    stream = train_on_stream.stream_of(train_on_stream.examples_of(train_on_stream.TEXTS))
+    rows, steps = [[token for example in row for token in example["input_ids"]] for row in stream], 14
+    assert len(rows) > 2 * steps
+    whole = trained(tmp_path, 2, kind, tmp_path, steps, 0)
+    for rank in range(2):
+        assert whole[rank]["seen"] == rows[rank : 2 * steps : 2]
+    assert whole[0]["weights"] == pytest.approx(whole[1]["weights"])
+    checkpoint = tmp_path / "checkpoints" / f"checkpoint-{steps // 2}"
+    resumed = trained(tmp_path, 2, kind, tmp_path, steps, 0, checkpoint)
+    for rank in range(2):
+        assert resumed[rank]["seen"] == whole[rank]["seen"][steps // 2 :]
+        assert resumed[rank]["weights"] == pytest.approx(whole[rank]["weights"])
+
+
+def test_two_processes_with_workers_have_each_row_once(tmp_path):
+    pytest.importorskip("trl")
+    train_on_stream = importlib.import_module("train_on_stream")
+    rows = list(train_on_stream.stream_of(train_on_stream.examples_of(train_on_stream.TEXTS)))
+    steps = len(rows) // 4 * 2  # of two ranks with two workers each, without the last rows
+    ranks = trained(tmp_path, 2, "transformers", tmp_path, steps, 2)
+    seen = [tokens for rank in ranks for tokens in rank["seen"]]
+    wanted = [[token for example in row for token in example["input_ids"]] for row in rows[: 2 * steps]]
+    assert sorted(seen) == sorted(wanted)
