@@ -12,10 +12,11 @@ from torch.utils.data._utils import worker as workers
 
 from packing_ops._runtime.arguments import at_least
 from packing_ops.data._examples import OF_IMAGES, tokens_of
-from packing_ops.data._waiting import Waiting, WaitingExamples
+from packing_ops.data._waiting import Waiting, WaitingExamples, fits
 from packing_ops.data.context_parallel import aligned
 
 _END: Any = object()
+_MAY_LACK = frozenset(OF_IMAGES)  # of examples, some have no image
 
 
 class Row(list[Mapping[str, Any]]):
@@ -147,12 +148,13 @@ class Reading:
         """Let it wait, or do as ``overlong`` says."""
         stream, number = self.stream, self.progress.examples_read - 1
         item = self._measured(example, number)
-        over = [place for place, most in enumerate(self.waiting.budgets) if item.sizes[place] > most]
+        over = not fits(item, self.waiting.budgets)
         if over and stream.overlong == "error":
-            name, most = list(stream.capacity.items())[over[0]]
+            budgets = zip(stream.capacity.items(), item.sizes, self.waiting.budgets, strict=True)
+            (name, most), size = next((budget, size) for budget, size, room in budgets if size > room)
             raise ValueError(
-                f"capacity: expected at least the {item.sizes[over[0]]} {'slots' if name == 'tokens' else name} of example "
-                f"{number}, got {most}; overlong='drop', 'own' or 'truncate' accepts it"
+                f"capacity: expected at least the {size} {'slots' if name == 'tokens' else name} of example {number}, got "
+                f"{most}; overlong='drop', 'own' or 'truncate' accepts it"
             )
         checksum = _checksum(item)
         self.first = checksum if self.first is None else self.first
@@ -174,13 +176,11 @@ class Reading:
 
     def _measured(self, example: Any, number: int) -> Waiting:
         try:
-            _, (tokens,) = tokens_of([example])
+            tokens = _plain_tokens(example) or tokens_of([example])[1][0]
         except (TypeError, ValueError) as error:
             raise type(error)(str(error).replace("example 0", f"example {number}")) from None
         self.columns = frozenset(example) if self.columns is None else self.columns
-        if example.keys() != self.columns and (example.keys() ^ self.columns).difference(
-            OF_IMAGES
-        ):  # some have no image
+        if example.keys() != self.columns and (example.keys() ^ self.columns) - _MAY_LACK:
             raise ValueError(
                 f"examples: expected columns {sorted(self.columns)}, got {sorted(example)} in example {number}"
             )
@@ -257,6 +257,14 @@ class Reading:
                 self.source = iter(self.examples)
             elif state["unchecked"]:
                 next(self.source, None)
+
+
+def _plain_tokens(example: Any) -> int:
+    """Of the most common example, a list of integers without a mask; 0 of any other, which tokens_of checks."""
+    if type(example) is not dict or "attention_mask" in example:
+        return 0
+    ids = example.get("input_ids")
+    return len(ids) if type(ids) is list and ids and type(ids[0]) is int else 0
 
 
 def _checksum(item: Waiting) -> int:

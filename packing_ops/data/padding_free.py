@@ -168,6 +168,8 @@ class PaddingFreeCollator:
         return None if most is None else most // self.document_multiple * self.document_multiple
 
     def _slots(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        if self.document_multiple == 1:
+            return tuple(lengths)
         return tuple(aligned(length, self.document_multiple) for length in lengths)
 
     def __call__(
