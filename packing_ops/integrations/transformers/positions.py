@@ -248,7 +248,7 @@ def with_axes_of_images(model, call, args, kwargs):
         return args, kwargs
     given = dict(zip(_parameters_of(type(model)), args, strict=False)) | kwargs
     given = {name: given[name] for name in names if given.get(name) is not None}
-    sizes = sorted(given.keys() - _OF_TEXT)
+    sizes = sorted(name for name in given if name not in _OF_TEXT)
     if not sizes:
         return args, kwargs
     why = _why_no_axes(model, call, given)

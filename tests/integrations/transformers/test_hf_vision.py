@@ -13,7 +13,7 @@ from helpers import assert_same
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.hf_towers import TOWERS, tiny_tower_model  # noqa: E402
+from helpers.hf_towers import TOWERS, frames_of, tiny_tower_model  # noqa: E402
 
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
@@ -60,7 +60,7 @@ def assert_near(found, wanted):
 def test_one_call_for_each_layer(family, device, lengths, monkeypatch):
     """Outputs, and gradients of pixels and every weight, equal those of the loop; reverted they are its bits."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # torch's default, in the convolution over pixels
-    model, (pixels, grid) = tiny_tower_model(family).to(device), images(device)
+    model, (pixels, grid) = tiny_tower_model(family).to(device), images(device, frames_of(family, GRID))
     tower = model.model.visual
     wanted, wanted_gradients = results(tower, pixels, grid)
     classes = [type(module) for module in model.modules()]
@@ -83,7 +83,7 @@ def test_one_call_for_each_layer(family, device, lengths, monkeypatch):
 @pytest.mark.parametrize("family", TOWERS)
 def test_images_do_not_see_each_other(family, device):
     """To the bit: other pixels in one image change no patch of the others."""
-    model, (pixels, grid) = tiny_tower_model(family).to(device), images(device)
+    model, (pixels, grid) = tiny_tower_model(family).to(device), images(device, frames_of(family, GRID))
     apply_packing_ops(model)
     with torch.no_grad():
         before = model.model.visual(pixels, grid_thw=grid).last_hidden_state
