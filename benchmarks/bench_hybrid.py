@@ -1,4 +1,7 @@
-"""A training step of a Qwen3.5 model, three of four layers gated delta nets: python benchmarks/bench_hybrid.py [--tiny]
+"""A training step of a hybrid model: python benchmarks/bench_hybrid.py [--model bamba] [--tiny]
+
+The model has the shape of Qwen3.5's text, three of four layers gated delta nets, or that of Bamba-9B in 8 layers, seven of them
+Mamba-2. Rows of the second go to hybrid_bamba_cuda.csv.
 
 Documents of the sft workload in one row of 16,384 tokens, forward and backward: tokens that are not padding per second, and
 the most memory held. The losses of all tokens are compared with those of the run's first provider. A provider that fails
@@ -25,6 +28,13 @@ TINY_ROW = 512
 TINY = {**SHAPE, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16,
         "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
         "linear_value_head_dim": 16}  # fmt: skip
+BAMBA = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 8,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [4], "mamba_n_heads": 128,
+         "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}  # fmt: skip
+TINY_BAMBA = {**BAMBA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_indices": [2], "mamba_n_heads": 4,
+              "mamba_d_head": 32, "mamba_d_state": 16}  # fmt: skip
+MODELS = {"qwen3_5_text": (SHAPE, TINY), "bamba": (BAMBA, TINY_BAMBA)}
 PROVIDERS = {  # arguments of apply_packing_ops, and whether each layer is compiled
     "packing_ops": ({}, False),
     "packing_ops, rms_norm=True": ({"rms_norm": True}, False),
@@ -40,13 +50,14 @@ RUNS = 3
 
 @contextlib.contextmanager
 def model_of(swaps: dict | None, compiled: bool, shape: dict, device: str):
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(**shape, use_cache=False)
+    family = "bamba" if "mamba_n_heads" in shape else "qwen3_5_text"
+    config = AutoConfig.for_model(family, **shape, use_cache=False)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        model = Qwen3_5ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).train()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
     if swaps is not None:
         apply_packing_ops(model, **swaps)
     for layer in model.model.layers if compiled else ():
@@ -84,22 +95,24 @@ def measured(swaps: dict | None, compiled: bool, documents: list, shape: dict, d
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--model", default="qwen3_5_text", choices=list(MODELS))
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens, to see that it runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     device = arguments.device
-    shape, row = (TINY, TINY_ROW) if arguments.tiny else (SHAPE, ROW)
+    shape, row = MODELS[arguments.model][arguments.tiny], TINY_ROW if arguments.tiny else ROW
+    name = "hybrid" if arguments.model == "qwen3_5_text" else f"hybrid_{arguments.model}"
     documents, reference, rows = documents_of(row, row, shape["vocab_size"]), [], []
     where = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
     about = {"layers": shape["num_hidden_layers"], "tokens": sum(map(len, documents)), "documents": len(documents)}
-    for name, (swaps, compiled) in PROVIDERS.items():
+    for provider, (swaps, compiled) in PROVIDERS.items():
         try:
             found = measured(swaps, compiled, documents, shape, device, reference)
         except Exception as error:  # one that cannot run here says nothing about the others
             found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"}
-        rows.append({**dict.fromkeys(COLUMNS, ""), "provider": name, **about, **found, **where})
-        print(name, found, flush=True)
-        write_csv(arguments.out / f"hybrid_{device}.csv", rows, show=False)
+        rows.append({**dict.fromkeys(COLUMNS, ""), "provider": provider, **about, **found, **where})
+        print(provider, found, flush=True)
+        write_csv(arguments.out / f"{name}_{device}.csv", rows, show=False)
         release(device)
 
 

@@ -92,7 +92,13 @@ __device__ __forceinline__ void load_stage(const Work<T>& work, const Stage<T, k
   const int64_t head = p.head_dim_v;
   const HeadRows corrected = kCorrects ? HeadRows{work.chunks.corrected, p.num_v_heads * head, head} : p.v;
   const HeadRows dcorrected{work.chunks.dcorrected, p.num_v_heads * head, head};
-  load(pass == kDout ? p.dout : pass == kDcorrected ? dcorrected : corrected, stage.rows);
+  if (pass == kDout) {
+    load(p.dout, stage.rows);
+  } else if (kCorrects && pass == kDcorrected) {
+    load(dcorrected, stage.rows);
+  } else {
+    load(corrected, stage.rows);
+  }
   if (pass != kCorrected) load(corrected, stage.corrected);
   const T* state = work.state_of(pass == kCorrected ? work.chunks.dstates : work.chunks.states) + column * kDim;
   load_rows<kThreads, Stage<T, kDim>::kPiece>(stage.state, state, kDim, Stage<T, kDim>::kPiece);

@@ -7,6 +7,7 @@ A model:
     varlen_call.py       Where the documents of a batch lie for one varlen call; made once per batch.
     context_parallel.py  The same call over the keys of all context-parallel ranks.
     rope.py              patch_rope, the rotation of queries and keys under apply_rope_fusion.
+    mamba.py             MambaMixer of hybrid models over packed rows; use_packing_ops puts it in.
     router.py            patch_router, the balance losses of a mixture of experts by document.
     router_replay.py     replay_routing, experts that another program has chosen.
     prefix_tree.py       segment_parents: rows of a prefix tree, rotated by their depths.

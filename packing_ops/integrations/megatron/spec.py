@@ -8,10 +8,13 @@ from typing import Any
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from packing_ops.integrations.megatron.core_attention import PackingDotProductAttention
+from packing_ops.integrations.megatron.mamba import is_mixer, mixer_of
 
 
 def use_packing_ops(spec: Any) -> Any:
     """A copy of ``spec`` with PackingDotProductAttention for core attention; all else as it was.
+
+    In hybrid models MambaMixer is replaced too: packed rows train by causal_conv1d and mamba2_scan.
 
     Args:
         spec: ModuleSpec of a layer or a block, or submodules of one: local, TransformerEngine, mixture of experts,
@@ -31,7 +34,8 @@ def use_packing_ops(spec: Any) -> Any:
         ValueError: no core attention in ``spec``.
         NotImplementedError: core attention that is neither megatron-core's DotProductAttention nor TransformerEngine's
             TEDotProductAttention: a subclass or another class may compute anything (Megatron-Bridge's of Gemma 2 caps
-            scores). Core attention with submodules (DeepSeek sparse attention, say).
+            scores). Core attention with submodules (DeepSeek sparse attention, say). A MambaMixer before megatron-core
+            0.16, which is not given where documents are.
     """
     if callable(spec) and not isinstance(spec, (ModuleSpec, type)):
         return functools.wraps(spec)(lambda *args, **kwargs: use_packing_ops(spec(*args, **kwargs)))
@@ -56,6 +60,8 @@ def _copied(part: Any, replaced: list[Any]) -> Any:
         if name == "core_attention" and old is not None:
             replaced.append(old)
             setattr(new, name, _core_attention(old))
+        elif is_mixer(old):
+            setattr(new, name, mixer_of(old))
         else:
             setattr(new, name, _copied(old, replaced))
     return new
