@@ -212,13 +212,19 @@ class _Gathered(torch.autograd.Function):
         return grad.narrow(0, ctx.rank * ctx.rows, ctx.rows), None
 
 
-def _params(**fields: Any) -> PackedSeqParams:
+def _params(total_tokens: int, **fields: Any) -> PackedSeqParams:
     """PackedSeqParams of those fields that the installed megatron-core has."""
     known = {field.name for field in dataclasses.fields(PackedSeqParams)}
     missing = [name for name in _NEEDED if name not in known]
     if missing:
         raise ImportError(f"megatron-core: expected PackedSeqParams with {_NEEDED}, the installed one lacks {missing}")
-    return PackedSeqParams(**{name: value for name, value in fields.items() if name in known})
+    params = PackedSeqParams(**{name: value for name, value in fields.items() if name in known})
+    if "total_tokens" in known:  # later: given at once it makes seq_idx by a synchronisation
+        params.total_tokens = total_tokens
+    if "seq_idx" in known:  # what a newer MambaMixer tells documents by
+        cu_seqlens = fields.get("cu_seqlens_q_padded", fields["cu_seqlens_q"])
+        params.seq_idx = gate.seq_idx_from_cu_seqlens(cu_seqlens, total_tokens)[None]
+    return params
 
 
 def _part(row: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:

@@ -356,12 +356,16 @@ def test_short_values_are_refused():
 
 
 def test_fields_of_other_versions(monkeypatch):
-    """A newer PackedSeqParams gets its total_tokens, one without a field that is needed is named."""
+    """A newer PackedSeqParams gets its total_tokens and seq_idx, one without a field that is needed is named."""
     from dataclasses import make_dataclass
 
     needed = [(name, object, None) for name in data._NEEDED]
     monkeypatch.setattr(data, "PackedSeqParams", make_dataclass("Newer", [*needed, ("total_tokens", int, None)]))
     assert packed_seq_params(po.PackedMetadata.from_lengths([2, 1])).total_tokens == 3
+    newer = [*needed, ("total_tokens", int, None), ("seq_idx", object, None)]
+    monkeypatch.setattr(data, "PackedSeqParams", make_dataclass("Newest", newer))
+    params = packed_seq_params(po.PackedMetadata.from_lengths([2, 1], total=5))
+    assert (params.total_tokens, params.seq_idx.tolist(), params.seq_idx.dtype) == (5, [[0, 0, 1, 2, 2]], torch.int32)
     monkeypatch.setattr(data, "PackedSeqParams", make_dataclass("Older", needed))  # nothing of padding
     ids = torch.tensor([[1, 2, 3], [4, 0, 0]])
     packed, params = preprocess_packed_seqs(ids, ids != 0, tp_size=2)

@@ -154,6 +154,18 @@ def test_mamba2_under_autocast_and_with_frozen_weights(device):
 
 
 @pytest.mark.parametrize("family", MAMBA2)
+def test_mamba2_in_bfloat16(family, device):
+    """Packed it is as near to float32 as the stock model is with each document alone."""
+    model, stock = hybrid(family, device)
+    ids, _, _ = packed(device)
+    wanted = alone(stock, ids)
+    model, stock = model.to(torch.bfloat16), stock.to(torch.bfloat16)
+    found, theirs = assert_apart(model, ids, **forms(device)[1]), alone(stock, ids)
+    errors = [(each.float() - wanted).norm().item() for each in (found, theirs)]
+    assert errors[0] <= 1.5 * errors[1], errors
+
+
+@pytest.mark.parametrize("family", MAMBA2)
 def test_stock_layers_do_not_keep_documents_apart(family, device):
     """Without mamba_ssm they refuse seq_idx, or take it and go on from one document into the next."""
     model, stock = hybrid(family, device)
