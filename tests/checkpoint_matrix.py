@@ -6,7 +6,7 @@ On several, beside a wrapper:         torchrun --nproc-per-node 2 tests/checkpoi
 A row of the table is one setting, with what came out: "same bits", "as exact" (another order of sums: against float64 the error
 is at most twice that of eager code), "refused" with the first words of the error, before anything is trained, "not ours" with an
 error that the model raises without packing_ops too, or what is wrong.
-The exit status is 1 where a row is wrong.
+Below it are the counts, and each refusal by its text. The exit status is 1 where a row is wrong.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import os
 import random
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -278,6 +279,14 @@ def verdict(setting, device, dtype, backend="inductor", around=None):
     return f"WRONG: error {errors[0]:.2g}, eager code has {errors[1]:.2g}"
 
 
+def summary(found):
+    """How many settings ended how, then what was refused, by its text."""
+    kinds = Counter(said.partition(":")[0] for said in found)
+    told = Counter(said for said in found if ":" in said)
+    counts = [f"{kinds[kind]} {kind}" for kind in ("same bits", "as exact", "refused", "not ours", "WRONG")]
+    return [f"{len(found)} settings: {', '.join(counts)}", *(f"- {count} {said}" for said, count in told.most_common())]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", default="1/1", help="i/n: every nth setting from the ith on, for a process each")
@@ -309,21 +318,21 @@ def main():
         f"| {' | '.join(AXES)} | result |",
         "|---" * (len(AXES) + 1) + "|",
     ]
-    wrong = 0
+    found = []
     for setting in chosen:
-        said = verdict(setting, device, dtype, options.backend, options.around)
-        wrong += said.startswith("WRONG")
-        lines.append(f"| {setting} | {said} |")
+        found.append(verdict(setting, device, dtype, options.backend, options.around))
+        lines.append(f"| {setting} | {found[-1]} |")
         if rank == 0:
             print(lines[-1], flush=True)
+    lines += ["", *summary(found)]
     if rank == 0:
-        print(f"{len(chosen)} settings, {wrong} wrong")
+        print("\n".join(summary(found)))
         if options.out:
             options.out.write_text("\n".join(lines) + "\n")
     if options.around:
         dist.barrier()  # or the rank that ends first ends the others
         dist.destroy_process_group()
-    return 1 if wrong else 0
+    return 1 if any(said.startswith("WRONG") for said in found) else 0
 
 
 if __name__ == "__main__":
