@@ -41,6 +41,7 @@ SIZES = {  # by the names that configs have for them
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "index_topk", "vocab_size_per_layer_input"), 64),
     **dict.fromkeys(("attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     **{"sliding_window": 4, "moe_layer_start_index": 0, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8},
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),  # rows are padded to whole chunks
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mamba_n_heads": 4, "mamba_d_head": 16},
 }
 OF_PARTS = {  # vision and audio

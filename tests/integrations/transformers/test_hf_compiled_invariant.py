@@ -126,7 +126,7 @@ def test_eager_code_keeps_rms_norm():
     revert_packing_ops(model)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_compiled_rows_have_equal_bits(dtype, fresh_compile):
     """inductor's own kernels: of a fixed number of rows, of any, of one."""
     model, (module, *_) = norms_of("qwen3")
