@@ -67,7 +67,7 @@ __device__ void zero_padding(const ScanParams& p, const Slice& slice, void* to) 
 }
 
 // A warp's columns of a state: rows of 16 columns, as products leave them.
-template <int kDim>
+template <int kDim, bool kCorrects>
 struct State {
   float at[kDim / 8][4];
 
@@ -76,19 +76,25 @@ struct State {
   __device__ __forceinline__ void for_each(const F& f) {
     for_each_pair(at, 0, 0, f);
   }
+  // ScanParams::state_row() and state_column(), as constants where they are.
+  __device__ static int64_t row_step(int64_t head_dim_v) { return kCorrects ? head_dim_v : 1; }
+  static constexpr int kColumnStep = kCorrects ? 1 : kDim;
+
   // From states in float32; zeros without any.
   __device__ void load(const ScanParams& p, const void* from, int64_t offset) {
+    const int64_t step = row_step(p.head_dim_v);
     for_each([&](int column, int row, float& x, float& y) {
-      const float* first = static_cast<const float*>(from) + offset + row * p.state_row() + column * p.state_column();
+      const float* first = static_cast<const float*>(from) + offset + row * step + column * kColumnStep;
       x = from ? first[0] : 0.0f;
-      y = from ? first[p.state_row()] : 0.0f;
+      y = from ? first[step] : 0.0f;
     });
   }
   __device__ void store(const ScanParams& p, void* to, int64_t offset) {
+    const int64_t step = row_step(p.head_dim_v);
     for_each([&](int column, int row, float x, float y) {
-      float* first = static_cast<float*>(to) + offset + row * p.state_row() + column * p.state_column();
+      float* first = static_cast<float*>(to) + offset + row * step + column * kColumnStep;
       first[0] = x;
-      first[p.state_row()] = y;
+      first[step] = y;
     });
   }
   // Transposed, as it lies.

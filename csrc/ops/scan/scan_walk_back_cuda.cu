@@ -13,7 +13,7 @@ struct StepBack {
   const ScanBackwardParams& p;
   const Chunks& chunks;
   const Slice& slice;
-  State<kDim>& dstate;
+  State<kDim, kCorrects>& dstate;
   float* scratch;
 
   __device__ __forceinline__ void operator()(int chunk, const Stage<T, kDim, kCorrects>& stage) const {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(walk_warps<T, kDim>() * 32, 1) walk_back_kerne
   const Slice slice(p, kColumns);
   if (slice.is_padding(p)) return zero_padding<T, kColumns>(p, slice, p.dv);
   const WalkShared<T, kDim, kCorrects> own{shared};
-  State<kDim> dstate;
+  State<kDim, kCorrects> dstate;
   dstate.load(p, p.dfinal_state, slice.state_offset(p));
   const StepBack<T, kDim, kCorrects> step{p, chunks, slice, dstate, own.scratch()};
   const auto load = [&](const auto& stage, int chunk) { stage.template load<true>(p, chunks, p.dout, slice, chunk); };

@@ -14,7 +14,7 @@ struct Step {
   const ScanParams& p;
   const Chunks& chunks;
   const Slice& slice;
-  State<kDim>& state;
+  State<kDim, kCorrects>& state;
   float* scratch;
 
   __device__ __forceinline__ void operator()(int chunk, const Stage<T, kDim, kCorrects>& stage) const {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(walk_warps<T, kDim>() * 32, 1) walk_kernel(Sca
     return;
   }
   const WalkShared<T, kDim, kCorrects> own{shared};
-  State<kDim> state;
+  State<kDim, kCorrects> state;
   state.load(p, p.initial_state, slice.state_offset(p));
   const Step<T, kDim, kKeep, kCorrects> step{p, chunks, slice, state, own.scratch()};
   const auto load = [&](const auto& stage, int chunk) { stage.template load<!kKeep>(p, chunks, p.v, slice, chunk); };
