@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import check_tensor, refuse_gradient, sum_dtype
+from packing_ops._runtime.arguments import check_tensor, number, refuse_gradient, sum_dtype
 from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
@@ -222,19 +222,25 @@ def mamba2_scan(
         [[[[2.0]]]]
 
     Raises:
+        TypeError: something else than a tensor, or than a pair of numbers for dt_limit.
         ValueError: tensors of another dtype, device or shape than x asks for; cu_seqlens past the end of x; dt_limit whose
-            first is above its second; on CUDA a head_dim or state_dim over 256.
+            first is above its second, or that wants a gradient; on CUDA a head_dim or state_dim over 256.
 
     Source:
         Dao, Gu, Transformers are SSMs, arXiv:2405.21060.
     """
     for name, tensor in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
         check_tensor(tensor, name)
+    for name, given in {"D": D, "dt_bias": dt_bias}.items():
+        if given is not None:
+            check_tensor(given, name)
+    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
+        raise TypeError(f"dt_limit: expected a pair (min, max), got {dt_limit!r}")
     cu_seqlens = cu_seqlens_of(cu_seqlens, x.shape[0] if x.dim() else 1, like="x")
     sums = sum_dtype(x.dtype)
     dt, A = dt.to(sums), A.to(sums)
     D, dt_bias = (None if each is None else each.to(sums) for each in (D, dt_bias))
-    options = dt_softplus, *dt_limit, output_final_state
+    options = dt_softplus, *(number(limit, "dt_limit") for limit in dt_limit), output_final_state
     scan = _widened_mamba if x.is_cuda and x.dim() == B.dim() == C.dim() == 3 else gate.mamba2_scan
     out, final_state = scan(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options)
     return out, final_state if output_final_state else None

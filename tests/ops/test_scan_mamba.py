@@ -327,7 +327,24 @@ def test_errors(changes, message):
         po.mamba2_scan(**{**given, **changes})
 
 
-@pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C"])
+@pytest.mark.parametrize("limit", [0.1, (0.1,), (0.0, 0.1, 0.2), None, "ab", (0.0, "b")], ids=str)
+def test_what_is_no_pair_of_limits_is_named(limit):
+    tensors, cu_seqlens = inputs_of("cpu", torch.float32, lengths=[3])
+    with pytest.raises(TypeError, match=r"dt_limit: expected a (pair|number)"):
+        ours(tensors, cu_seqlens, dt_limit=limit)
+
+
+def test_a_limit_that_would_lose_its_gradient_is_refused():
+    tensors, cu_seqlens = inputs_of("cpu", torch.float32, lengths=[3])
+    limit = torch.tensor(0.1, requires_grad=True)
+    with pytest.raises(ValueError, match="dt_limit: expected a number or a tensor without requires_grad"):
+        ours(tensors, cu_seqlens, dt_limit=(0.0, limit))
+    assert_same(
+        ours(tensors, cu_seqlens, dt_limit=[0, limit.detach()]), ours(tensors, cu_seqlens, dt_limit=(0.0, float(limit)))
+    )
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state"])
 def test_what_is_no_tensor_is_named(name):
     tensors, cu_seqlens = inputs_of("cpu", torch.float32, lengths=[3])
     with pytest.raises(TypeError, match=f"{name}: expected a tensor"):
