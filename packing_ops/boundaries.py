@@ -354,3 +354,28 @@ def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int) -> torc
 @gate.register_fake("count_target_tokens")
 def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int) -> torch.Tensor:
     return labels.new_empty((), dtype=torch.int64)
+
+
+@gate.register_fake("check_documents")
+def _(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    batch: int,
+    seqlen: int,
+) -> None:
+    return None
+
+
+@gate.register_fake("checked_documents")
+def _(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    batch: int,
+    seqlen: int,
+) -> tuple[torch.Tensor, ...]:
+    positions = cu_seqlens_q.new_empty(0, dtype=torch.int64) if position_ids is None else position_ids
+    return cu_seqlens_q.new_empty(cu_seqlens_q.shape), positions.new_empty(positions.shape)

@@ -5,15 +5,16 @@ own. In pages key j of document i is row ``j % page_size`` of page ``block_table
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_tensor, int32_cu_seqlens, integer, refuse_beside
-from packing_ops._runtime.batch_cache import BatchCache, is_captured, is_real, kept_with
-from packing_ops._runtime.checks import check_unchanged
+from packing_ops._runtime.batch_cache import BatchCache, check_same, is_captured, kept_with
+from packing_ops.varlen.options import AttentionOptions
 
 # --- a prefix tree ---
 
@@ -265,12 +266,6 @@ def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
     return gate.position_ids_from_cu_seqlens(cu_seqlens, total) + before.index_select(0, segment)
 
 
-def check_same(values: torch.Tensor, expected: torch.Tensor, wanted: str) -> None:
-    """ValueError where values differ: on the CPU at once, on CUDA in a later call, in a graph never. wanted: as check_unchanged."""
-    if is_real(values):
-        check_unchanged(values, expected, wanted)
-
-
 def kept_paths(
     cu_seqlens: torch.Tensor, parents: torch.Tensor | PrefixPaths, total: int, cache: BatchCache | None
 ) -> PrefixPaths:
@@ -283,7 +278,7 @@ def kept_paths(
             "the host reads them"
         )
     key = ("paths", total)
-    return kept_with((cu_seqlens, parents), key, lambda: prefix_paths(cu_seqlens, parents, total), cache=cache)
+    return kept_with((cu_seqlens, parents), key, partial(prefix_paths, cu_seqlens, parents, total), cache=cache)
 
 
 # --- pages ---
@@ -296,10 +291,8 @@ class KeyPages(NamedTuple):
     seqused_k: torch.Tensor
 
 
-def pages_of(block_table: torch.Tensor | None, seqused_k: torch.Tensor | None, **others: object) -> KeyPages | None:
-    """Both or none of them. ValueError names the one that is missing, or that of ``others`` that has no place beside them."""
-    if block_table is None and seqused_k is None:
-        return None
+def key_pages(block_table: torch.Tensor | None, seqused_k: torch.Tensor | None, **others: object) -> KeyPages:
+    """Returns both in one. ValueError names the one that is missing, or the one of ``others`` that cannot stand beside them."""
     refuse_beside("block_table", **others)
     for tensor, name, other in ((block_table, "block_table", "seqused_k"), (seqused_k, "seqused_k", "block_table")):
         if tensor is None:
@@ -321,3 +314,110 @@ def lengths_of(cu_seqlens_k: torch.Tensor) -> torch.Tensor:
 def lengths_with(lengths: torch.Tensor, new: int) -> torch.Tensor:
     """``lengths + new``, -1 for lengths below 0; the same tensor for the layers of a model."""
     return kept_with((lengths,), ("lengths", new), lambda: torch.where(lengths < 0, -1, lengths + new))
+
+
+# --- the keys of a call ---
+
+
+class Parents(NamedTuple):
+    """A prefix tree whose paths have not been found: int32 ``[num_segments]``, as varlen_attention takes it."""
+
+    parents: torch.Tensor
+
+
+Keys: TypeAlias = torch.Tensor | PrefixPaths | KeyPages
+"""Where the keys of each document lie. A tensor is their cu_seqlens: end to end."""
+
+
+def keys_of(
+    documents: Any,
+    cu_seqlens_k: Any,
+    parents: torch.Tensor | PrefixPaths | None,
+    block_table: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> Any:
+    """Returns varlen_attention's arguments as attend takes them: Keys, Parents or a PackedMetadata; those of q by default.
+
+    Raises:
+        ValueError: arguments of two kinds, or a half of pages.
+    """
+    if block_table is not None or seqused_k is not None:
+        return key_pages(block_table, seqused_k, cu_seqlens_k=cu_seqlens_k, parents=parents)
+    if parents is None:
+        return documents if cu_seqlens_k is None else cu_seqlens_k
+    if cu_seqlens_k is not None and cu_seqlens_k is not documents:
+        raise ValueError("cu_seqlens_k: expected None beside a prefix tree, whose segments are those of q and of k")
+    return keys_of_tree(parents)
+
+
+def keys_of_tree(parents: torch.Tensor | PrefixPaths) -> Parents | PrefixPaths:
+    """Returns an argument ``parents`` as attend takes it."""
+    if isinstance(parents, PrefixPaths):
+        return parents
+    check_tensor(parents, "parents")
+    return Parents(parents)
+
+
+def checked_tree(tree: Parents | PrefixPaths, cu_seqlens: torch.Tensor, rows: int, cache: BatchCache | None) -> Keys:
+    """Returns the paths of a tree's segments; cu_seqlens where they share nothing, and so are documents.
+
+    Raises:
+        ValueError: paths of another tree, here or on CUDA in a later call.
+    """
+    if isinstance(tree, Parents):
+        tree = kept_paths(cu_seqlens, tree.parents, rows, cache)
+    elif tree.key_offsets.shape[0] != rows + 1:
+        raise ValueError(f"parents: expected the paths of a tree of {rows} rows, got {tree.key_offsets.shape[0] - 1}")
+    else:
+        check_same(cu_seqlens, tree.segments, "segments")
+    return tree if tree.shares else cu_seqlens
+
+
+def plan_for(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    keys: Keys,
+    options: AttentionOptions,
+    cache: BatchCache | None = None,
+) -> torch.Tensor | None:
+    """Returns the plan of a call, the same one for the layers of a model; None on the CPU, and for shapes that the op refuses."""
+    if not (q.is_cuda and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return None
+    pages = keys if isinstance(keys, KeyPages) else None
+    if q.dim() not in (3, 4) or k.dim() != (q.dim() if pages is None else 4) or v.dim() != k.dim():
+        return None
+    tokens = 0 if q.dim() == 3 else 2
+    total_q, num_heads, head_dim, head_dim_v = q.shape[tokens], q.shape[1], q.shape[-1], v.shape[-1]
+    if pages is not None:
+        num_kv_heads = k.shape[2] if pages.block_table.dim() == 2 else 0
+        total_k = pages.block_table.shape[-1] * k.shape[1] if k.shape[0] else 0
+    else:
+        num_kv_heads = k.shape[1] if q.dim() == 3 or q.shape[0] == k.shape[0] == 1 else 0
+        total_k = keys.row_of_key.shape[0] if isinstance(keys, PrefixPaths) else k.shape[tokens]
+    if num_kv_heads == 0 or num_heads % num_kv_heads or not (0 < head_dim <= 512 and 0 < head_dim_v <= 512):
+        return None
+    geometry = total_q, total_k, num_heads, num_kv_heads, head_dim, options.causal, *options.window_size, head_dim_v
+    return plan_of(cu_seqlens_q, keys, geometry, cache, visible_end=options.visible_end)
+
+
+def plan_of(
+    cu_seqlens_q: torch.Tensor, keys: Keys, geometry: tuple[Any, ...], cache: BatchCache | None = None, *,
+    visible_end: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Returns the plan of a call: made for the first layer with this geometry, kept with cu_seqlens_q for the others."""
+    tensors: tuple[torch.Tensor, ...]
+    key: tuple[Any, ...]
+    if isinstance(keys, KeyPages):
+        used = keys.seqused_k
+        tensors, key = (cu_seqlens_q, used), ("pages", geometry)
+        make = partial(gate.paged_attention_plan, cu_seqlens_q, used, *geometry)
+    else:
+        of_keys = keys.cu_seqlens if isinstance(keys, PrefixPaths) else keys
+        same = of_keys is cu_seqlens_q
+        tensors = (cu_seqlens_q,) if same else (cu_seqlens_q, of_keys)
+        tensors += () if visible_end is None else (visible_end,)
+        key = "plan", same, visible_end is None, geometry
+        make = partial(gate.attention_plan, cu_seqlens_q, of_keys, *geometry, visible_end)
+    return kept_with(tensors, key, make, checked_by_kernel=True, cache=cache)

@@ -20,8 +20,8 @@ from packing_ops._runtime.arguments import (
     window_sides,
     wrong_type,
 )
-from packing_ops._runtime.batch_cache import BatchCache, is_real, kept_with, plan_of
-from packing_ops.keys import PrefixPaths, PrefixTree, positions_of_paths, prefix_paths
+from packing_ops._runtime.batch_cache import BatchCache, is_real, kept_with
+from packing_ops.keys import Keys, PrefixPaths, PrefixTree, plan_of, positions_of_paths, prefix_paths
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,9 +291,10 @@ class PackedMetadata:
         """
         sides = window_sides(window_size)
         of_v = head_dim if head_dim_v is None else head_dim_v
-        keys, total_k = self.cu_seqlens, self.total
+        keys: Keys = self.cu_seqlens
+        total_k = self.total
         if self.paths is not None and self.paths.shares:
-            keys, total_k = self.paths.cu_seqlens, self.paths.row_of_key.shape[0]
+            keys, total_k = self.paths, self.paths.row_of_key.shape[0]
         geometry = (self.total, total_k, num_heads, num_kv_heads, head_dim, causal, *sides, of_v)
         return plan_of(self.cu_seqlens, keys, geometry, self._cache, visible_end=self.visible_end)
 

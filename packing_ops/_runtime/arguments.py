@@ -6,7 +6,6 @@ import os
 import reprlib
 from array import array
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import torch
 
@@ -86,59 +85,6 @@ def as_tensor(value) -> torch.Tensor:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What values of ``dtype`` are summed and returned in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-# --- arguments of attention ---
-
-Layout = Literal["thd", "bhsd", "bshd"]
-LAYOUTS = get_args(Layout)  # t total, b batch of 1, s seqlen, h num_heads, d head_dim
-
-
-def layout_of(q: torch.Tensor, k: torch.Tensor, layout: str | None, same_documents: bool) -> str:
-    """``layout``, or the one that the shapes allow; a q of a wrong shape is left for the op to refuse."""
-    if layout is not None:
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout: expected 'thd', 'bhsd' or 'bshd', got {layout!r}")
-        if q.dim() != len(layout):
-            raise ValueError(f"q: expected {len(layout)} dimensions in layout {layout!r}, got {described(q)}")
-        return layout
-    check_tensor(k, "k")
-    # Rows of the same documents have as many tokens in q and k: where one size differs it counts heads.
-    if k.dim() != 4 or q.shape[0] != 1 or (same_documents and q.shape[2] == k.shape[2] and q.shape[1] != k.shape[1]):
-        return "bhsd"
-    raise ValueError(
-        "layout: expected 'bhsd' ([1, num_heads, total, head_dim]) or 'bshd' ([1, total, num_heads, head_dim]) for a q "
-        f"that may be either, got None with q {described(q)} and k {described(k)}"
-    )
-
-
-def without_batch(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    check_tensor(tensor, name)
-    if tensor.dim() != 4 or tensor.shape[0] != 1:
-        raise ValueError(f"{name}: expected [1, total, num_heads, head_dim] in layout 'bshd', got {described(tensor)}")
-    return tensor[0]
-
-
-def refuse_heads_first(q: torch.Tensor) -> None:
-    """ValueError for a q with a batch, as scaled_dot_product_attention takes it, heads before tokens."""
-    check_tensor(q, "q")
-    if q.dim() != 3:
-        raise ValueError(f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)}")
-
-
-def refuse_misplaced(misplaced: tuple[object, ...]) -> None:
-    """TypeError for arguments by position after cu_seqlens_k, where flash-attn has max_seqlen_q and max_seqlen_k."""
-    if misplaced:
-        raise TypeError(
-            f"max_seqlen_q: expected at most 5 arguments by position, options by name (causal=True), got {5 + len(misplaced)}: "
-            "max_seqlen is not needed, leave it out (flash_attn_varlen_func takes flash-attn's arguments)"
-        )
-
-
-def wide_sinks(sinks: torch.Tensor) -> torch.Tensor:
-    """As float32, unless float64; a complex one is left for the op to refuse."""
-    check_tensor(sinks, "sinks")
-    return sinks if sinks.dtype == torch.float64 or sinks.is_complex() else sinks.float()
 
 
 # --- what came, in words ---

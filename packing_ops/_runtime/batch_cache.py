@@ -17,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.checks import check_unchanged
 
 
 def is_real(tensor: torch.Tensor) -> bool:
@@ -205,11 +204,21 @@ def _unchanged(tensors, values) -> bool:
             return all(map(torch.equal, tensors, values))
         try:
             for tensor, value in zip(tensors, values, strict=True):
-                check_unchanged(tensor, value)
+                gate.check_unchanged(tensor, value, "as it was")
         except ValueError:
             forget()
             raise
         return True
+
+
+def check_same(values: torch.Tensor, expected: torch.Tensor, wanted: str) -> None:
+    """ValueError where values differ: on the CPU at once, on CUDA in a later call, in a graph never.
+
+    Args:
+        wanted: what the error says. "depths": position_ids of a prefix tree; "segments": cu_seqlens of one.
+    """
+    if is_real(values):
+        gate.check_unchanged(values, expected, wanted)
 
 
 def forget() -> None:
@@ -219,42 +228,6 @@ def forget() -> None:
     _tensor_caches.clear()
 
 
-# --- the plan of a batch ---
-
-
-def plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache: BatchCache | None = None) -> torch.Tensor | None:
-    """The plan of an attention call; None on the CPU, and for shapes that the op itself refuses with a message."""
-    if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) and q.is_cuda):
-        return None
-    if q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] == 1:
-        (_, num_heads, total_q, head_dim), (_, num_kv_heads, total_k, _) = q.shape, k.shape
-    elif q.dim() == k.dim() == 3:
-        (total_q, num_heads, head_dim), (total_k, num_kv_heads, _) = q.shape, k.shape
-    else:
-        return None
-    head_dim_v = v.shape[-1] if v.dim() else 0
-    if num_kv_heads == 0 or num_heads % num_kv_heads or not (0 < head_dim <= 512 and 0 < head_dim_v <= 512):
-        return None
-    if options.paths is not None:
-        total_k = options.paths.row_of_key.shape[0]
-    mask = options.causal, *options.window_size
-    geometry = (total_q, total_k, num_heads, num_kv_heads, head_dim, *mask, head_dim_v)
-    return plan_of(cu_seqlens_q, cu_seqlens_k, geometry, cache, visible_end=options.visible_end)
-
-
-def plan_of(
-    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, geometry: tuple, cache: BatchCache | None = None, *,
-    visible_end: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The plan: made for the first layer with this geometry, kept with cu_seqlens for the others."""
-    same = cu_seqlens_k is cu_seqlens_q
-    tensors = (cu_seqlens_q,) if same else (cu_seqlens_q, cu_seqlens_k)
-    if visible_end is not None:
-        tensors += (visible_end,)
-    return kept_with(
-        tensors,
-        ("plan", same, visible_end is None, geometry),
-        lambda: gate.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry, visible_end),
-        checked_by_kernel=True,
-        cache=cache,
-    )
+@gate.register_fake("check_unchanged")
+def _(values: torch.Tensor, expected: torch.Tensor, wanted: str = "as it was") -> None:
+    return None

@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from packing_ops._runtime.batch_cache import is_captured, kept_with, plan_for
+from packing_ops._runtime.batch_cache import is_captured, kept_with
+from packing_ops.keys import plan_for
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import (
@@ -42,7 +43,8 @@ from packing_ops.parallel.collectives import (
 from packing_ops.parallel.key_layout import Exchange, KeyLayout, RowSpans, key_layout
 from packing_ops.parallel.overlap import gathered_parts, keeps_keys, slices, together
 from packing_ops.parallel.sharding import check_rows, whole_row
-from packing_ops.varlen.attention import attend, attention_backward, attention_forward
+from packing_ops.varlen.attention import attend
+from packing_ops.varlen.ops import attention_backward, attention_forward
 from packing_ops.varlen.options import AttentionOptions, of_heads
 
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from packing_ops._runtime.arguments import described
-from packing_ops._runtime.batch_cache import BatchCache, forget, kept_with, plan_for
+from packing_ops._runtime.batch_cache import BatchCache, forget, kept_with
 from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
-from packing_ops.keys import PrefixPaths
+from packing_ops.keys import PrefixPaths, checked_tree, plan_for
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import (
@@ -30,9 +30,9 @@ from packing_ops.parallel.collectives import (
 )
 from packing_ops.parallel.overlap import slices, together, ulysses_parts
 from packing_ops.parallel.sharding import check_rows, whole_row
-from packing_ops.varlen.attention import attend, attention_backward, attention_forward
-from packing_ops.varlen.options import AttentionOptions, of_heads
-from packing_ops.varlen.prefix_attention import of_tree
+from packing_ops.varlen.attention import attend
+from packing_ops.varlen.ops import attention_backward, attention_forward
+from packing_ops.varlen.options import AttentionOptions, of_heads, refuse_in_tree
 
 Order = tuple[torch.Tensor, torch.Tensor]  # of a zigzag row: _order
 
@@ -65,17 +65,19 @@ def attend_by_heads(
     own = q.shape[1] // ranks
     options = of_heads(options, slice(own * group.rank(), own * (group.rank() + 1)))
     order = _order(cu_seqlens, rows, ranks, documents) if scheme == "zigzag" else None
-    cache = None
+    cache = paths = None
     if isinstance(documents, PackedMetadata):
         options, cache = options._replace(visible_end=documents.visible_end), documents._cache
         if documents.paths is not None:
-            options, _ = of_tree(rows * ranks, cu_seqlens, options._replace(paths=documents.paths), None, cache)
+            refuse_in_tree(options)
+            found = checked_tree(documents.paths, cu_seqlens, rows * ranks, cache)
+            paths = found if isinstance(found, PrefixPaths) else None
     heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
     parts = 1 if torch.compiler.is_compiling() else ulysses_parts(ranks, rows, heads, q.element_size())
     # Tensors come beside the options: autograd and torch.compile see the arguments of apply alone.
-    tensors = options.sinks, cu_seqlens, options.visible_end, options.paths, order
+    tensors = options.sinks, cu_seqlens, options.visible_end, paths, order
     try:
-        without = options._replace(sinks=None, visible_end=None, paths=None)
+        without = options._replace(sinks=None, visible_end=None)
         out, *of_rows = _Attention.apply(q, k, v, *tensors, group, cache, without, return_lse, parts)
     except ValueError:
         forget()  # as varlen_attention
@@ -138,9 +140,9 @@ class _Attention(torch.autograd.Function):
         parts: int,
     ) -> tuple[torch.Tensor, ...]:
         """out, and with return_lse lse, whose rows come first here."""
-        size, documents = group.size(), (cu_seqlens, cu_seqlens if paths is None else paths.cu_seqlens)
-        ctx.options = options
-        options = options._replace(sinks=sinks, visible_end=visible_end, paths=paths)
+        size, ctx.options = group.size(), options
+        keys = cu_seqlens if paths is None else paths
+        options = options._replace(sinks=sinks, visible_end=visible_end)
         # k and v before q: attention needs all keys before its first tile, and q is the largest.
         coming = [
             [start_all_to_all(_by_head(tensor, size, part, parts), group) for tensor in (k, v, q)]
@@ -149,8 +151,8 @@ class _Attention(torch.autograd.Function):
         leaving, saved = [], []
         for of_part in _of_parts(options, parts, q.shape[1] // size):
             key, value, query = (_in_row_order(received().flatten(0, 1), order) for received in coming.pop(0))
-            plan = plan_for(query, key, value, *documents, of_part, cache)
-            out, lse = attention_forward(query, key, value, *documents, of_part, plan)
+            plan = plan_for(query, key, value, cu_seqlens, keys, of_part, cache)
+            out, lse = attention_forward(query, key, value, cu_seqlens, keys, of_part, plan)
             rows = (out, lse.T) if return_lse else (out,)
             leaving.append([start_all_to_all(_by_rank(each, size, order), group) for each in rows])
             saved += [query, key, value, out, lse]
@@ -164,8 +166,8 @@ class _Attention(torch.autograd.Function):
     @no_second_derivative("ulysses_attention")
     def backward(ctx: Any, *of_rows: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         sinks, cu_seqlens, visible_end, plan, *saved = ctx.saved_tensors
-        size, group, order, paths = ctx.group.size(), ctx.group, ctx.order, ctx.paths
-        documents = cu_seqlens, cu_seqlens if paths is None else paths.cu_seqlens
+        size, group, order = ctx.group.size(), ctx.group, ctx.order
+        keys = cu_seqlens if ctx.paths is None else ctx.paths
         parts, rows, heads = len(saved) // 5, len(saved[0]) // ctx.group.size(), ctx.num_heads[0]
         # Every rank sends the same tensors, also those that its own loss does not use.
         shapes = (rows, heads, saved[3].shape[2]), (rows, heads)
@@ -177,11 +179,11 @@ class _Attention(torch.autograd.Function):
             [start_all_to_all(_by_head(each, size, part, parts), group) for each in given] for part in range(parts)
         ]
         leaving, dsinks = [], []
-        options = ctx.options._replace(sinks=sinks, visible_end=visible_end, paths=paths)
+        options = ctx.options._replace(sinks=sinks, visible_end=visible_end)
         for part, of_part in enumerate(_of_parts(options, parts, heads // size)):
             saved_of = saved[5 * part : 5 * part + 5]
             do, *dl = (_in_row_order(received().flatten(0, 1), order) for received in coming.pop(0))
-            gradients = attention_backward(do, dl[0].T if dl else None, saved_of, *documents, of_part, plan)
+            gradients = attention_backward(do, dl[0].T if dl else None, saved_of, cu_seqlens, keys, of_part, plan)
             leaving.append([start_all_to_all(_by_rank(each, size, order), group) for each in gradients[:3]])
             dsinks.append(gradients[3])
         dsink = None if sinks is None else together(dsinks, 0)

@@ -15,29 +15,18 @@ likewise. Under a causal mask over as many keys as queries, rows before key // 1
     Memory grows with the tokens, never with their square.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 
-from packing_ops._runtime import batch_cache, gate
-from packing_ops._runtime.arguments import (
-    FLOATS,
-    Layout,
-    check_tensor,
-    layout_of,
-    refuse_beside,
-    refuse_misplaced,
-    sum_dtype,
-    window_sides,
-    without_batch,
-)
-from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
-from packing_ops.keys import PrefixPaths, kept_paths, pages_of
-from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import FLOATS, check_tensor, described, refuse_beside, window_sides
+from packing_ops._runtime.batch_cache import forget
+from packing_ops.keys import KeyPages, Keys, Parents, PrefixPaths, kept_paths, keys_of, plan_for
+from packing_ops.metadata import PackedMetadata
+from packing_ops.varlen.call import Layout, in_tensors, layout_of, refuse_misplaced, without_batch
+from packing_ops.varlen.ops import attention_forward
 from packing_ops.varlen.options import AttentionOptions, checked_options
-from packing_ops.varlen.paged_attention import attend_pages
-from packing_ops.varlen.prefix_attention import of_tree, rows_of_tree, token_major
 
 # By device. Float64 has no CUDA kernel.
 DTYPES = {"cpu": FLOATS, "cuda": tuple(dtype for dtype in FLOATS if dtype != torch.float64)}
@@ -187,13 +176,9 @@ def varlen_attention(
     """
     refuse_misplaced(misplaced)
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
-    if (pages := pages_of(block_table, seqused_k, cu_seqlens_k=cu_seqlens_k, parents=parents)) is not None:
-        out, lse = attend_pages(q, k, v, cu_seqlens_q, pages, options, plan=plan, layout=layout)
-        return (out, lse) if return_lse else out
     check_tensor(q, "q")
-    if cu_seqlens_k is None:
-        cu_seqlens_k = cu_seqlens_q
-    out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan=plan, layout=layout, parents=parents)
+    keys = keys_of(cu_seqlens_q, cu_seqlens_k, parents, block_table, seqused_k)
+    out, lse = attend(q, k, v, cu_seqlens_q, keys, options, plan=plan, layout=layout)
     return (out, lse) if return_lse else out
 
 
@@ -201,91 +186,40 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: PackedMetadata | torch.Tensor,
-    cu_seqlens_k: PackedMetadata | torch.Tensor,
+    documents: PackedMetadata | torch.Tensor,
+    keys: Keys | Parents | PackedMetadata,
     options: AttentionOptions,
     *,
     plan: torch.Tensor | None = None,
     layout: str | None = None,
-    parents: torch.Tensor | PrefixPaths | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """varlen_attention of a tensor q and of options that are checked: (out, lse)."""
-    if cu_seqlens_k is cu_seqlens_q and isinstance(cu_seqlens_q, PackedMetadata):
-        if options.visible_end is None and cu_seqlens_q.visible_end is not None:
-            options = options._replace(visible_end=cu_seqlens_q.visible_end)
-        if cu_seqlens_q.paths is not None:
-            options = options._replace(paths=cu_seqlens_q.paths)
-    cache = None
-    tokens_first = (layout or q.dim() == 4) and layout_of(q, k, layout, cu_seqlens_k is cu_seqlens_q) == "bshd"
+    """Returns (out, lse) of varlen_attention for a tensor q, its documents, keys and options that are checked."""
+    # Layout
+    pages, tokens_first = isinstance(keys, KeyPages), False
+    if layout or q.dim() == 4:
+        if pages and layout is None:
+            raise ValueError(
+                f"layout: expected 'bhsd' or 'bshd' for a q of four dimensions, got None with q {described(q)}"
+            )
+        tokens_first = layout_of(q, k, layout, keys is documents or isinstance(keys, (PrefixPaths, Parents))) == "bshd"
     if tokens_first:
-        q, k, v = (without_batch(t, name) for name, t in (("q", q), ("k", k), ("v", v)))
-    if not (isinstance(cu_seqlens_q, torch.Tensor) and isinstance(cu_seqlens_k, torch.Tensor)):
-        cu_seqlens_q, cu_seqlens_k, cache = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
-    if parents is not None or options.paths is not None:
-        if cu_seqlens_k is not cu_seqlens_q:
-            raise ValueError("cu_seqlens_k: expected None beside a prefix tree, whose segments are those of q and of k")
-        options, cu_seqlens_k = of_tree(rows_of_tree(q, k, v), cu_seqlens_q, options, parents, cache)
+        q = without_batch(q, "q")
+        k, v = (k, v) if pages else (without_batch(k, "k"), without_batch(v, "v"))
+    # Documents and keys as tensors
+    of_keys: Keys
+    if isinstance(documents, torch.Tensor) and isinstance(keys, torch.Tensor):
+        cu_seqlens_q, of_keys, cache = documents, keys, None
+    else:
+        cu_seqlens_q, of_keys, options, cache = in_tensors(q, k, v, documents, keys, options)
+    # The op
     if plan is None:
-        plan = batch_cache.plan_for(q, k, v, cu_seqlens_q, cu_seqlens_k, options, cache)
+        plan = plan_for(q, k, v, cu_seqlens_q, of_keys, options, cache)
     try:
-        out, lse = attention_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options, plan)
+        out, lse = attention_forward(q, k, v, cu_seqlens_q, of_keys, options, plan)
     except ValueError:
-        batch_cache.forget()  # it may be of a plan that was kept while its cu_seqlens changed
+        forget()  # it may be of a plan that was kept while its cu_seqlens changed
         raise
     return (out[None] if tokens_first else out), lse
-
-
-def attention_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    options: AttentionOptions,
-    plan: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op: (out, lse)."""
-    if (paths := options.paths) is not None:
-        tree = paths.cu_seqlens, options.sinks, *paths.tensors[1:]
-        return gate.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
-    return gate.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *options.arguments(plan))
-
-
-def attention_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    saved: Sequence[torch.Tensor],
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    options: AttentionOptions,
-    plan: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The op's backward: (dq, dk, dv, dsinks). ``saved``: q, k, v, out and lse."""
-    if (paths := options.paths) is not None:
-        tree = paths.cu_seqlens, options.sinks, *paths.tensors[1:]
-        return gate.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
-    return gate.varlen_attention_backward(dout, dlse, *saved, cu_seqlens_q, cu_seqlens_k, *options.arguments(plan))
-
-
-def without_metadata(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    documents_q: PackedMetadata | torch.Tensor,
-    documents_k: PackedMetadata | torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, batch_cache.BatchCache | None]:
-    """cu_seqlens of q and of k, and the cache of q's PackedMetadata."""
-    check_tensor(k, "k")
-    for name, documents in (("cu_seqlens_q", documents_q), ("cu_seqlens_k", documents_k)):
-        if isinstance(documents, int):
-            raise TypeError(
-                f"{name}: expected PackedMetadata or its cu_seqlens, got {documents} (int): varlen_attention takes no "
-                "max_seqlen, leave it out (flash_attn_varlen_func takes flash-attn's arguments)"
-            )
-    total_q, total_k = (rows.shape[2] if rows.dim() == 4 else rows.shape[:1].numel() for rows in (q, k))
-    same = documents_k is documents_q and total_k == total_q
-    cu_seqlens_q = cu_seqlens_of(documents_q, total_q, like="q", name="cu_seqlens_q", tree=same)
-    cu_seqlens_k = cu_seqlens_q if same else cu_seqlens_of(documents_k, total_k, like="k", name="cu_seqlens_k")
-    return cu_seqlens_q, cu_seqlens_k, documents_q._cache if isinstance(documents_q, PackedMetadata) else None
 
 
 def attention_plan(
@@ -339,91 +273,3 @@ def attention_plan(
         return gate.paged_attention_plan(cu_seqlens_q, seqused_k, *geometry)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     return gate.attention_plan(cu_seqlens_q, cu_seqlens_k, *geometry, visible_end)
-
-
-# --- registration: shapes for torch.compile, gradients ---
-
-
-def _plan_size(total_q: int, total_k: int, documents: int, group: int, visible_end: bool = False) -> int:
-    """attention_plan_size of csrc/ops/attention/attention.h."""
-    cu_seqlens = (2 * (documents + 1) + 7) // 8
-    entries = 8 * (cu_seqlens + total_q * (group + 1) // 32 + total_k // 32 + 6 * documents)
-    return 16 + entries + (total_q + total_k if visible_end else 0)
-
-
-@gate.register_fake("attention_plan")
-def _(
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    total_q: int,
-    total_k: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    causal: bool,
-    left: int,
-    right: int,
-    head_dim_v: int | None = None,
-    visible_end: torch.Tensor | None = None,
-) -> torch.Tensor:
-    size = 0
-    if cu_seqlens_q.device.type == "cuda":
-        sizes = total_q, total_k, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads
-        size = _plan_size(*sizes, visible_end is not None)
-    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
-
-
-@gate.register_fake("paged_attention_plan")
-def _(cu_seqlens_q: torch.Tensor, seqused_k: torch.Tensor, total_q: int, *others: Any) -> torch.Tensor:
-    _, num_heads, num_kv_heads, *_ = others
-    size = 0
-    if cu_seqlens_q.device.type == "cuda":
-        size = 4 + _plan_size(total_q, 0, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads)
-    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
-
-
-def _out_and_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-    out = q.new_empty((*token_major(q).shape[:-1], v.shape[-1]))
-    return out, q.new_empty(out.shape[-3:-1][::-1], dtype=sum_dtype(q.dtype))
-
-
-def _gradients(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *others: Any,
-) -> tuple[torch.Tensor, ...]:
-    sinks = others[2]
-    dq, dk, dv = (token_major(t.new_empty(token_major(t).shape)) for t in (q, k, v))
-    return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=sum_dtype(q.dtype))
-
-
-gate.register_fake("paged_attention")(_out_and_lse)
-for _op in ("varlen_attention", "prefix_attention"):
-    gate.register_fake(_op)(_out_and_lse)
-    gate.register_fake(f"{_op}_backward")(_gradients)
-
-
-def _varlen_attention_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan, visible_end = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan, visible_end)
-
-
-def _varlen_attention_backward(
-    ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    *inputs, sinks, plan, visible_end = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(inputs[3])
-    dq, dk, dv, dsinks = past_autograd(
-        gate.varlen_attention_backward, dout, dlse, *inputs, sinks, *ctx.options, plan, visible_end
-    )
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(7 * [None])
-
-
-register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)
-register_no_autograd("varlen_attention_backward", of="varlen_attention")

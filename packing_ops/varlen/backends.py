@@ -21,13 +21,12 @@ from packing_ops._runtime.arguments import (
     is_new,
     number,
     plain,
-    refuse_heads_first,
-    refuse_misplaced,
     sum_dtype,
     wrong_type,
 )
 from packing_ops.metadata import PackedMetadata
-from packing_ops.varlen.attention import DTYPES, attend, without_metadata
+from packing_ops.varlen.attention import DTYPES, attend
+from packing_ops.varlen.call import refuse_heads_first, refuse_misplaced, without_metadata
 from packing_ops.varlen.masks import visible_keys
 from packing_ops.varlen.options import AttentionOptions, checked_options
 
@@ -203,17 +202,16 @@ def attention(
     if visible_end is None and same_documents and isinstance(cu_seqlens_q, PackedMetadata):
         visible_end = cu_seqlens_q.visible_end
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
-    if isinstance(cu_seqlens_q, PackedMetadata):
-        options = options._replace(paths=cu_seqlens_q.paths)
+    tree = isinstance(cu_seqlens_q, PackedMetadata) and cu_seqlens_q.paths is not None
     # Choose.
     if backend is None:
-        backend, reasons = _select(q, k, v, options, return_lse)
+        backend, reasons = _select(q, k, v, options, return_lse, tree)
         if backend != "packing_ops":
             _warn_once(f"packing_ops.attention runs by {backend} here: packing_ops {reasons['packing_ops']}")
     elif backend not in BACKENDS:
         raise ValueError(f"backend: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {backend!r}")
     else:
-        reason = _select(q, k, v, options, return_lse)[1][backend]
+        reason = _select(q, k, v, options, return_lse, tree)[1][backend]
         if reason:
             raise NotImplementedError(f"backend: {backend} {reason}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -222,7 +220,7 @@ def attention(
         return (out, lse) if return_lse else out
     options = _checked_call(q, k, v, options)
     lengths = max_seqlen_q or _longest(cu_seqlens_q, q), max_seqlen_k or _longest(cu_seqlens_k, k)
-    of_q, of_k, _ = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
+    of_q, of_k = without_metadata(q, k, cu_seqlens_q, cu_seqlens_k)
     documents = _documents(of_q, "cu_seqlens_q", q), _documents(of_k, "cu_seqlens_k", k)
     if of_q.shape != of_k.shape:
         wanted, got = of_q.numel() - 1, of_k.numel() - 1
@@ -292,6 +290,7 @@ def _select(
     v: torch.Tensor | None,
     options: AttentionOptions,
     return_lse: bool,
+    tree: bool = False,
 ) -> tuple[str, dict[str, str]]:
     """(name, {backend: why it cannot run})."""
     features = {
@@ -299,7 +298,7 @@ def _select(
         "sinks": options.sinks is not None,
         "lse": return_lse,
     }
-    features |= {"visible_end": options.visible_end is not None, "prefix trees": options.paths is not None}
+    features |= {"visible_end": options.visible_end is not None, "prefix trees": tree}
     extra = " and ".join(name for name, wanted in features.items() if wanted)
     reasons = {
         "packing_ops": _why_not_packing_ops(q, v),

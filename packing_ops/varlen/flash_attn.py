@@ -9,18 +9,11 @@ from typing import Literal, overload
 import torch
 
 from packing_ops._runtime import batch_cache
-from packing_ops._runtime.arguments import (
-    check_cu_seqlens,
-    check_tensor,
-    described,
-    integer,
-    refuse_heads_first,
-    sides_of_flash_attn,
-)
+from packing_ops._runtime.arguments import check_cu_seqlens, check_tensor, described, integer, sides_of_flash_attn
 from packing_ops.keys import KeyPages, lengths_of, lengths_with
 from packing_ops.varlen.attention import attend
+from packing_ops.varlen.call import refuse_heads_first
 from packing_ops.varlen.options import checked_options
-from packing_ops.varlen.paged_attention import attend_pages, write_keys
 
 
 @overload
@@ -122,7 +115,7 @@ def flash_attn_varlen_func(
         check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
         if cu_seqlens_k.is_cpu and batch_cache.is_real(cu_seqlens_k) and cu_seqlens_k[0] != 0:
             raise ValueError(f"cu_seqlens_k: expected to start at 0, got {int(cu_seqlens_k[0])}")
-        out, lse = attend_pages(q, k, v, cu_seqlens_q, KeyPages(block_table, lengths_of(cu_seqlens_k)), options)
+        out, lse = attend(q, k, v, cu_seqlens_q, KeyPages(block_table, lengths_of(cu_seqlens_k)), options)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -340,12 +333,48 @@ def flash_attn_with_kvcache(
         assert v is not None
         _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
         seqused_k = lengths_with(lengths, k.shape[1:2].numel())
-        write_keys(k_cache, v_cache, k, v, block_table, lengths)
+        _write_keys(k_cache, v_cache, k, v, block_table, lengths)
     cu_seqlens_q = batch_cache.dense_cu_seqlens(q.shape[0], q.shape[1], q, "q")
     pages = KeyPages(block_table, seqused_k)
-    out, lse = attend_pages(q.flatten(0, 1), k_cache, v_cache, cu_seqlens_q, pages, options)
+    out, lse = attend(q.flatten(0, 1), k_cache, v_cache, cu_seqlens_q, pages, options)
     out, lse = out.view(*q.shape[:3], out.shape[-1]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse) if return_softmax_lse else out
+
+
+def _write_keys(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    """Writes k and v ``[num_documents, new, num_kv_heads, head_dim]`` into pages, after the first ``lengths`` keys.
+
+    Rows that have no place in their document's pages are left out: what is wrong, attention then says.
+    """
+    documents, new = block_table.shape[0], k.shape[1:2].numel()
+    for rows, name, cache in ((k, "k", k_cache), (v, "v", v_cache)):
+        if rows.dtype != cache.dtype or rows.shape != (documents, new, *cache.shape[2:]):
+            wanted = f"[batch={documents}, seqlen_new={new}, num_kv_heads, head_dim] like its cache, {described(cache)}"
+            raise ValueError(f"{name}: expected {wanted}, got {described(rows)}")
+    num_pages, page_size = k_cache.shape[:2]
+    if block_table.numel() == 0 or num_pages * page_size == 0:
+        return
+    keys = lengths.long()[:, None] + torch.arange(new, device=lengths.device)
+    column = keys.div(page_size, rounding_mode="floor")
+    page = block_table.gather(1, column.clamp(0, block_table.shape[1] - 1))
+    fits = ((lengths >= 0)[:, None] & (column < block_table.shape[1]) & (page >= 0) & (page < num_pages)).flatten()
+    if fits.numel() == 0:
+        return
+    # A row without a place writes what the first one that has a place writes: nothing waits to count them.
+    first, row = fits.byte().argmax(), torch.arange(fits.numel(), device=fits.device)
+    row = row.where(fits, first)
+    some = fits.index_select(0, first.view(1))
+    at = page.flatten().long()[row].where(some, 0), (keys % page_size).flatten()[row].where(some, 0)
+    with torch.no_grad():
+        for cache, rows in ((k_cache, k), (v_cache, v)):
+            cache.index_put_(at, rows.flatten(0, 1)[row].where(some, cache[at]))
 
 
 def _cache_table(

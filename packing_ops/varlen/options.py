@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packing_ops._runtime.arguments import refuse_gradient, wide_sinks, window_sides
-from packing_ops.keys import PrefixPaths
+from packing_ops._runtime.arguments import check_tensor, described, refuse_gradient, window_sides
 
 
 class AttentionOptions(NamedTuple):
@@ -21,7 +20,6 @@ class AttentionOptions(NamedTuple):
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     visible_end: torch.Tensor | None = None
-    paths: PrefixPaths | None = None  # of a prefix tree: cu_seqlens_q are its segments, cu_seqlens_k those of the paths
 
     def arguments(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
         """From sinks on, what varlen_attention's op and its backward take."""
@@ -34,6 +32,12 @@ class AttentionOptions(NamedTuple):
     def arguments_of_tree(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
         """After the tensors of the tree, what prefix_attention's op and its backward take: a tree is causal."""
         return self.softmax_scale, self.window_size[0], self.softcap, plan
+
+
+def wide_sinks(sinks: torch.Tensor) -> torch.Tensor:
+    """As float32, unless float64; a complex one is left for the op to refuse."""
+    check_tensor(sinks, "sinks")
+    return sinks if sinks.dtype == torch.float64 or sinks.is_complex() else sinks.float()
 
 
 def checked_options(
@@ -51,6 +55,16 @@ def checked_options(
     if sinks is not None:
         sinks = wide_sinks(sinks)
     return AttentionOptions(causal, softmax_scale, window_sides(window_size), softcap, sinks, visible_end)
+
+
+def refuse_in_tree(options: AttentionOptions) -> None:
+    """ValueError for options that a prefix tree does not have."""
+    if not options.causal or options.window_size[1] > 0:
+        given = f"causal={options.causal}, window_size={options.window_size}"
+        raise ValueError(f"causal, window_size: expected a causal call for a prefix tree, got {given}")
+    if options.visible_end is not None:
+        came = described(options.visible_end)
+        raise ValueError(f"visible_end: expected None beside a prefix tree, which is causal, got {came}")
 
 
 def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:

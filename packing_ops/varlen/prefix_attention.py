@@ -15,59 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import check_tensor, described
 from packing_ops._runtime.autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
-from packing_ops._runtime.batch_cache import BatchCache
-from packing_ops.keys import PrefixPaths, check_same, kept_paths
-from packing_ops.varlen.options import AttentionOptions
-
-
-def rows_of_tree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """ValueError where k and v have not the rows of q, which are the tree's."""
-    axis = 2 if q.dim() == 4 else 0
-    rows = q.shape[axis] if q.dim() in (3, 4) else -1
-    for name, tensor in (("k", k), ("v", v)):
-        check_tensor(tensor, name)
-        if tensor.dim() != q.dim() or tensor.shape[axis] != rows:
-            raise ValueError(
-                f"{name}: expected the layout and the {rows} rows of q, which are the tree's, got {described(tensor)}"
-            )
-    return rows
-
-
-def of_tree(
-    rows: int,
-    cu_seqlens: torch.Tensor,
-    options: AttentionOptions,
-    parents: torch.Tensor | PrefixPaths | None,
-    cache: BatchCache | None,
-) -> tuple[AttentionOptions, torch.Tensor]:
-    """The options with the paths of the call's tree, and the cu_seqlens of its keys. Segments that share nothing are documents.
-
-    parents: where the options have no paths of a PackedMetadata yet. ValueError for what a tree does not have.
-    """
-    if not options.causal or options.window_size[1] > 0:
-        given = f"causal={options.causal}, window_size={options.window_size}"
-        raise ValueError(f"causal, window_size: expected a causal call for a prefix tree, got {given}")
-    if options.visible_end is not None:
-        came = described(options.visible_end)
-        raise ValueError(f"visible_end: expected None beside a prefix tree, which is causal, got {came}")
-    if options.paths is not None and parents is not None:
-        raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
-    paths = options.paths if parents is None else parents
-    if isinstance(paths, PrefixPaths):
-        if paths.key_offsets.shape[0] != rows + 1:
-            raise ValueError(
-                f"parents: expected the paths of a tree of {rows} rows, got {paths.key_offsets.shape[0] - 1}"
-            )
-        check_same(cu_seqlens, paths.segments, "segments")
-    else:
-        check_tensor(paths, "parents")
-        paths = kept_paths(cu_seqlens, paths, rows, cache)  # type: ignore[arg-type]
-    if not paths.shares:
-        return options._replace(paths=None), cu_seqlens
-    return options._replace(paths=paths), paths.cu_seqlens
-
 
 # --- the op and its backward ---
 

@@ -9,6 +9,7 @@ from helpers.attention_case import Case, assert_close, document_alone, document_
 
 import packing_ops as po
 from packing_ops._runtime import batch_cache
+from packing_ops.keys import plan_for
 from packing_ops.reference import attention as oracle
 from packing_ops.reference.attention import visible
 from packing_ops.varlen.options import AttentionOptions
@@ -118,7 +119,7 @@ def test_a_row_heads_first_shares_the_plan():
     q, k, _, _ = packed([70, 5])
     cu_seqlens = cu_seqlens_of([70, 5], "cuda")
     plans = [
-        batch_cache.plan_for(*rows, cu_seqlens, cu_seqlens, AttentionOptions())
+        plan_for(*rows, cu_seqlens, cu_seqlens, AttentionOptions())
         for rows in ((q, k, k), [t[None].transpose(1, 2) for t in (q, k, k)])
     ]
     assert plans[0] is not None

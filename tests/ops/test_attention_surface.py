@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
 from packing_ops._runtime import arguments as _arguments
-from packing_ops._runtime import batch_cache, library
+from packing_ops._runtime import library
+from packing_ops.keys import plan_of
 from packing_ops.reference import attention as oracle
 from packing_ops.varlen import backends
 
@@ -354,7 +355,7 @@ def test_inference_mode(device):
         for cu_seqlens in (case.cu_seqlens, made_here):
             out = po.varlen_attention(case.q, case.k, case.v, *cu_seqlens)
             assert_same(out, expected["out"])
-            plan = batch_cache.plan_of(*cu_seqlens, geometry)
+            plan = plan_of(*cu_seqlens, geometry)
             assert plan.is_inference() == (cu_seqlens is made_here)
     for name, value in case.ours().items():
         assert_same(value, expected[name])

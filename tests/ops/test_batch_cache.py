@@ -9,6 +9,7 @@ from helpers import cu_seqlens_of
 
 import packing_ops as po
 from packing_ops._runtime import batch_cache
+from packing_ops.keys import plan_of
 
 
 def geometry(window=-1, total=9):
@@ -23,21 +24,21 @@ def kept():
 
 def test_layers_of_alternating_windows_share_two_plans(device):
     cu_seqlens = cu_seqlens_of([5, 4], device)
-    first, other = (batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in (-1, 2))
+    first, other = (plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in (-1, 2))
     assert first is not other
     for _ in range(3):
-        assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry()) is first
-        assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(2)) is other
+        assert plan_of(cu_seqlens, cu_seqlens, geometry()) is first
+        assert plan_of(cu_seqlens, cu_seqlens, geometry(2)) is other
 
 
 def test_keys_of_their_own_have_plans_of_their_own(device):
     cu_seqlens, keys = cu_seqlens_of([5, 4], device), cu_seqlens_of([4, 5], device)
-    own, cross = (batch_cache.plan_of(cu_seqlens, cu_k, geometry()) for cu_k in (cu_seqlens, keys))
-    assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry()) is own
-    assert batch_cache.plan_of(cu_seqlens, keys, geometry()) is cross
-    assert batch_cache.plan_of(cu_seqlens, keys.clone(), geometry()) is not cross
+    own, cross = (plan_of(cu_seqlens, cu_k, geometry()) for cu_k in (cu_seqlens, keys))
+    assert plan_of(cu_seqlens, cu_seqlens, geometry()) is own
+    assert plan_of(cu_seqlens, keys, geometry()) is cross
+    assert plan_of(cu_seqlens, keys.clone(), geometry()) is not cross
     keys[1] = 3
-    assert batch_cache.plan_of(cu_seqlens, keys, geometry()) is not cross
+    assert plan_of(cu_seqlens, keys, geometry()) is not cross
 
 
 def test_a_buffer_written_each_step_keeps_one_step(device):
@@ -45,8 +46,8 @@ def test_a_buffer_written_each_step_keeps_one_step(device):
     before = kept()
     for total in range(9, 30):
         cu_seqlens[2] = total
-        plan = batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(total=total))
-        assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(total=total)) is plan
+        plan = plan_of(cu_seqlens, cu_seqlens, geometry(total=total))
+        assert plan_of(cu_seqlens, cu_seqlens, geometry(total=total)) is plan
     assert kept() == before + 1
     assert len(batch_cache._tensor_caches[id(cu_seqlens)].entries) == 1
     del cu_seqlens
@@ -91,13 +92,11 @@ def test_uncounted_writes_are_noticed_on_the_cpu(write):
 
 def test_what_is_kept_of_a_tensor_is_bounded(device):
     cu_seqlens = cu_seqlens_of([5, 4], device)
-    plans = [
-        batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in range(3 * batch_cache.MOST_KEPT)
-    ]
+    plans = [plan_of(cu_seqlens, cu_seqlens, geometry(window)) for window in range(3 * batch_cache.MOST_KEPT)]
     assert len(batch_cache._tensor_caches[id(cu_seqlens)].entries) == batch_cache.MOST_KEPT
     newest = 3 * batch_cache.MOST_KEPT - 1
-    assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(newest)) is plans[newest]
-    assert batch_cache.plan_of(cu_seqlens, cu_seqlens, geometry(0)) is not plans[0]
+    assert plan_of(cu_seqlens, cu_seqlens, geometry(newest)) is plans[newest]
+    assert plan_of(cu_seqlens, cu_seqlens, geometry(0)) is not plans[0]
 
 
 def test_nothing_fake_is_kept():

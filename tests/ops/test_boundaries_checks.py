@@ -6,7 +6,6 @@ from helpers import cu_seqlens_of
 
 import packing_ops
 from packing_ops._runtime import gate, plain
-from packing_ops._runtime.checks import checked_documents
 
 ops = torch.ops.packing_ops
 OTHERS = "position_ids: expected to restart where cu_seq_lens_q starts a document and only there"
@@ -28,7 +27,7 @@ def check(device, q, positions=None, *, k=None, mask=None, batch=1, dtype=torch.
     if positions is not None:
         positions = positions.to(device).view(-1, sum(q) // batch)
     mask = None if mask is None else mask.to(device)
-    checked_documents(cu_q, cu_k, mask, positions, batch, sum(q) // batch)
+    gate.check_documents(cu_q, cu_k, mask, positions, batch, sum(q) // batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -58,7 +57,7 @@ def check(device, q, positions=None, *, k=None, mask=None, batch=1, dtype=torch.
 )
 def test_what_agrees_is_left_alone(device, lengths, given, batch, dtype):
     if not lengths:
-        checked_documents(cu_seqlens_of([], device), cu_seqlens_of([], device), None, None, 1, 0)
+        gate.check_documents(cu_seqlens_of([], device), cu_seqlens_of([], device), None, None, 1, 0)
     else:
         check(
             device, lengths, given, batch=batch, dtype=dtype, mask=torch.ones(batch, sum(lengths) // batch, dtype=bool)
@@ -126,7 +125,7 @@ def test_the_last_restart_of_a_long_row_is_found(device):
     with pytest.raises(ValueError, match=OTHERS):
         check(device, [4999, 3001], row)
     with pytest.raises(ValueError, match=r"expected to end at the batch's"):
-        checked_documents(*[cu_seqlens_of([5000, 2999], device)] * 2, None, None, 1, 8000)
+        gate.check_documents(*[cu_seqlens_of([5000, 2999], device)] * 2, None, None, 1, 8000)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_the_last_restart_of_a_long_row_is_found(device):
 )
 def test_shapes_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
-        checked_documents(*arguments, None, None, 1, 0)
+        gate.check_documents(*arguments, None, None, 1, 0)
 
 
 VALUES = [

@@ -6,7 +6,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import wide_sinks
 from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
 from packing_ops.integrations.megatron.prefix_tree import TreeParams, refuse_ranks, refuse_segments
@@ -14,7 +13,7 @@ from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_o
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
 from packing_ops.varlen.attention import attend
-from packing_ops.varlen.options import checked_options
+from packing_ops.varlen.options import checked_options, wide_sinks
 
 _UNSERVED = ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention", "fp8_multi_head_attention")
 

@@ -40,6 +40,7 @@ from packing_ops.integrations.transformers.versions import (
     PreTrainedModel,
     sdpa_attention_forward,
 )
+from packing_ops.keys import keys_of_tree
 from packing_ops.varlen.attention import DTYPES, attend
 from packing_ops.varlen.masks import visible_mask
 from packing_ops.varlen.options import checked_options
@@ -230,7 +231,7 @@ def _of_tree(heads, cu_seqlens, parents, options, reason):
         )
     if (call := call_of_layers()) is not None:
         call.reached_by("segment_parents", segments)
-    return attend(*_one_dtype(*heads), segments, segments, options, layout="bhsd", parents=parents)[0]
+    return attend(*_one_dtype(*heads), segments, keys_of_tree(parents), options, layout="bhsd")[0]
 
 
 def _varlen(heads, documents, options):

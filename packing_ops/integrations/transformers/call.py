@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from packing_ops._runtime.batch_cache import kept_with
+from packing_ops._runtime.batch_cache import check_same, kept_with
 from packing_ops.integrations._patching import kept_with_class
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
@@ -32,7 +32,7 @@ from packing_ops.integrations.transformers.versions import (
     reads_text,
     source_of,
 )
-from packing_ops.keys import check_same, kept_paths, positions_of_paths
+from packing_ops.keys import kept_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 REQUESTS = "write_index"  # a keyword that transformers' continuous batching alone gives: where new keys go in its cache

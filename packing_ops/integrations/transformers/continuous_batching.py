@@ -13,7 +13,6 @@ from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers.call import NAMES, call_of_layers
 from packing_ops.keys import KeyPages
 from packing_ops.varlen.attention import attend
-from packing_ops.varlen.paged_attention import attend_pages
 
 # --- attention over its cache ---
 
@@ -49,7 +48,7 @@ def attend_requests(module, heads, cu_seqlens, options, reason, given):
     )
     for cache, new in zip(caches, (key, value), strict=True):
         cache.flatten(0, 1).index_copy_(0, rows, new[0].transpose(0, 1))
-    return attend_pages(query, *caches, cu_seqlens[0], pages, options, layout="bhsd")[0]
+    return attend(query, *caches, cu_seqlens[0], pages, options, layout="bhsd")[0]
 
 
 def pages_of_requests(block_table, cu_seqlens_k, page_size):

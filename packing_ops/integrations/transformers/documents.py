@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._runtime.batch_cache import dense_cu_seqlens, is_captured, kept_with
-from packing_ops._runtime.checks import checked_documents
 from packing_ops.integrations._patching import kept_with_class
 from packing_ops.integrations.transformers.versions import constant, source_of
 
@@ -150,6 +149,28 @@ def _marked_alike(padding, cu_seqlens):
     documents = torch.searchsorted(cu_seqlens[1:], slots, right=True).view_as(padding) + 1
     wanted, numbered = (first_tokens(ids, None, *ids.shape, ids.device) for ids in (documents, padding))
     return real & ((wanted == numbered) | ~(padding > 1).any())  # ones alone are no numbers
+
+
+def checked_documents(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen):
+    """cu_seqlens_q and position_ids. ValueError where explicit cu_seqlens, padding mask and positions contradict each other.
+
+    Positions contradict where a document goes on with those before it in its row (one more than the last), or where they
+    fall inside of a document and grow again. They may start anywhere. What may be padding passes: documents of ones at an
+    end of a row, and zeros or ones beside a document.
+
+    A compiled graph drops an op that gives nothing. There they are copies, and checked if what comes out is used.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 ``[num_documents + 1]`` over the batch's rows, one after the other.
+        mask: bool ``[batch, seqlen]``, False is padding, which has no place beside cu_seqlens.
+        position_ids: int32 or int64 ``[batch or 1, seqlen]`` of queries and keys.
+    """
+    given = cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen
+    if not torch.compiler.is_compiling():
+        gate.check_documents(*given)
+        return cu_seqlens_q, position_ids
+    cu_seqlens_q, copied = gate.checked_documents(*given)
+    return cu_seqlens_q, position_ids if position_ids is None else copied
 
 
 # --- where a row's documents start, by positions and numbers ---

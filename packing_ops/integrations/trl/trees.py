@@ -89,6 +89,4 @@ def tree_attention(
     )
     options = checked_options(True, scaling, sides_of_keys(sliding_window), softcap or 0.0, sinks=s_aux)
     query, key = query.to(value.dtype), key.to(value.dtype)  # some models rotate in float32
-    return attend(query, key, value, tree_cu_seqlens_q, tree_cu_seqlens_q, options, layout="bhsd", parents=paths)[
-        0
-    ], None
+    return attend(query, key, value, tree_cu_seqlens_q, paths, options, layout="bhsd")[0], None

@@ -20,6 +20,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
 )
 from packing_ops.integrations.transformers.attention import packing_ops_attention  # noqa: E402
 from packing_ops.integrations.transformers.call import NAMES  # noqa: E402
+from packing_ops.keys import KeyPages  # noqa: E402
 
 if not continuous_batching.PATCHES:
     pytest.skip(f"transformers {transformers.__version__} batches in another way", allow_module_level=True)
@@ -63,18 +64,16 @@ class Steps:
     """The queries and keys of every attention call, [(cu_seqlens_q, cu_seqlens_k)], and calls with keys in pages."""
 
     def __init__(self, monkeypatch):
-        self.seen, self.in_pages, stock, pages = [], 0, continuous_batching.attend, continuous_batching.attend_pages
+        self.seen, self.in_pages, stock = [], 0, continuous_batching.attend
 
-        def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, **more):
-            self.seen.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist()))
-            return stock(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest, **more)
-
-        def attend_pages(*args, **more):
-            self.in_pages += 1
-            return pages(*args, **more)
+        def attend(q, k, v, cu_seqlens_q, keys, *rest, **more):
+            if isinstance(keys, KeyPages):
+                self.in_pages += 1
+            else:
+                self.seen.append((cu_seqlens_q.tolist(), keys.tolist()))
+            return stock(q, k, v, cu_seqlens_q, keys, *rest, **more)
 
         monkeypatch.setattr(continuous_batching, "attend", attend)
-        monkeypatch.setattr(continuous_batching, "attend_pages", attend_pages)
 
     def kinds(self):
         """Whether there was a step of prefill alone, one beside decoding, a chunk after another one, and decoding alone."""

@@ -1,0 +1,144 @@
+"""The ops of attention: the one for the keys of a call, shapes for torch.compile, gradients."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import sum_dtype
+from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops.keys import KeyPages, Keys, PrefixPaths
+from packing_ops.varlen.options import AttentionOptions
+from packing_ops.varlen.prefix_attention import token_major
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    keys: Keys,
+    options: AttentionOptions,
+    plan: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse), by the op for these keys."""
+    if isinstance(keys, PrefixPaths):
+        tree = keys.cu_seqlens, options.sinks, *keys.tensors[1:]
+        return gate.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
+    if isinstance(keys, KeyPages):
+        return gate.paged_attention(q, k, v, cu_seqlens_q, *keys, *options.arguments_of_pages(plan))
+    return gate.varlen_attention(q, k, v, cu_seqlens_q, keys, *options.arguments(plan))
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    saved: Sequence[torch.Tensor],
+    cu_seqlens_q: torch.Tensor,
+    keys: torch.Tensor | PrefixPaths,
+    options: AttentionOptions,
+    plan: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns (dq, dk, dv, dsinks), by the op's backward. ``saved``: q, k, v, out and lse."""
+    if isinstance(keys, PrefixPaths):
+        tree = keys.cu_seqlens, options.sinks, *keys.tensors[1:]
+        return gate.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
+    return gate.varlen_attention_backward(dout, dlse, *saved, cu_seqlens_q, keys, *options.arguments(plan))
+
+
+# --- registration: shapes for torch.compile, gradients ---
+
+
+def _plan_size(total_q: int, total_k: int, documents: int, group: int, visible_end: bool = False) -> int:
+    """attention_plan_size of csrc/ops/attention/attention.h."""
+    cu_seqlens = (2 * (documents + 1) + 7) // 8
+    entries = 8 * (cu_seqlens + total_q * (group + 1) // 32 + total_k // 32 + 6 * documents)
+    return 16 + entries + (total_q + total_k if visible_end else 0)
+
+
+@gate.register_fake("attention_plan")
+def _(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    total_q: int,
+    total_k: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    causal: bool,
+    left: int,
+    right: int,
+    head_dim_v: int | None = None,
+    visible_end: torch.Tensor | None = None,
+) -> torch.Tensor:
+    size = 0
+    if cu_seqlens_q.device.type == "cuda":
+        sizes = total_q, total_k, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads
+        size = _plan_size(*sizes, visible_end is not None)
+    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
+
+
+@gate.register_fake("paged_attention_plan")
+def _(cu_seqlens_q: torch.Tensor, seqused_k: torch.Tensor, total_q: int, *others: Any) -> torch.Tensor:
+    _, num_heads, num_kv_heads, *_ = others
+    size = 0
+    if cu_seqlens_q.device.type == "cuda":
+        size = 4 + _plan_size(total_q, 0, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads)
+    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
+
+
+def _out_and_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    out = q.new_empty((*token_major(q).shape[:-1], v.shape[-1]))
+    return out, q.new_empty(out.shape[-3:-1][::-1], dtype=sum_dtype(q.dtype))
+
+
+def _gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *others: Any,
+) -> tuple[torch.Tensor, ...]:
+    sinks = others[2]
+    dq, dk, dv = (token_major(t.new_empty(token_major(t).shape)) for t in (q, k, v))
+    return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=sum_dtype(q.dtype))
+
+
+gate.register_fake("paged_attention")(_out_and_lse)
+for _op in ("varlen_attention", "prefix_attention"):
+    gate.register_fake(_op)(_out_and_lse)
+    gate.register_fake(f"{_op}_backward")(_gradients)
+
+
+def _varlen_attention_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan, visible_end = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan, visible_end)
+
+
+def _varlen_attention_backward(
+    ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    *inputs, sinks, plan, visible_end = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(inputs[3])
+    dq, dk, dv, dsinks = past_autograd(
+        gate.varlen_attention_backward, dout, dlse, *inputs, sinks, *ctx.options, plan, visible_end
+    )
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(7 * [None])
+
+
+register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)
+register_no_autograd("varlen_attention_backward", of="varlen_attention")
+
+
+def _refuse(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
+    raise NotImplementedError(
+        "packing_ops::paged_attention has no gradient: keys in pages are for generation, train with keys end to end"
+    )
+
+
+register_autograd("paged_attention", _refuse, setup_context=lambda ctx, inputs, output: None)
