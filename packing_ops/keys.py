@@ -185,7 +185,9 @@ class PrefixPaths(NamedTuple):
         row_of_key: ``[paths]``.
         key_offsets: ``[total + 1]``; the keys of row ``r`` are ``keys_of_row[key_offsets[r] : key_offsets[r + 1]]``.
         keys_of_row: ``[paths]``.
-        shares: whether a segment has a parent. Without, the segments are documents, and attention gathers nothing.
+        shares: whether a segment has a parent. Without, the segments are documents.
+        in_blocks: whether in every FORK_ALIGNMENT keys of a path, counted from its start, the rows follow each other.
+            Then the forward of attention reads k and v where they lie, else it gathers them along the paths.
     """
 
     segments: torch.Tensor
@@ -194,6 +196,7 @@ class PrefixPaths(NamedTuple):
     key_offsets: torch.Tensor
     keys_of_row: torch.Tensor
     shares: bool = True
+    in_blocks: bool = False
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -210,8 +213,10 @@ class PrefixPaths(NamedTuple):
             target = torch.device(device or tensor.device)
             return tensor.to(target, non_blocking=target.type != "cpu")
 
-        cu_seqlens, row_of_key, key_offsets, keys_of_row = map(move, self.tensors)
-        return PrefixPaths(move(self.segments), cu_seqlens, row_of_key, key_offsets, keys_of_row, self.shares)
+        tensors: dict[str, Any] = {
+            name: move(value) for name, value in self._asdict().items() if isinstance(value, torch.Tensor)
+        }
+        return self._replace(**tensors)
 
 
 def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
@@ -233,7 +238,9 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
     """
     path_cu_seqlens, row_of_key, key_offsets, keys_of_row = gate.prefix_paths(cu_seqlens, parents, total)
     shares = torch.compiler.is_compiling() or bool((parents >= 0).any())
-    return PrefixPaths(cu_seqlens.clone(), path_cu_seqlens, row_of_key, key_offsets, keys_of_row, shares)
+    return PrefixPaths(
+        cu_seqlens.clone(), path_cu_seqlens, row_of_key, key_offsets, keys_of_row, shares, in_blocks=True
+    )
 
 
 def paths_of_rows(

@@ -36,6 +36,7 @@ enum class Fault : uint8_t {
   kPlanOfOtherVisibleEnd,  // the plan was made for another visible_end[index]
   kKeysPastPages,          // seqused_k[index] is not between 0 and what the document's pages hold
   kPageOutside,            // block_table[index] has a page that there is not
+  kRowOnPath,              // row_of_key[index] is no row of k, or does not follow the one before
   kTargetOverBound,        // targets[index] is one more than max_targets
   kTemperatureOutside,     // the temperature of targets[index] is not above 0
   kAllowedOutside,         // allowed_ids[index] is not in the vocabulary

@@ -34,6 +34,8 @@ FaultText attention_fault_text(Fault fault) {
       return {"seqused_k", "0 up to the keys that a row of block_table holds"};
     case Fault::kPageOutside:
       return {"block_table", "pages of k in the row of each document, as many as seqused_k has keys for"};
+    case Fault::kRowOnPath:
+      return {"row_of_key", "rows of k that follow each other in every 128 keys of a path"};
     default:
       return {"argument", "valid values"};
   }

@@ -25,7 +25,7 @@ def attention_forward(
     """Returns (out, lse), by the op for these keys."""
     if isinstance(keys, PrefixPaths):
         tree = keys.cu_seqlens, options.sinks, *keys.tensors[1:]
-        return gate.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
+        return gate.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.arguments_of_tree(plan), keys.in_blocks)
     if isinstance(keys, KeyPages):
         return gate.paged_attention(q, k, v, cu_seqlens_q, *keys, *options.arguments_of_pages(plan))
     return gate.varlen_attention(q, k, v, cu_seqlens_q, keys, *options.arguments(plan))
@@ -115,7 +115,9 @@ for _op in ("varlen_attention", "prefix_attention"):
 
 
 def _varlen_attention_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan, visible_end = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *ctx.options, plan, visible_end, row_of_key = inputs
+    if row_of_key is not None:
+        raise NotImplementedError("row_of_key: expected None where a gradient is recorded: prefix_attention has one")
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks, plan, visible_end)
 
 
@@ -128,7 +130,7 @@ def _varlen_attention_backward(
     dq, dk, dv, dsinks = past_autograd(
         gate.varlen_attention_backward, dout, dlse, *inputs, sinks, *ctx.options, plan, visible_end
     )
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(7 * [None])
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(8 * [None])
 
 
 register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)

@@ -1,12 +1,13 @@
 """Attention over prefix trees: samples that share a prefix, whose shared tokens stand in the row once.
 
 A tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then its own.
-k and v are gathered along the paths, and varlen_attention's kernels run on them: queries of a segment are the last ones of a
-document. A row's out and lse depend on the keys that it sees alone. Gradients of a document's last queries do not depend on
-how many of them a call has. So sharing changes no bit of out and lse, nor of the gradients of rows that one sample alone
-holds. dk and dv of a shared row are sums over the segments that see it, in their order.
+varlen_attention's kernels run on the paths: queries of a segment are the last ones of a document. The forward reads k and v
+where they lie, by the row of each tile's first key. Paths whose rows do not follow each other in every 128 keys (forks that
+another library puts anywhere), and the backward, gather k and v along the paths.
 
-The gathered k and v are not kept for the backward, which gathers them again.
+A row's out and lse depend on the keys that it sees alone. Gradients of a document's last queries do not depend on how many
+of them a call has. So sharing changes no bit of out and lse, nor of the gradients of rows that one sample alone holds. dk
+and dv of a shared row are sums over the segments that see it, in their order.
 """
 
 from typing import Any
@@ -16,8 +17,7 @@ import torch.nn.functional as F
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
-
-# --- the op and its backward ---
+from packing_ops.keys import FORK_ALIGNMENT
 
 
 def token_major(rows: torch.Tensor) -> torch.Tensor:
@@ -42,8 +42,11 @@ def _prefix_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
     path_cu_seqlens, sinks, row_of_key, _, _, *options = given
+    of_varlen, in_blocks = _as_varlen(sinks, *options)
+    if in_blocks and k.shape[0 if k.dim() == 3 else 2] >= FORK_ALIGNMENT:  # a shorter row has no fork
+        return gate.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *of_varlen, row_of_key)
     k, v = _along_paths(k, row_of_key), _along_paths(v, row_of_key)
-    return gate.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *_as_varlen(sinks, *options))
+    return gate.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *of_varlen)
 
 
 @on_its_own
@@ -52,19 +55,22 @@ def _prefix_attention_backward(
 ) -> tuple[torch.Tensor, ...]:
     out, lse, cu_seqlens, path_cu_seqlens, sinks, row_of_key, key_offsets, keys_of_row, *options = given
     k, v = _along_paths(k, row_of_key), _along_paths(v, row_of_key)
+    of_varlen, _ = _as_varlen(sinks, *options)
     dq, dk, dv, dsinks = gate.varlen_attention_backward(
-        dout, dlse, q, k, v, out, lse, cu_seqlens, path_cu_seqlens, *_as_varlen(sinks, *options)
+        dout, dlse, q, k, v, out, lse, cu_seqlens, path_cu_seqlens, *of_varlen
     )
     dk, dv = (_sum_by_row(grad, key_offsets, keys_of_row) for grad in (dk, dv))
     return dq, dk, dv, dsinks
 
 
-def _as_varlen(sinks: torch.Tensor | None, softmax_scale: float | None, left: int, *others: Any) -> tuple[Any, ...]:
-    """The options as varlen_attention's op takes them: causal, no window to the right, no visible_end.
+def _as_varlen(
+    sinks: torch.Tensor | None, softmax_scale: float | None, left: int, *others: Any
+) -> tuple[tuple[Any, ...], bool]:
+    """Returns the options as varlen_attention's op takes them, causal and without visible_end, and in_blocks.
 
-    others: softcap, the plan and what may follow it, the same in both ops; visible_end stands right after the plan.
+    others: softcap and the plan, the same in both ops, then in_blocks unless it is None.
     """
-    return sinks, True, softmax_scale, left, -1, *others[:2], None, *others[2:]
+    return (sinks, True, softmax_scale, left, -1, *others[:2], None), any(others[2:])
 
 
 # --- registration: gradients; the shapes are those of varlen_attention, in attention.py ---
@@ -83,7 +89,7 @@ def _(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> tuple[torc
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    # after_plan: arguments that the op may get later; none so far
+    # after_plan: in_blocks
     (q, k, v, *tree), (*ctx.options, plan), ctx.after_plan = inputs[:9], inputs[9:13], inputs[13:]
     ctx.save_for_backward(q, k, v, *output, *tree, plan)
 

@@ -67,12 +67,13 @@ const char* emulated_kernels(int64_t dtype, int64_t heads, int64_t kv_heads, int
 }
 
 // Contiguous tensors; sinks, dlse, dsinks, visible_end, block_table and what another plan is made of may be null, and
-// dout: then there is no backward. With block_table k and v are pages, and seqused_k stands for cu_seqlens_k. Returns
+// dout: then there is no backward. With block_table k and v are pages, and seqused_k stands for cu_seqlens_k; with
+// row_of_key k and v have rows_k rows, and cu_seqlens_k counts the keys of the paths of a prefix tree. Returns
 // what went wrong, or an empty string.
 const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {
   static std::string error;
   const auto [total_q, total_k, documents, heads, kv_heads, head_dim, head_dim_v, left, right, dtype, device, num_pages,
-              page_size, columns] = reinterpret_cast<const std::array<int64_t, 14>&>(*sizes);
+              page_size, columns, rows_k] = reinterpret_cast<const std::array<int64_t, 15>&>(*sizes);
   const auto rows = [](void* data, int64_t heads, int64_t dim) { return AttentionTensor{data, heads * dim, dim}; };
   launched.clear();
   unsigned long long fault_word = 0;
@@ -116,6 +117,8 @@ const char* emulated_attention(const int64_t* sizes, const double* options, void
       p.pages.num_pages = num_pages;
       p.pages.page_size = p.pages.page_rows = page_size;
     }
+    p.pages.row_of_key = static_cast<const int32_t*>(tensors[18]);
+    p.pages.num_rows = rows_k;
     AttentionPlanParams plan = plan_params(p);
     const int64_t documents = plan.documents_q.num_documents;
     if (tensors[14] != nullptr) {  // and of their rows

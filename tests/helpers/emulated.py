@@ -38,13 +38,14 @@ def attention(
     planned_ends: torch.Tensor | None = None,
     backward: bool = True,
     pages: Pages | None = None,
+    row_of_key: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """out, lse and every gradient of an attention_case.Case, by the kernels that run on ``gpu``.
 
     planned_for, planned_ends: other cu_seqlens and visible_end that the plan is made of. Without ``backward`` out and lse alone.
-    pages: the keys in pages instead; there is no backward then.
+    pages: the keys in pages instead; row_of_key: k and v lie in these rows. There is no backward then.
     """
-    backward = backward and pages is None
+    backward = backward and pages is None and row_of_key is None
     window = case.options.get("window_size", (-1, -1))
     causal = case.options.get("causal", True)
     (total_q, heads, dim), (total_k, kv_heads, _) = case.q.shape, case.k.shape
@@ -52,8 +53,11 @@ def attention(
     sizes += [window[0], 0 if causal else window[1], DTYPES[case.q.dtype], GPUS.index(gpu)]
     keys = [case.k.contiguous(), case.v.contiguous()] if pages is None else [pages.k, pages.v]
     sizes += [0, 0, 0] if pages is None else [*pages.k.shape[:2], pages.block_table.shape[1]]
+    sizes.append(total_k)
     if pages is not None:
         sizes[1] = pages.k.shape[:2].numel()
+    if row_of_key is not None:
+        sizes[1] = len(row_of_key)
     lengths_k = case.cu_seqlens[1] if pages is None else pages.seqused_k
     scale = case.options.get("softmax_scale")
     options = [dim**-0.5 if scale is None else scale, case.options.get("softcap", 0.0)]
@@ -72,7 +76,15 @@ def attention(
     dout = case.dout if backward else None
     inputs = [case.q, *keys, dout, case.cu_seqlens[0], lengths_k, case.sinks, case.dlse]
     table = None if pages is None else pages.block_table
-    tensors = [*inputs, *results.values(), planned_for, case.options.get("visible_end"), planned_ends, table]
+    tensors = [
+        *inputs,
+        *results.values(),
+        planned_for,
+        case.options.get("visible_end"),
+        planned_ends,
+        table,
+        row_of_key,
+    ]
     pointers = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
     code = library(headers)
     code.emulator_configure(GPUS.index(gpu), late_copies, seed)

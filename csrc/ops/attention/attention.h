@@ -34,15 +34,20 @@ struct AttentionTensor {
 // Keys in pages. Rows are counted over all of k (and of v): key j of document i is row
 // block_table[i][j / page_size] * page_rows + j % page_size. Every key tile divides page_size, or a document has one
 // page: a tile lies in one. On a GPU values are clamped where they are read, as in Documents.
+//
+// Or along the paths of a prefix tree: documents_k counts the keys of the paths, and row_of_key has the row of each. In
+// every kForkAlignment keys of a path, counted from its start, the rows follow each other.
 struct KeyPages {
-  bool used = false;                     // else keys lie as documents_k says
+  bool used = false;                     // else documents_k says how many keys there are
   const int32_t* seqused_k = nullptr;    // [num_documents], keys of each document
   int64_t max_keys = 0;                  // of a document: those that its pages hold
   const int32_t* block_table = nullptr;  // [num_documents, max_keys / page_size]
   int64_t table_stride = 0;              // from a document to the next one
   int64_t num_pages = 0;
-  int64_t page_size = kForkAlignment;  // a multiple of it, or max_keys
-  int64_t page_rows = 0;               // from a page to the next one, at least page_size
+  int64_t page_size = kForkAlignment;   // a multiple of it, or max_keys
+  int64_t page_rows = 0;                // from a page to the next one, at least page_size
+  const int32_t* row_of_key = nullptr;  // [documents_k.total], or null: keys lie end to end
+  int64_t num_rows = 0;                 // of k, beside row_of_key
 
   PACKING_OPS_HOST_DEVICE int64_t keys(int64_t document) const {
     const int64_t value = seqused_k[document];

@@ -12,11 +12,34 @@ namespace packing_ops {
 
 namespace {
 
+// Of the paths of a prefix tree: the row of k that each key lies in. On the CPU the values are checked too.
+void take_row_of_key(VarlenAttentionParams& p, Tensor& row_of_key, int64_t rows, const Tensor& q) {
+  check_dtype(row_of_key, "row_of_key", {DType::kInt32});
+  check_same_device(row_of_key, "row_of_key", q, "q");
+  check(rows >= kForkAlignment, "row_of_key: expected None beside a k of fewer than ", kForkAlignment, " rows, got ",
+        rows);
+  row_of_key = dense(row_of_key);
+  p.pages.row_of_key = static_cast<const int32_t*>(row_of_key.data_ptr());
+  p.pages.num_rows = rows;
+  for (int64_t i = 0; q.is_cpu() && i < p.documents_k.num_documents; ++i) {
+    const Interval<int64_t> keys = p.documents_k[i];
+    for (int64_t key = keys.begin; key < keys.end; ++key) {
+      const int64_t row = p.pages.row_of_key[key], in_block = (key - keys.begin) % kForkAlignment;
+      const bool follows = in_block == 0 || row == p.pages.row_of_key[key - 1] + 1;
+      check(row >= 0 && row < rows && follows, "row_of_key: expected rows of k that follow each other in every ",
+            kForkAlignment, " keys of a path, at index ", key, ", got ", row);
+    }
+  }
+}
+
 template <class Params>
 Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, Tensor& cu_seqlens_q, Tensor& cu_seqlens_k,
-                        const std::optional<Tensor>& sinks, const AttentionCallOptions& options) {
+                        const std::optional<Tensor>& sinks, const AttentionCallOptions& options,
+                        std::optional<Tensor>& row_of_key) {
   check_qkv(q, k, v, input_rows);
-  const int64_t total_q = input_rows(q).total, total_k = input_rows(k).total;
+  if (row_of_key) check_rank(*row_of_key, "row_of_key", 1);
+  const int64_t total_q = input_rows(q).total, rows_k = input_rows(k).total;
+  const int64_t total_k = row_of_key ? row_of_key->numel() : rows_k;
   take_cu_seqlens(cu_seqlens_q, "cu_seqlens_q", total_q, q, "q");
   take_cu_seqlens(cu_seqlens_k, "cu_seqlens_k", total_k, q, "q");
   check(cu_seqlens_q.numel() == cu_seqlens_k.numel(), "cu_seqlens_k: expected as many documents as cu_seqlens_q (",
@@ -24,6 +47,7 @@ Params attention_params(const Tensor& q, const Tensor& k, const Tensor& v, Tenso
   Params p;
   p.documents_q = documents_view(cu_seqlens_q, total_q);
   p.documents_k = documents_view(cu_seqlens_k, total_k);
+  if (row_of_key) take_row_of_key(p, *row_of_key, rows_k, q);
   set_call(p, q, input_rows(k), input_rows(v), sinks, options);
   check_cuda_case(p, q, v);
   return p;
@@ -43,9 +67,10 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, co
                                             Tensor cu_seqlens_k, std::optional<Tensor> sinks, bool causal,
                                             std::optional<double> softmax_scale, int64_t window_left,
                                             int64_t window_right, double softcap, std::optional<Tensor> plan,
-                                            std::optional<Tensor> visible_end) {
-  auto p = attention_params<VarlenAttentionParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
-                                                   {causal, softmax_scale, window_left, window_right, softcap});
+                                            std::optional<Tensor> visible_end, std::optional<Tensor> row_of_key) {
+  auto p =
+      attention_params<VarlenAttentionParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
+                                              {causal, softmax_scale, window_left, window_right, softcap}, row_of_key);
   const std::optional<Tensor> ends =
       taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left, window_right, q, "q");
   p.visible_end = static_cast<const int32_t*>(data_or_null(ends));
@@ -62,8 +87,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
     const Tensor& out, const Tensor& lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, std::optional<Tensor> sinks,
     bool causal, std::optional<double> softmax_scale, int64_t window_left, int64_t window_right, double softcap,
     std::optional<Tensor> plan, std::optional<Tensor> visible_end) {
+  std::optional<Tensor> row_of_key;
   auto p = attention_params<VarlenAttentionBackwardParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
-                                                           {causal, softmax_scale, window_left, window_right, softcap});
+                                                           {causal, softmax_scale, window_left, window_right, softcap},
+                                                           row_of_key);
   const std::optional<Tensor> ends =
       taken_visible_end(visible_end, p.documents_q, p.documents_k, causal, window_left, window_right, q, "q");
   p.visible_end = static_cast<const int32_t*>(data_or_null(ends));

@@ -89,7 +89,8 @@ inline Document document_of(const VarlenAttentionParams& p, int64_t i) {
 
 // The row of k and v where a tile of keys starts; document i's.
 inline int64_t first_row(const VarlenAttentionParams& p, int64_t i, const Document& document, int64_t key) {
-  static_assert(kForkAlignment % kTile == 0);  // a tile lies in one page
+  static_assert(kForkAlignment % kTile == 0);  // a tile lies in one page, or in one segment of a tree
+  if (p.pages.row_of_key != nullptr) return p.pages.row_of_key[document.k.begin + key];
   if (!p.pages.used) return document.k.begin + key;
   const int64_t page = p.pages.block_table[i * p.pages.table_stride + key / p.pages.page_size];
   return page * p.pages.page_rows + key % p.pages.page_size;

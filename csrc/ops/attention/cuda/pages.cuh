@@ -1,4 +1,4 @@
-// Keys in pages: where in k and v a tile of keys starts.
+// Keys in pages or along the paths of a prefix tree: where in k and v a tile of keys starts.
 #pragma once
 
 #include "core/fork_alignment.h"
@@ -7,11 +7,25 @@
 
 namespace packing_ops::attention {
 
+// Along a path. Both ends of the kForkAlignment keys that `key` is among are looked at: what a tile reads is in k,
+// whatever the table holds.
+__device__ __forceinline__ int64_t row_on_path(const Args& args, const DocumentView& d, int32_t key) {
+  const KeyPages& pages = args.plan.pages;
+  if (key >= d.keys) return 0;  // of a tile that has no key
+  const int32_t block_end = (key | static_cast<int32_t>(kForkAlignment - 1)) + 1;
+  const int32_t last = (block_end < d.keys ? block_end : d.keys) - 1;
+  const int64_t row = pages.row_of_key[d.start_k + key];
+  const int64_t last_row = pages.row_of_key[d.start_k + last];
+  if (row >= 0 && last_row < pages.num_rows && last_row - row == last - key) return row;
+  args.fault.raise(Fault::kRowOnPath, d.start_k + key);
+  return 0;
+}
+
 // Row of key `key` of a document. The rows after it are those of the next keys, up to the end of the document or of
-// kForkAlignment keys: a tile lies in one page.
+// kForkAlignment keys: a tile lies in one page, or in one segment of a tree.
 __device__ __forceinline__ int64_t row_of_key(const Args& args, const DocumentView& d, int32_t key) {
   const KeyPages& pages = args.plan.pages;
-  if (!pages.used) return d.start_k + key;
+  if (!pages.used) return pages.row_of_key == nullptr ? d.start_k + key : row_on_path(args, d, key);
   if (key >= d.keys || key >= pages.max_keys) return 0;  // of a tile that has no key
   const auto column = static_cast<int32_t>(args.page_size.quotient(key));
   int32_t page = pages.block_table[d.start_k * pages.table_stride + column];

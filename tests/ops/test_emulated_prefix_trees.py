@@ -1,0 +1,79 @@
+"""Prefix trees in the CUDA kernels of attention where there is no GPU (tests/emulator): rows of k and v read where they lie have
+the bits of k and v gathered along the paths, for leaves of any length."""
+
+import copy
+import re
+
+import pytest
+import torch
+from emulator.build import cuda_headers
+from helpers import ROOT, assert_same, emulated
+from helpers.attention_case import Case
+
+from packing_ops.keys import prefix_paths
+
+HEADERS = cuda_headers()
+pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")
+BF16, FP16 = torch.bfloat16, torch.float16
+FAULTS = re.findall(r"^  (k\w+)", (ROOT / "csrc" / "core" / "fault.h").read_text(), re.M)
+
+# Depth first: a root of two blocks, leaves of any length, an inner segment, one without rows, a tree of one segment.
+LENGTHS = [256, 5, 128, 1, 129, 63, 0, 128, 64, 70]
+PARENTS = [-1, 0, 0, 2, 2, 0, 0, -1, 7, -1]
+CASES = {
+    "64": {"heads": (4, 2), "dim": 64, "dtype": BF16},
+    "128": {"heads": (4, 1), "dim": 128, "dtype": BF16},
+    "96, group of 3, sinks": {"heads": (3, 1), "dim": 96, "dtype": FP16, "sinks": True},
+    "128, softcap": {"heads": (2, 1), "dim": 128, "dtype": BF16, "softcap": 3.0},
+    "72 and 40 columns, window": {"heads": (2, 2), "dim": 72, "dim_v": 40, "dtype": BF16, "window_size": (140, 0)},
+    "192 and 128 columns": {"heads": (2, 1), "dim": 192, "dim_v": 128, "dtype": BF16},
+    "256": {"heads": (1, 1), "dim": 256, "dtype": BF16},
+    "512": {"heads": (1, 1), "dim": 512, "dtype": BF16},
+    "float32": {"heads": (2, 1), "dim": 40, "dtype": torch.float32, "window_size": (150, 0)},
+}
+GPUS = {
+    "sm_90": CASES,
+    "sm_80": ["64", "128", "96, group of 3, sinks", "72 and 40 columns, window", "256", "512"],
+    "sm_89": ["128", "192 and 128 columns", "512"],
+    "sm_100": ["64", "128", "128, softcap"],
+}
+
+
+def tree_case(**options):
+    """(the tree, the same call over keys along its paths, row_of_key): Cases that differ in k and v alone."""
+    lengths = torch.tensor(LENGTHS)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    paths = prefix_paths(cu_seqlens, torch.tensor(PARENTS, dtype=torch.int32), int(lengths.sum()))
+    gathered = Case(LENGTHS, paths.cu_seqlens.diff().tolist(), **options)
+    tree = copy.copy(gathered)
+    tree.k, tree.v = (torch.randn(int(lengths.sum()), *t.shape[1:], dtype=t.dtype) for t in (gathered.k, gathered.v))
+    gathered.k, gathered.v = tree.k[paths.row_of_key], tree.v[paths.row_of_key]
+    return tree, gathered, paths.row_of_key
+
+
+def forward(case, gpu, late_copies=False, **others):
+    return emulated.attention(case, HEADERS, gpu, late_copies=late_copies, seed=0, backward=False, **others)
+
+
+@pytest.mark.parametrize("late_copies", [False, True])
+@pytest.mark.parametrize(("gpu", "name"), [(gpu, name) for gpu, names in GPUS.items() for name in names])
+def test_bits_are_those_of_gathered_keys(gpu, name, late_copies):
+    tree, gathered, row_of_key = tree_case(**CASES[name])
+    found, expected = forward(tree, gpu, late_copies, row_of_key=row_of_key), forward(gathered, gpu, late_copies)
+    assert_same(found["out"], expected["out"])
+    assert_same(found["lse"], expected["lse"])
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("key", "row"), [(0, -1), (0, 2**31 - 1), (127, 900), (255, 0), (383, 0), (512, -(2**31)), (516, 844)]
+)
+def test_rows_outside_or_apart_are_flagged(gpu, dtype, key, row):
+    """The first and the last key of what a tile of keys may read."""
+    tree, _, row_of_key = tree_case(heads=(2, 1), dim=64, dtype=dtype)
+    row_of_key = row_of_key.clone()
+    row_of_key[key] = row
+    with pytest.raises(RuntimeError, match="fault") as caught:
+        forward(tree, gpu, row_of_key=row_of_key)
+    assert FAULTS[int(str(caught.value).split()[1])] == "kRowOnPath"
