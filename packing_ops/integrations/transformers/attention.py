@@ -15,6 +15,7 @@ from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations.transformers import (
     continuous_batching,
     fused_loss,
+    layer_documents,
     linear_attention,
     masks,
     positions,
@@ -26,12 +27,8 @@ from packing_ops.integrations.transformers.call import (
     NAMES,
     REQUESTS,
     call_of_layers,
-    current,
-    documents_of,
-    numbers_of,
     watched,
 )
-from packing_ops.integrations.transformers.documents import can_read, is_tensor
 from packing_ops.integrations.transformers.linear_attention import DOCUMENTS
 from packing_ops.integrations.transformers.versions import (
     CACHE,
@@ -172,56 +169,46 @@ def packing_ops_attention(
         window = (-1, -1) if sees_all else (sliding_window - 1, 0)
     options = checked_options(causal, scaling, window, softcap or 0.0, sinks=s_aux)
     refused = reason or why_not(query, value, dropout)
+    heads, layout, batch, seqlen = _one_dtype(query, key, value), "bhsd", query.shape[0], query.shape[2]
 
-    # Requests of continuous batching.
-    if batched:
-        heads = _one_dtype(query, key, value)
-        return continuous_batching.attend_requests(module, heads, cu_seqlens, options, refused, kwargs), None
-
-    # A prefix tree.
-    if segment_parents is not None and causal:  # a vision tower beside the text has documents of its own
+    # Where the keys lie: along the paths of a prefix tree, in the cache of requests, or in documents.
+    if segment_parents is not None and causal and not batched:  # not a vision tower, which has documents of its own
         refused = refused or why_no_tree(query, key, attention_mask, pattern)
-        return _of_tree((query, key, value), cu_seqlens, segment_parents, options, refused), None
-
-    # Rows that lie on several ranks.
-    if sequence is not None:
+        documents, keys = _tree(cu_seqlens, segment_parents, refused)
+    elif batched:
+        heads, documents, keys = continuous_batching.with_keys(module, heads, cu_seqlens, refused, kwargs)
+    elif sequence is not None:  # rows that lie on several ranks
         if pattern is not None and pattern.blocks is not None:
             refused = refused or "a mask with blocks that see ahead"
         mask = None if pattern is not None else attention_mask
-        return sequence.attend(_one_dtype(query, key, value), mask, cu_seq_lens_q, options, refused), None
-
-    # Documents, and why they cannot be found.
-    if pattern is not None:
-        if pattern.of_tree:
-            raise ValueError(
-                f"segment_parents: expected a model that passes them to its attention, got {type(module).__name__} without "
-                "them; give it the samples as packed documents"
-            )
-        documents, visible_end, none = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
-        visible_end, none = (None, "the last queries of a row") if pattern.last else (visible_end, none)
-        options = options if visible_end is None else options._replace(visible_end=visible_end)
+        return sequence.attend_over_ranks(heads, mask, cu_seq_lens_q, options, refused), None
     else:
-        if attention_mask is None and position_ids is not None:
-            refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
-        none = why_no_documents(query, key, attention_mask, causal, window)
-        has_cu_seqlens = cu_seq_lens_q is not None or cu_seq_lens_k is not None
-        if none and has_cu_seqlens and not masks.has_documents_of(cu_seq_lens_q, attention_mask):
-            raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
-        documents = None if none else documents_of_layer(query, attention_mask, cu_seqlens, position_ids)
+        given = query, key, attention_mask, pattern, cu_seqlens, position_ids
+        found, visible_end, none = layer_documents.find(module, *given, options)
+        options = options if visible_end is None else options._replace(visible_end=visible_end)
+        reason = reason or none or refused
+        if not reason and found.has_interior_padding and window != (-1, -1):
+            reason = "a sliding window over padding that may lie inside a row"
+        if reason:
+            versions.warn_once(reason)
+            mask = attention_mask if found is None else _dense_mask(found, query, options, pattern)
+            return _by_sdpa(module, (query, key, value), mask, options, dropout, kwargs)
+        documents = keys = found.cu_seqlens
+        if batch > 1 or found.indices is not None:  # else heads first, no view: autograd would record each
+            layout, heads = None, [tensor.transpose(1, 2) for tensor in heads]
+            if found.indices is None:
+                heads = [tensor.flatten(0, 1) for tensor in heads]
+            else:
+                heads = gate.gather_rows_many(heads, found.indices, found.indices.shape[0])
 
-    # Varlen attention, else SDPA.
-    reason = reason or none or refused
-    if not reason and documents.has_interior_padding and window != (-1, -1):
-        reason = "a sliding window over padding that may lie inside a row"
-    if not reason:
-        return _varlen((query, key, value), documents, options), None
-    versions.warn_once(reason)
-    mask = attention_mask if documents is None else _dense_mask(documents, query, options, pattern)
-    return _by_sdpa(module, query, key, value, mask, options, dropout, kwargs)
+    out, _ = attend(*heads, documents, keys, options, layout=layout)
+    if layout is None and found.indices is not None:
+        return gate.scatter_rows(out, found.indices, batch, seqlen), None
+    return (out if layout else out.unflatten(0, (batch, seqlen))), None
 
 
-def _of_tree(heads, cu_seqlens, parents, options, reason):
-    """Attention over a prefix tree: its segments, and parents as varlen_attention takes them."""
+def _tree(cu_seqlens, parents, reason):
+    """Returns the segments of a prefix tree, and parents as attend takes them."""
     if reason:
         raise NotImplementedError(f"segment_parents: expected a call that varlen attention serves, got {reason}")
     segments, of_keys = cu_seqlens
@@ -231,22 +218,7 @@ def _of_tree(heads, cu_seqlens, parents, options, reason):
         )
     if (call := call_of_layers()) is not None:
         call.reached_by("segment_parents", segments)
-    return attend(*_one_dtype(*heads), segments, keys_of_tree(parents), options, layout="bhsd")[0]
-
-
-def _varlen(heads, documents, options):
-    """Host-latency critical: runs in every layer."""
-    query, key, value = _one_dtype(*heads)
-    batch, _, seqlen, _ = query.shape
-    indices, cu_seqlens = documents.indices, documents.cu_seqlens
-    if batch == 1 and indices is None:  # heads-first, no view: autograd would record each
-        return attend(query, key, value, cu_seqlens, cu_seqlens, options, layout="bhsd")[0]
-    rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if indices is None:
-        rows = [tensor.flatten(0, 1) for tensor in rows]
-        return attend(*rows, cu_seqlens, cu_seqlens, options)[0].unflatten(0, (batch, seqlen))
-    rows = gate.gather_rows_many(rows, indices, indices.shape[0])
-    return gate.scatter_rows(attend(*rows, cu_seqlens, cu_seqlens, options)[0], indices, batch, seqlen)
+    return segments, keys_of_tree(parents)
 
 
 def _one_dtype(query, key, value):
@@ -272,18 +244,6 @@ HARMLESS = frozenset({
     "packed_seq_lengths", "past_key_values", "read_index", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
     "use_cache", "v_cache", REQUESTS, DOCUMENTS,
 })  # fmt: skip
-
-
-def why_no_documents(query, key, mask, causal, window):
-    """Why the documents of a call without a MaskPattern cannot be found, or an empty string."""
-    if mask is not None and mask.dim() != 2:
-        why = "decoding with a KV cache" if query.shape[2] != key.shape[2] else "a mask that is neither causal nor full"
-        return f"{why} (mask of {mask.dim()} dimensions)"
-    if query.shape[2] != key.shape[2]:
-        return "decoding with a KV cache or attention to another sequence"
-    if not causal and window != (-1, -1):
-        return "a sliding window without causality and without its mask"
-    return ""
 
 
 def option_for_sdpa(kwargs):
@@ -353,8 +313,9 @@ def _dense_mask(documents, query, options, pattern):
     return (visible | torch.eq(*pairs[2:]))[:, None]  # padding attends to itself: its softmax is finite
 
 
-def _by_sdpa(module, query, key, value, mask, options, dropout, given):
+def _by_sdpa(module, heads, mask, options, dropout, given):
     """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula."""
+    query, key, value = heads
     # SDPA where it has every option.
     causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
     if not softcap and sinks is None:
@@ -381,76 +342,6 @@ def _by_sdpa(module, query, key, value, mask, options, dropout, given):
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     out = F.dropout(weights, dropout, module.training) @ value
     return out.transpose(1, 2).contiguous(), None
-
-
-# --- documents: of the mask's slots, or of rows that another library's Ulysses gathered from its ranks ---
-
-
-def documents_of_layer(query, mask, cu_seqlens, position_ids):
-    """By what the layer is given."""
-    numbers = numbers_of(mask, current())
-    padding = mask if numbers is None else numbers
-    return documents_of(query, cu_seqlens, padding, position_ids).on(query.device)
-
-
-def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
-    """MaskPattern.documents of query ``[batch, num_heads, seqlen, head_dim]``; of key, for the last queries."""
-    seqlen, length = query.shape[2], pattern.length
-    if key.shape[2] == length and seqlen == (length if pattern.last is None else pattern.last):
-        return pattern.documents(key, cu_seqlens, position_ids)
-    # Ulysses of other libraries: the mask was made for this rank's slots, position_ids are gathered as the heads are.
-    gathered = seqlen == key.shape[2] and length > 0 and seqlen % length == 0
-    if not gathered or position_ids is None or tuple(position_ids.shape) != (query.shape[0], seqlen):
-        lengths = f"{seqlen} queries and {key.shape[2]} keys"
-        raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
-    _refuse_parts(length, seqlen, cu_seqlens, pattern.padding)
-    return documents_of_layer(query, None, (None, None), position_ids), None, ""
-
-
-def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window):
-    """Where rows are gathered, and the wrapper of another library passes no mask on: ValueError for what only that said."""
-    call, seqlen = current(), query.shape[2]
-    own = None if call is None else call.position_ids
-    if not is_tensor(own, 2) or not is_tensor(position_ids, 2) or position_ids.shape[1] != seqlen:
-        return
-    length = own.shape[1]
-    if not 0 < length < seqlen or seqlen % length:
-        return
-    if not call.looked_at_parts:  # once for all layers
-        _refuse_parts(length, seqlen, cu_seqlens, call.mask)
-        call.looked_at_parts = not torch.compiler.is_compiling()  # a graph writes nothing that it reads
-    masks = {mask and (mask[0], _narrow(mask[1], seqlen)) for mask in call.masks}
-    of_layer = causal, _narrow(window, seqlen)
-    # Of several masks, a layer that passes no window may have had one that has.
-    unclear = len(masks) > 1 and of_layer[1] == (-1, -1) and not _is_full_attention(module)
-    if masks and (of_layer not in masks or None in masks or unclear):
-        raise ValueError(
-            f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
-            f"it had more than causal={causal} and window_size={window}, which the layer passes"
-        )
-
-
-def _narrow(window, seqlen):
-    """The window, or that of all keys where it reaches over a row of seqlen slots."""
-    return (-1, -1) if window[0] >= seqlen - 1 else window
-
-
-def _is_full_attention(module) -> bool:
-    types, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
-    return bool(types) and isinstance(index, int) and types[index] == "full_attention"
-
-
-def _refuse_parts(length, seqlen, cu_seqlens, padding):
-    """Of a rank's part of a row that is gathered, by position_ids alone."""
-    gathered = f"where rows of {length} slots are gathered to {seqlen}"
-    if cu_seqlens != (None, None):
-        raise ValueError(f"cu_seq_lens_q: expected None {gathered}, whose position_ids tell the documents")
-    if padding is None or (is_tensor(padding, 2) and can_read(padding) and bool((padding == 1).all())):
-        return
-    raise ValueError(
-        f"attention_mask: expected None or all ones {gathered}, got padding or document numbers: let position_ids restart "
-        "with each document"
-    )
 
 
 # --- models with attention classes of their own, which no attn_implementation of ours reaches (Falcon, GPT-J) ---

@@ -316,15 +316,6 @@ def numbers_of(mask, call) -> torch.Tensor | None:
     return mask
 
 
-def documents_of(query, cu_seqlens, padding, position_ids):
-    """The documents of query ``[batch, num_heads, seqlen, head_dim]``: of the call that runs, else of these arguments."""
-    call = call_of_layers()
-    if call is None:
-        return find_documents(query, cu_seqlens, padding, position_ids)
-    call.reached(padding, *cu_seqlens, position_ids)
-    return call.documents(query, cu_seqlens, padding, position_ids)
-
-
 def mixes_tokens(config) -> bool:
     """Whether tokens of neighbouring documents mix outside attention."""
     # token_dropout of ESM scales a row by how many of all its tokens are masked.

@@ -12,13 +12,13 @@ from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers.call import NAMES, call_of_layers
 from packing_ops.keys import KeyPages
-from packing_ops.varlen.attention import attend
 
-# --- attention over its cache ---
+# --- keys in its cache ---
 
 
-def attend_requests(module, heads, cu_seqlens, options, reason, given):
-    """New tokens of several requests, over what the paged cache holds of each and these: prefill, chunks and decoding alike.
+def with_keys(module, heads, cu_seqlens, reason, given):
+    """Returns heads, cu_seqlens and Keys of several requests' new tokens and of what the paged cache holds of each before them:
+    prefill, chunks and decoding alike.
 
     given: what generate_batch gives the layers.
     """
@@ -35,7 +35,7 @@ def attend_requests(module, heads, cu_seqlens, options, reason, given):
         key, value = given["cache"].update(key, value, module.layer_idx, of_layer)
     of_keys, table = of_layer["cu_seq_lens_k"], of_layer.get("block_table")
     if table is None:
-        return attend(query, key, value, cu_seqlens[0], of_keys, options, layout="bhsd")[0]
+        return (query, key, value), cu_seqlens[0], of_keys
     # One new token of each request, and keys that stay in their pages. The new ones are not written yet: the rows for
     # them are found once for all layers.
     caches, page_size = (of_layer["k_cache"], of_layer["v_cache"]), of_layer["k_cache"].shape[1]
@@ -48,7 +48,7 @@ def attend_requests(module, heads, cu_seqlens, options, reason, given):
     )
     for cache, new in zip(caches, (key, value), strict=True):
         cache.flatten(0, 1).index_copy_(0, rows, new[0].transpose(0, 1))
-    return attend(query, *caches, cu_seqlens[0], pages, options, layout="bhsd")[0]
+    return (query, *caches), cu_seqlens[0], pages
 
 
 def pages_of_requests(block_table, cu_seqlens_k, page_size):

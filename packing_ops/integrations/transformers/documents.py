@@ -6,6 +6,7 @@ positions, and under torch.compile, where sizes are upper bounds instead.
 
 import inspect
 import re
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +73,7 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
     given = [tensor for tensor in (padding, position_ids) if tensor is not None]
     if not given:
         return BatchDocuments(dense_cu_seqlens(batch, seqlen, query, "query"))
-    return kept_with(given, (batch, seqlen), lambda: _from_values(batch, seqlen, padding, position_ids))
+    return kept_with(given, (batch, seqlen), partial(_from_values, batch, seqlen, padding, position_ids))
 
 
 def kept_as(dtype, mask, device):

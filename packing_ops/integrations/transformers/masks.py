@@ -21,7 +21,6 @@ from packing_ops.integrations.transformers.call import (
     OTHER_POSITIONS,
     PATTERN,
     current,
-    documents_of,
     here,
     numbers_of,
 )
@@ -34,6 +33,7 @@ from packing_ops.integrations.transformers.documents import (
     refuse_where,
     several_in,
 )
+from packing_ops.integrations.transformers.layer_documents import MADE_FOR, documents_of
 from packing_ops.integrations.transformers.versions import CACHE, masking_utils, refusal, version
 from packing_ops.varlen.visible_ends import visible_end_from_blocks
 
@@ -194,7 +194,7 @@ def packing_ops_mask(
         **kwargs,
     )
     if by_document and mask is not None and call is not None and call.checked is not None:
-        kept_with([mask], _MADE_FOR, lambda: call.cu_seqlens, checked_by_kernel=True)
+        kept_with([mask], MADE_FOR, lambda: call.cu_seqlens, checked_by_kernel=True)
     return mask
 
 
@@ -204,19 +204,6 @@ def _tells_documents(prepared, call) -> bool:
         return False
     by_padding = prepared.padding is not None and call is not None and not call.has_positions()
     return prepared.position_ids is not None or prepared.axes or by_padding
-
-
-def has_documents_of(cu_seqlens, mask) -> bool:
-    """Whether this tensor was made by position_ids that were found to agree with these cu_seqlens."""
-    if cu_seqlens is None or mask is None:
-        return False
-    call = current()
-    if call is not None and call.checked is not None and call.cu_seqlens is cu_seqlens:
-        return True
-    return kept_with([mask], _MADE_FOR, lambda: None, checked_by_kernel=True) is cu_seqlens  # recomputed, in no call
-
-
-_MADE_FOR = ("cu_seqlens of a mask",)
 
 
 def _pattern_of(mask_function, kwargs):

@@ -15,7 +15,7 @@ class SequenceGroup:
     """The ranks that share a row. Kept in a model, its sub-models and its attention modules; copies share it."""
 
     def __init__(self, group, scheme: str):
-        # Imported here, since a torch without torch.distributed cannot; not in attend, since torch.compile traces no
+        # Imported here, since a torch without torch.distributed cannot; not in attend_over_ranks, since torch.compile traces no
         # import inside a forward.
         from packing_ops.parallel.choose import attend_over
         from packing_ops.parallel.collectives import process_group
@@ -76,7 +76,7 @@ class SequenceGroup:
         if not 0 <= total - end < ranks:
             raise ValueError(f"{message}, got {end}")
 
-    def attend(self, heads, mask, cu_seqlens, options, refused=""):
+    def attend_over_ranks(self, heads, mask, cu_seqlens, options, refused=""):
         """``[1, rows, num_heads, head_dim]`` of heads-first query, key and value of this rank."""
         # What attention over a group does not do
         if refused:

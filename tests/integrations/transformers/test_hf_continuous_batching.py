@@ -12,6 +12,7 @@ import packing_ops as po
 transformers = pytest.importorskip("transformers")
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
+    attention,
     continuous_batching,
     info,
     register,
@@ -64,7 +65,7 @@ class Steps:
     """The queries and keys of every attention call, [(cu_seqlens_q, cu_seqlens_k)], and calls with keys in pages."""
 
     def __init__(self, monkeypatch):
-        self.seen, self.in_pages, stock = [], 0, continuous_batching.attend
+        self.seen, self.in_pages, stock = [], 0, attention.attend
 
         def attend(q, k, v, cu_seqlens_q, keys, *rest, **more):
             if isinstance(keys, KeyPages):
@@ -73,7 +74,7 @@ class Steps:
                 self.seen.append((cu_seqlens_q.tolist(), keys.tolist()))
             return stock(q, k, v, cu_seqlens_q, keys, *rest, **more)
 
-        monkeypatch.setattr(continuous_batching, "attend", attend)
+        monkeypatch.setattr(attention, "attend", attend)
 
     def kinds(self):
         """Whether there was a step of prefill alone, one beside decoding, a chunk after another one, and decoding alone."""

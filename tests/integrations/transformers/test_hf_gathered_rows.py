@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from packing_ops.integrations.transformers import attention
+from packing_ops.integrations.transformers import layer_documents
 
 FULL, WINDOW, SEVEN = (True, (-1, -1)), (True, (3, 0)), (True, (7, 0))
 
@@ -16,10 +16,10 @@ def refuse(masks, told, layer_type, monkeypatch):
     """Of rows of 4 slots on each of two ranks."""
     own = torch.arange(4, device="cpu")[None]
     call = SimpleNamespace(position_ids=own, mask=None, looked_at_parts=False, masks=masks)
-    monkeypatch.setattr(attention, "current", lambda: call)
+    monkeypatch.setattr(layer_documents, "current", lambda: call)
     layer = SimpleNamespace(layer_idx=0, config=SimpleNamespace(layer_types=layer_type and [layer_type]))
     gathered = own.repeat(1, 2)
-    attention.refuse_dropped_mask(layer, torch.zeros(1, 1, 8, 2, device="cpu"), (None, None), gathered, *told)
+    layer_documents.refuse_dropped_mask(layer, torch.zeros(1, 1, 8, 2, device="cpu"), (None, None), gathered, *told)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def registered(monkeypatch):
 @pytest.fixture
 def served(monkeypatch):
     """Counts the calls that our attention served, not its fallback."""
-    seen, serve = [], attention._varlen
-    monkeypatch.setattr(attention, "_varlen", lambda *given: seen.append(1) or serve(*given))
+    seen, serve = [], attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *given, **named: seen.append(1) or serve(*given, **named))
     return seen
 
 

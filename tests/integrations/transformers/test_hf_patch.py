@@ -38,13 +38,13 @@ from packing_ops.integrations.transformers.apply import apply_packing_ops, rever
 @pytest.fixture
 def attended(monkeypatch):
     """Counts the calls that our attention served, not its fallback."""
-    seen, serve = [], attention._varlen
+    seen, serve = [], attention.attend
 
-    def counted(*given):
+    def counted(*given, **named):
         seen.append(1)
-        return serve(*given)
+        return serve(*given, **named)
 
-    monkeypatch.setattr(attention, "_varlen", counted)
+    monkeypatch.setattr(attention, "attend", counted)
     return seen
 
 

@@ -74,8 +74,13 @@ def calls(monkeypatch):
     """The visible_end of each call that varlen_attention served."""
     register()
     arguments.warned.clear()
-    seen, serve = [], attention._varlen
-    monkeypatch.setattr(attention, "_varlen", lambda *given: seen.append(given[-1].visible_end) or serve(*given))
+    seen, serve = [], attention.attend
+
+    def counted(*given, **named):
+        seen.append(given[-1].visible_end)
+        return serve(*given, **named)
+
+    monkeypatch.setattr(attention, "attend", counted)
     return seen
 
 
