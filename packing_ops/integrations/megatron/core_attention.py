@@ -8,7 +8,7 @@ from megatron.core.transformer.module import MegatronModule
 from packing_ops._runtime import gate
 from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
-from packing_ops.integrations.megatron.prefix_tree import TreeParams, refuse_ranks, refuse_segments
+from packing_ops.integrations.megatron.prefix_tree import TreeParams, tree_in
 from packing_ops.integrations.megatron.varlen_call import DocumentSpans, field_of, spans_of, varlen_call_of
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.gathered import attention_over_keys, refuse_window
@@ -141,7 +141,6 @@ class PackingDotProductAttention(MegatronModule):
         """
         if attention_bias is not None:
             raise NotImplementedError("attention_bias: expected None, a bias is not supported")
-        refuse_segments(getattr(packed_seq_params, "segment_parents", None))
         # Options.
         mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
         causal, window = causal_and_window(mask_type, self.window_size)
@@ -151,6 +150,9 @@ class PackingDotProductAttention(MegatronModule):
         group = self._ranks_of(getattr(params, "cp_group", None), getattr(params, "local_cp_size", None))
         if len(query) == len(key) == 0:
             group = None  # nothing to exchange
+        tree = None
+        if isinstance(params, (TreeParams, PackedMetadata)) or getattr(params, "segment_parents", None) is not None:
+            tree = tree_in(params, group)
         # sbhd
         qkv_format = "sbhd" if params is None else getattr(params, "qkv_format", "thd")  # PackedMetadata has none
         if qkv_format == "sbhd":
@@ -161,14 +163,12 @@ class PackingDotProductAttention(MegatronModule):
                 f"packed_seq_params.qkv_format: expected 'thd' or 'sbhd' for all of q, k and v, got {qkv_format!r}"
             )
         _expect(heads, "[total, num_heads, head_dim]", 3)
-        tree = params.tree if isinstance(params, TreeParams) else params
-        if isinstance(tree, PackedMetadata) and tree.paths is not None:
-            refuse_ranks(group)
-            return attend(*heads, tree, tree, options)[0].flatten(1)
-        documents = spans_of(params)
-        if group is not None:
-            return self._attend_over_ranks(*heads, documents, options, group).flatten(1)
-        call = varlen_call_of(documents, len(key), causal=causal)
+        call = (tree, tree)
+        if tree is None:
+            documents = spans_of(params)
+            if group is not None:
+                return self._attend_over_ranks(*heads, documents, options, group).flatten(1)
+            call = varlen_call_of(documents, len(key), causal=causal)
         return attend(*heads, *call, options)[0].flatten(1)
 
     def _ranks_of(self, cp_group, local_cp_size):

@@ -42,13 +42,23 @@ def with_depths(stock):
     return forward
 
 
-def refuse_segments(segment_parents: Any) -> None:
-    """ValueError for a tree that comes to the core attention in other params than TreeParams."""
-    if segment_parents is not None:
+def tree_in(params: Any, group: torch.distributed.ProcessGroup | None) -> PackedMetadata | None:
+    """Returns the tree that the core attention gets, in TreeParams or as PackedMetadata; None for documents.
+
+    Raises:
+        ValueError: a tree in other params, whose layer did not rotate by depths.
+        NotImplementedError: several ranks.
+    """
+    if getattr(params, "segment_parents", None) is not None:
         raise ValueError(
             "segment_parents: expected patch_rope() before the forward, and a layer of megatron-core's SelfAttention (not "
             "multi-latent attention), whose RoPE then takes depths, got a layer that counts positions in each segment"
         )
+    tree = params.tree if isinstance(params, TreeParams) else params
+    if not isinstance(tree, PackedMetadata) or tree.paths is None:
+        return None
+    refuse_ranks(group)
+    return tree
 
 
 def refuse_ranks(group: torch.distributed.ProcessGroup | None) -> None:

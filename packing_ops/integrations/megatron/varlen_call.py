@@ -8,6 +8,7 @@ Under context parallelism it is a KeyLayout of packing_ops.parallel: rank r of n
 2n equal chunks.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import megatron.core
@@ -87,30 +88,31 @@ def varlen_call_of(
         documents: of the whole batch, whatever ``cp_size``.
         rows: of k on this rank.
     """
-    same = documents.k is documents.q and documents.k_slots is documents.q_slots
-    unpadded = documents.q_slots is documents.q and documents.k_slots is documents.k
-    if cp_size == 1 and same and unpadded and documents.q.dtype == torch.int32:
+    q, k, q_slots, k_slots = documents
+    one_tensor = q is k is q_slots is k_slots
+    if cp_size == 1 and one_tensor and documents.q.dtype == torch.int32:
         return VarlenCall(documents.q, documents.q)  # nothing to work out, and no lengths that must agree
+    given = rows, causal, cp_rank, cp_size
+    return kept_with(documents[:1] if one_tensor else documents, ("layout", *given), partial(_made, documents, *given))
 
-    def make():
-        _check(documents, rows * cp_size, causal and not same, cp_size)
-        # Documents over several ranks.
-        if cp_size > 1:
-            spans = RowSpans.of(documents.q, documents.q_slots, rows, cp_size, "zigzag")
-            return key_layout(spans, cp_rank, causal=causal, exchange=False)
-        # Documents end to end. detach: the same memory, but not the tensor that this is kept with.
-        if unpadded:
-            cu_seqlens_q = int32_cu_seqlens(documents.q).detach()
-            return VarlenCall(cu_seqlens_q, cu_seqlens_q if same else int32_cu_seqlens(documents.k).detach())
-        # Padding between documents.
-        q, k = documents.q.diff(), documents.k.diff()
-        none = torch.zeros_like(q)
-        return VarlenCall(
-            cumulated(q, documents.q_slots.diff() - q, none), cumulated(k, none, documents.k_slots.diff() - k)
-        )
 
-    tensors = documents[:1] if same and unpadded else documents
-    return kept_with(tensors, ("layout", rows, causal, cp_rank, cp_size), make)
+def _made(documents: DocumentSpans, rows: int, causal: bool, cp_rank: int, cp_size: int) -> VarlenCall | KeyLayout:
+    same = documents.k is documents.q and documents.k_slots is documents.q_slots
+    _check(documents, rows * cp_size, causal and not same, cp_size)
+    # Documents over several ranks.
+    if cp_size > 1:
+        spans = RowSpans.of(documents.q, documents.q_slots, rows, cp_size, "zigzag")
+        return key_layout(spans, cp_rank, causal=causal, exchange=False)
+    # Documents end to end. detach: the same memory, but not the tensor that this is kept with.
+    if documents.q_slots is documents.q and documents.k_slots is documents.k:
+        cu_seqlens_q = int32_cu_seqlens(documents.q).detach()
+        return VarlenCall(cu_seqlens_q, cu_seqlens_q if same else int32_cu_seqlens(documents.k).detach())
+    # Padding between documents.
+    q, k = documents.q.diff(), documents.k.diff()
+    none = torch.zeros_like(q)
+    return VarlenCall(
+        cumulated(q, documents.q_slots.diff() - q, none), cumulated(k, none, documents.k_slots.diff() - k)
+    )
 
 
 def _check(documents, rows, causal_between_two, cp_size):
