@@ -108,6 +108,7 @@ OTHERS = {
     "masks.ends_of_blocks",
     "continuous_batching.pages_of_requests",
     "linear_attention._agrees",
+    "positions._axes_one_by_one",
     "positions.with_axes_of_images",
     "stateful_rows.__init__",
     "stateful_rows._paths_to_leaves",
