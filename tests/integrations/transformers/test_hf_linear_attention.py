@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from stateful_case import CLOSE, LENGTHS, alone, assert_apart, logits, packed  # noqa: E402
-from stateful_models import stateful_model  # noqa: E402
+from stateful_models import COMMON, MORE_HYBRIDS, stateful_model  # noqa: E402
 
 from packing_ops.integrations._trial import attempt  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
@@ -163,6 +163,28 @@ def test_mamba2_in_bfloat16(family, device):
     found, theirs = assert_apart(model, ids, **forms(device)[1]), alone(stock, ids)
     errors = [(each.float() - wanted).norm().item() for each in (found, theirs)]
     assert errors[0] <= 1.5 * errors[1], errors
+
+
+def test_the_omni_form_of_nemotron_h(device):
+    """Its text model is in a model with towers."""
+    module = pytest.importorskip("transformers.models.nemotron_h_omni.modeling_nemotron_h_omni")
+    text = {**COMMON, **MORE_HYBRIDS["nemotron_h"], "model_type": "nemotron_h"}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    vision = {"model_type": "radio", "video_temporal_patch_size": 2, **sizes}
+    torch.manual_seed(0)
+    cls = module.NemotronH_Omni_Reasoning_V3
+    config = cls.config_class(
+        text_config=text, vision_config=vision, vision_hidden_size=32, projector_hidden_size=32, force_image_size=64
+    )
+    model = cls(config).to(device).train()
+    for parameter in model.language_model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    stock = copy.deepcopy(model)
+    assert apply_packing_ops(model, rope=False).linear_attention == 1
+    ids, _, _ = packed(device)
+    for given in forms(device)[:2]:
+        torch.testing.assert_close(assert_apart(model, ids, **given), alone(stock, ids), **CLOSE)
 
 
 @pytest.mark.parametrize("family", MAMBA2)
