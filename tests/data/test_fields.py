@@ -144,6 +144,43 @@ def test_allowed_ids_are_those_of_token_logps(lengths, flat, row):
         start = end
 
 
+def test_allowed_ids_of_a_packed_collator_s_rows():
+    draw = torch.Generator().manual_seed(1)
+    examples = [{"input_ids": torch.randint(0, VOCAB, (n,), generator=draw), "num_actions": n} for n in (7, 5, 9)]
+    for example in examples:
+        example["allowed_ids"] = [
+            [int(t), (int(t) + 7) % VOCAB][: 2 * (i % 2)] for i, t in enumerate(example["input_ids"])
+        ]
+    collator = PackedCollator(16, cp_size=2, token_fields=["allowed_ids"])
+    batch = collator(examples)
+    assert len(batch["sequences"]) == 2
+    metadata = collator.packed_metadata(batch)
+    sets = {name: batch[name] for name in ("allowed_ids", "allowed_offsets")}
+    hidden = torch.randn(batch["sequences"].numel(), 4, generator=draw)
+    weight = torch.randn(VOCAB, 4, generator=draw)
+    labels = torch.where(batch["attention_mask"] == 1, batch["sequences"], -100).flatten()
+    found = po.token_logps(hidden, weight, labels, metadata.cu_seqlens, **sets)
+    start, documents = 0, iter(batch["order"])
+    for slots, tokens in zip(metadata.lengths.tolist(), metadata.document_tokens.tolist(), strict=True):
+        if tokens:
+            own = PaddingFreeCollator(token_fields=["allowed_ids"], document_multiple=4)
+            row = own([{k: v for k, v in examples[next(documents)].items() if k != "num_actions"}])
+            sets = {name: row[name] for name in ("allowed_ids", "allowed_offsets")}
+            part = slice(start, start + slots)
+            alone = po.token_logps(hidden[part], weight, row["labels"][0], row["cu_seq_lens_q"], **sets)
+            torch.testing.assert_close(found[part][:tokens], alone[:tokens])
+        start += slots
+
+
+def test_documents_of_one_example_have_its_number():
+    example = {"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [2, 3], "advantage": 0.5}
+    batch = PaddingFreeCollator(document_fields=["advantage"], max_seq_length=12)(
+        [example, {**example, "advantage": -1}]
+    )
+    assert batch["cu_seq_lens_q"].tolist() == [0, 2, 5, 7, 10, 12]
+    assert batch["advantage"].tolist() == [0.5, 0.5, -1.0, -1.0, 0.0]
+
+
 # --- what is refused ---
 
 

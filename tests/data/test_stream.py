@@ -229,6 +229,17 @@ def test_a_budget_of_images_decides_what_is_overlong():
     assert rows_of(own) == [[0], [1]]
 
 
+@pytest.mark.parametrize("overlong", ["drop", "own"])
+def test_an_example_over_every_budget(overlong):
+    examples = [with_images(0, 5, 1, 3), with_images(1, 30, 4, 40), with_images(2, 5, 1, 3)]
+    budgets = {"tokens": 20, "images": 2, "patches": 20}
+    with pytest.raises(ValueError, match=r"^capacity: expected at least the 30 slots of example 1, got 20; overlong="):
+        rows_of(PackedStream(examples, budgets))
+    stream = PackedStream(examples, budgets, overlong=overlong, seed=None)
+    assert sorted(rows_of(stream)) == ([[0, 2]] if overlong == "drop" else [[0, 2], [1]])
+    assert (stream.progress.dropped, stream.progress.lost_tokens) == ((1, 30) if overlong == "drop" else (0, 0))
+
+
 def test_truncated_columns_are_as_long_as_the_tokens():
     example = {
         "input_ids": torch.arange(6),
