@@ -89,3 +89,19 @@ def _pixels(family, grids, draw):
         }
     patches = sum(t * h * w for t, h, w in grids)
     return {"pixel_values": torch.randn(patches, 96, generator=draw), "image_grid_thw": torch.tensor(grids)}
+
+
+def video_example_of(family):
+    """A video of two frames, then an image, as Qwen2-VL's and 2.5-VL's processors make them."""
+    draw, video, image = torch.Generator().manual_seed(9), (2, 4, 4), (1, 2, 4)
+    ids = [7, 8, *[152] * 8, 9, *[151] * 2, 11, 12]
+    example = {
+        "input_ids": ids,
+        "labels": [-100 if i == 0 or token in (151, 152) else token for i, token in enumerate(ids)],
+        "mm_token_type_ids": [{151: 1, 152: 2}.get(token, 0) for token in ids],
+        "pixel_values_videos": torch.randn(32, 96, generator=draw),
+        "video_grid_thw": torch.tensor([video]),
+        "pixel_values": torch.randn(8, 96, generator=draw),
+        "image_grid_thw": torch.tensor([image]),
+    }
+    return example | ({"second_per_grid_ts": [1.5]} if family == "qwen2_5_vl" else {})

@@ -7,7 +7,14 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.hf_images import EXAMPLES, GEMMA, IMAGE_FAMILIES, example_of, tiny_image_model  # noqa: E402
+from helpers.hf_images import (  # noqa: E402
+    EXAMPLES,
+    GEMMA,
+    IMAGE_FAMILIES,
+    example_of,
+    tiny_image_model,
+    video_example_of,
+)
 from torch.utils.data import DataLoader  # noqa: E402
 
 from packing_ops.data import (  # noqa: E402
@@ -40,25 +47,21 @@ def training(model, batches, device):
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def alone(family):
-    """A batch of one for each example, as the stock model takes it."""
-    batches = []
-    for number in range(len(EXAMPLES)):
-        example = example_of(family, number)
-        per_token = {name for name, value in example.items() if isinstance(value, list)}
-        batches.append({name: torch.tensor([v]) if name in per_token else v for name, v in example.items()})
-    return batches
+def alone(example):
+    """A batch of one, as the stock model takes it."""
+    per_token = {name for name, value in example.items() if isinstance(value, list) and name != "second_per_grid_ts"}
+    return {name: torch.tensor([v]) if name in per_token else v for name, v in example.items()}
 
 
 @functools.cache
-def wanted(family, device):
+def wanted(family, device, videos=False):
     """The stock model's. The cache is of one process, whose tests do not change it."""
-    return training(tiny_image_model(family).to(device), alone(family), device)
+    return training(tiny_image_model(family).to(device), map(alone, examples_of(family, videos)), device)
 
 
-def assert_trains(model, batches, family, device):
+def assert_trains(model, batches, family, device, videos=False):
     loss, gradients = training(model, batches, device)
-    expected, expected_gradients = wanted(family, device)
+    expected, expected_gradients = wanted(family, device, videos)
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in gradients.items():
@@ -66,8 +69,9 @@ def assert_trains(model, batches, family, device):
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=2e-4 * scale, msg=name)
 
 
-def examples_of(family):
-    return [example_of(family, number) for number in range(len(EXAMPLES))]
+def examples_of(family, videos=False):
+    examples = [example_of(family, number) for number in range(len(EXAMPLES))]
+    return [*examples, video_example_of(family)] if videos else examples
 
 
 def packed_model(family, device):
@@ -81,6 +85,25 @@ def packed_model(family, device):
 def test_a_row_trains_as_its_documents_alone(family, options, device):
     batch = PaddingFreeCollator(**options)(examples_of(family))
     assert_trains(packed_model(family, device), [batch], family, device)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_gradient_checkpointing(family, reentrant, device):
+    model = packed_model(family, device).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_trains(model, [PaddingFreeCollator()(examples_of(family))], family, device)
+
+
+@pytest.mark.parametrize("asked_by", ["model", "collator"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_videos_beside_images(family, asked_by, device):
+    examples = examples_of(family, videos=True)
+    index = tiny_image_model(family).model.get_rope_index if asked_by == "collator" else None
+    row = PaddingFreeCollator(rope_index=index)([*examples[2:], *examples[:2]])
+    assert_trains(packed_model(family, device), [row], family, device, videos=True)
 
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
