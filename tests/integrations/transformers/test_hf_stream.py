@@ -116,31 +116,41 @@ def trained(folder, ranks, *arguments):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
+def rows_and_program():
+    pytest.importorskip("trl")
+    program = importlib.import_module("train_on_stream")
+    stream = program.stream_of(program.examples_of(program.TEXTS))
+    return [[token for example in row for token in example["input_ids"]] for row in stream], program
+
+
 @pytest.mark.parametrize("kind", ["transformers", "trl"])
 def test_two_processes_share_the_rows(kind, tmp_path):
-    """Rank r has rows r, r + 2, ...; a resumed run has those that were left; both have the same weights."""
-    pytest.importorskip("trl")
-    train_on_stream = importlib.import_module("train_on_stream")
-    stream = train_on_stream.stream_of(train_on_stream.examples_of(train_on_stream.TEXTS))
-    rows, steps = [[token for example in row for token in example["input_ids"]] for row in stream], 14
-    assert len(rows) > 2 * steps
-    whole = trained(tmp_path, 2, kind, tmp_path, steps, 0)
+    """Rank r has rows r, r + 2, ..., and both have the same weights."""
+    rows, _ = rows_and_program()
+    ranks = trained(tmp_path, 2, kind, tmp_path, 6, 0)
     for rank in range(2):
-        assert whole[rank]["seen"] == rows[rank : 2 * steps : 2]
-    assert whole[0]["weights"] == pytest.approx(whole[1]["weights"])
-    checkpoint = tmp_path / "checkpoints" / f"checkpoint-{steps // 2}"
-    resumed = trained(tmp_path, 2, kind, tmp_path, steps, 0, checkpoint)
+        assert ranks[rank]["seen"] == rows[rank:12:2]
+    assert ranks[0]["weights"] == pytest.approx(ranks[1]["weights"])
+
+
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) == (5, 17), reason="its Trainer loads none on 'cpu:0'"
+)
+@pytest.mark.parametrize("kind", ["transformers", "trl"])
+def test_two_processes_resume_with_the_rows_that_are_left(kind, tmp_path):
+    rows, program = rows_and_program()
+    assert len(rows) > 28 > 2 * len(rows) / program.EPOCHS  # past the first pass over the examples
+    whole = trained(tmp_path, 2, kind, tmp_path, 14, 0)
+    resumed = trained(tmp_path, 2, kind, tmp_path, 14, 0, tmp_path / "checkpoints" / "checkpoint-7")
     for rank in range(2):
-        assert resumed[rank]["seen"] == whole[rank]["seen"][steps // 2 :]
+        assert whole[rank]["seen"] == rows[rank:28:2]
+        assert resumed[rank]["seen"] == rows[14 + rank : 28 : 2]
         assert resumed[rank]["weights"] == pytest.approx(whole[rank]["weights"])
 
 
 def test_two_processes_with_workers_have_each_row_once(tmp_path):
-    pytest.importorskip("trl")
-    train_on_stream = importlib.import_module("train_on_stream")
-    rows = list(train_on_stream.stream_of(train_on_stream.examples_of(train_on_stream.TEXTS)))
+    rows, _ = rows_and_program()
     steps = len(rows) // 4 * 2  # of two ranks with two workers each, without the last rows
     ranks = trained(tmp_path, 2, "transformers", tmp_path, steps, 2)
     seen = [tokens for rank in ranks for tokens in rank["seen"]]
-    wanted = [[token for example in row for token in example["input_ids"]] for row in rows[: 2 * steps]]
-    assert sorted(seen) == sorted(wanted)
+    assert sorted(seen) == sorted(rows[: 2 * steps])
