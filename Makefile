@@ -109,7 +109,7 @@ test-gpu: export CUDA_VISIBLE_DEVICES ?= $(shell nvidia-smi --query-gpu=index --
 test-gpu:  ## the tests on a GPU machine (TESTS="tests/ops -k cuda" for some)
 	@export CUDA_MPS_PIPE_DIRECTORY=$$(mktemp -d); export CUDA_MPS_LOG_DIRECTORY=$$CUDA_MPS_PIPE_DIRECTORY; \
 	if nvidia-cuda-mps-control -d; then trap 'echo quit | nvidia-cuda-mps-control' EXIT; else unset CUDA_MPS_PIPE_DIRECTORY; fi; \
-	$(GPU_PYTHON) -m pytest -n $$((($$(nproc) + 1) / 2)) --dist worksteal -p no:cacheprovider --durations 20 -k "cuda or not cpu" \
+	$(GPU_PYTHON) -m pytest -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2)) --dist worksteal -p no:cacheprovider --durations 20 -k "cuda or not cpu" \
 		--ignore-glob='*/test_install.py' --ignore-glob='*/test_emulated_*.py' --ignore-glob='*/test_*example*.py' $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
