@@ -1,7 +1,7 @@
 """What README.md and docs/ say of whole models in training, from whole_cuda.csv: a function for each region."""
 
 import render_pages_training
-from result_rows import is_measured, markdown, origin, prose, rows_of
+from result_rows import RESULTS, commits, is_measured, markdown, origin, prose, read_rows, rows_of
 
 NOT_RUN = "Not run yet: `benchmarks/bench_whole.py`."
 PROVIDERS = {
@@ -60,12 +60,13 @@ def checkpointing() -> str:
     rows = [row for row in _measured() if row["provider"] == "ours" and not row["error"] and row["model"] == "Qwen3-8B"]
     rows = [row for row in rows if row["documents"] == "sft"]
     full = {_model(row): float(row["tokens_per_second_a_gpu"]) for row in rows if row["checkpointing"] == "full"}
-    cells = [
-        [_model(row), _how(row), row["kept"].partition(": ")[2], *_cells(row)[:3],
-         f"{float(row['tokens_per_second_a_gpu']) / full[_model(row)]:.2f}"]
-        for row in sorted(rows, key=lambda row: (_model(row), row["checkpointing"] != "full", row["peak_gib"]))
-        if _model(row) in full
-    ]  # fmt: skip
+    with_policy = {_model(row) for row in rows if row["kept"]}
+    cells = []
+    for row in sorted(rows, key=lambda row: (_model(row), row["checkpointing"] != "full", row["peak_gib"])):
+        speed = float(row["tokens_per_second_a_gpu"])
+        times = f"{speed / full[_model(row)]:.2f}" if _model(row) in full else "–"
+        if _model(row) in with_policy or _model(row) in full:
+            cells.append([_model(row), _how(row), row["kept"].partition(": ")[2], *_cells(row)[:3], times])
     if not cells:
         return NOT_RUN
     header = ["", "", "bytes kept by each layer", "tokens/s a GPU", "MFU", "GiB", "times full checkpointing"]
@@ -93,4 +94,26 @@ def headline() -> str:
     )
 
 
-TABLES = {"whole": whole, "checkpointing": checkpointing, "headline": headline}
+def plan() -> str:
+    """What simulate_plan.py counted."""
+    if not (RESULTS / "plan_cpu.csv").exists():
+        return "Not counted yet: `benchmarks/simulate_plan.py`."
+    rows = read_rows(RESULTS / "plan_cpu.csv")
+    cells = [
+        [row["kind"], row["ranks"], f"{int(row['max_tokens']):,}", row["static_size"],
+         *(f"{float(row[name]):.2f}" for name in ("of_ideal", "one_size_times_plan", "two_sizes_times_plan"))]
+        for row in rows
+    ]  # fmt: skip
+    header = [
+        "lengths",
+        "ranks",
+        "max_tokens",
+        "ranks of one size",
+        "plan, of ideal",
+        "one size, times the plan",
+        "two sizes, times the plan",
+    ]
+    return f"{markdown(header, cells)}\n\n`benchmarks/simulate_plan.py`, {rows[0]['steps']} steps of each; commit {commits(rows)}."
+
+
+TABLES = {"plan": plan, "whole": whole, "checkpointing": checkpointing, "headline": headline}

@@ -5,6 +5,7 @@ ulysses.py      All-to-all to whole documents with a part of the heads: the bits
 gathered.py     Queries stay, the keys that they need come: any number of heads. key_layout.py says which keys.
 overlap.py      How many parts the heads travel in, and whether received keys are kept.
 choose.py       Both as functions, and which of the two, by heads and ranks, and why.
+plan.py         Which documents of a step go over which ranks.
 agreement.py    Under PACKING_OPS_CHECK, ranks that call with other options or lengths are named.
 collectives.py  The collectives of torch.distributed that these are made of.
 """
@@ -16,13 +17,17 @@ from packing_ops.parallel.choose import (
     ulysses_attention,
     varlen_attention_over,
 )
+from packing_ops.parallel.plan import Share, StepPlan, plan_step
 from packing_ops.parallel.sharding import count_targets, shard_indices, shard_of, shard_packed, sharded_loss, unshard
 
 __all__ = [
     "Choice",
+    "Share",
+    "StepPlan",
     "choose_attention",
     "count_targets",
     "gathered_attention",
+    "plan_step",
     "shard_indices",
     "shard_of",
     "shard_packed",

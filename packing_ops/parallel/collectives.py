@@ -23,6 +23,11 @@ Received = Callable[[], torch.Tensor]
 _of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups of the process that this one is a fork of
 
 
+planned: list[
+    dist.ProcessGroup
+] = []  # of StepPlan.group_for, the innermost last; for all threads, as backward has its own
+
+
 def _after_fork() -> None:
     # torch has no public list of all groups. Without this one a collective of such a group waits, as torch's own does.
     _of_parent.update(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
@@ -42,7 +47,9 @@ def check_process(group: dist.ProcessGroup) -> None:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """A process group, the one of a DeviceMesh of one dimension, or for None that of all processes."""
+    """A process group, the one of a DeviceMesh of one dimension, or for None that of all processes, or of the plan."""
+    if group is None and planned:
+        return planned[-1]
     if group is None:
         group = dist.group.WORLD
         if group is None:

@@ -122,6 +122,34 @@ def attention_of_a_rank():
     return [each.detach() for each in (q, k, v, names["out"], names["loss"])]
 
 
+def planned_loss_of_a_rank():
+    """The sum over the ranks of what the plan's block gives, and the mean over the targets of the documents alone."""
+    from packing_ops.data import PaddingFreeCollator
+    from packing_ops.integrations.transformers import apply_packing_ops
+    from packing_ops.parallel import plan_step, shard_packed
+
+    texts = [{"input_ids": [3 + i] * length} for i, length in enumerate((30, 5, 16, 9, 14))]
+    nothing = {"input_ids": [3], "labels": [-100]}
+    model, alone, found = tiny_llama(), tiny_llama("eager"), []
+    apply_packing_ops(model, sequence_group=torch.distributed.group.WORLD)
+    forward = model.forward
+    model.forward = lambda **batch: found.append(forward(**batch)) or found[-1]
+    names = {"plan_step": plan_step, "shard_packed": shard_packed, "model": model, "world_size": 2, "max_tokens": 16}
+    names |= {"lengths": [len(text["input_ids"]) for text in texts], "num_targets_of_all": 69}
+    names |= {"collate": lambda documents: PaddingFreeCollator()([texts[i] for i in documents] or [nothing])}
+    exec(blocks_of("docs/parallel.md")[3].replace("max_size=8", "max_size=2"), names)
+    total = torch.stack([output.loss.detach() for output in found]).sum()
+    torch.distributed.all_reduce(total)
+    ids = [torch.tensor([text["input_ids"]]) for text in texts]
+    wanted = sum(alone(each, labels=each).loss.detach() * (each.numel() - 1) for each in ids) / 69
+    return (total / 2).item(), wanted.item()
+
+
+def test_a_plan_on_two_ranks(tmp_path):
+    for found, wanted in processes.spawn(planned_loss_of_a_rank, 2, tmp_path):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
 def test_attention_on_two_ranks(tmp_path):
     ranks = processes.spawn(attention_of_a_rank, 2, tmp_path)
     q, k, v, out = (torch.cat(parts) for parts in list(zip(*ranks, strict=True))[:4])
@@ -405,7 +433,7 @@ def test_every_block_is_run():
         "docs/data.md": 4,
         "docs/ops.md": 3,
         "docs/pages.md": 2,
-        "docs/parallel.md": 3,
+        "docs/parallel.md": 4,
         "docs/prefix-trees.md": 3,
         "docs/transformers.md": 4,
     }

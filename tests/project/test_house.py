@@ -172,6 +172,7 @@ STATE = {
     "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
     "integrations.transformers.stateful._prepared",  # layers, and goes with them; unregister
     "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset
+    "parallel.collectives.planned",  # StepPlan.group_for, and by it
     "parallel.collectives._of_parent",  # goes with its groups; filled by a fork, os.register_at_fork
 }
 COUNTERS = {"_runtime.batch_cache._forgotten"}

@@ -18,11 +18,16 @@ class SequenceGroup:
         # Imported here, since a torch without torch.distributed cannot; not in attend_over_ranks, since torch.compile traces no
         # import inside a forward.
         from packing_ops.parallel.choose import attend_over
-        from packing_ops.parallel.collectives import process_group
+        from packing_ops.parallel.collectives import planned, process_group
         from packing_ops.parallel.sharding import check_scheme
 
-        self.group, self.scheme = process_group(group), check_scheme(scheme)
-        self.attend_over = attend_over
+        self._group, self.scheme = process_group(group), check_scheme(scheme)
+        self.attend_over, self._planned = attend_over, planned
+
+    @property
+    def group(self):
+        """That of a plan's step, inside of its group_for."""
+        return self._planned[-1] if self._planned else self._group
 
     def __deepcopy__(self, memo):
         return self

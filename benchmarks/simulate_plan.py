@@ -1,0 +1,92 @@
+"""Plans of packing_ops.parallel.plan_step beside groups of one size: python benchmarks/simulate_plan.py [--steps 20]
+
+Counted by the plan's cost, nothing is measured. Each step draws documents of one of four kinds of lengths until ``--rows``
+rows of ``max_tokens`` for each rank are full. Groups of one size: every row lies on the fewest ranks that hold the longest
+document, as where context parallelism is set once. Two sizes: documents over max_tokens on such groups, others on single
+ranks (token_budget_microbatches with sp_size). Writes results/plan_cpu.csv.
+"""
+
+import argparse
+import math
+import random
+import statistics
+
+import torch
+from harness import RESULTS, commit, write_csv
+
+from packing_ops.data import token_budget_microbatches
+from packing_ops.packing import cost_coefficients
+from packing_ops.parallel import plan_step
+from packing_ops.parallel.plan import ROW, SENT
+
+# Log-normal: the median, sigma, the longest, and the share of documents that are drawn evenly up to the longest.
+KINDS = {
+    "sft": (300, 0.9, 4096, 0.0),
+    "chat": (900, 1.2, 32_768, 0.0),
+    "long-tail 256k": (2000, 1.4, 262_144, 0.01),
+    "RL": (6000, 0.8, 65_536, 0.02),
+}
+
+
+def lengths_of(kind: str, total: int, draws: random.Random) -> list[int]:
+    median, sigma, longest, tail = KINDS[kind]
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        even = draws.random() < tail
+        length = draws.randint(longest // 8, longest) if even else round(draws.lognormvariate(math.log(median), sigma))
+        lengths.append(min(max(16, length), longest))
+    return lengths
+
+
+def cost_of(lengths: list[int], rows: list, size: int) -> float:
+    """Of one rank's row, as plan_step counts it."""
+    per_token, per_square = cost_coefficients("flops", "cost")
+    sent = 1 + SENT if size > 1 else 1
+    return sum(per_token * sent * lengths[i] + per_square * lengths[i] ** 2 for i in rows) / size + per_token * ROW
+
+
+def one_size(lengths: list[int], ranks: int, max_tokens: int, size: int) -> float:
+    groups = token_budget_microbatches(lengths, max_tokens * size, dp_size=ranks // size, cost="flops")
+    return sum(max(cost_of(lengths, group[step], size) for group in groups) for step in range(len(groups[0])))
+
+
+def two_sizes(lengths: list[int], ranks: int, max_tokens: int, size: int) -> float:
+    of_ranks, told = token_budget_microbatches(
+        lengths, max_tokens, dp_size=ranks // size, sp_size=size, cost="flops", return_statistics=True
+    )
+    steps = range(len(of_ranks[0]))
+    return sum(max(cost_of(lengths, rank[s], size if s < told.shared_steps else 1) for rank in of_ranks) for s in steps)
+
+
+def simulated(kind: str, ranks: int, max_tokens: int, steps: int, rows: int) -> dict:
+    """Means over the steps, in multiples of the plan's cost; how much of the ideal the plan is."""
+    draws, found = random.Random(f"{kind} {ranks}"), []
+    size = 1 << (-(-KINDS[kind][2] // max_tokens) - 1).bit_length()
+    for _ in range(steps):
+        lengths = lengths_of(kind, ranks * max_tokens * rows, draws)
+        plan = plan_step(lengths, ranks, max_tokens)
+        others = (one_size(lengths, ranks, max_tokens, size), two_sizes(lengths, ranks, max_tokens, size))
+        found.append([plan.ideal / plan.cost, *(other / plan.cost for other in others)])
+    ideal, one, two = (statistics.fmean(column) for column in zip(*found, strict=True))
+    return {
+        "kind": kind, "ranks": ranks, "max_tokens": max_tokens, "static_size": size, "steps": steps,
+        "of_ideal": f"{ideal:.3f}", "one_size_times_plan": f"{one:.3f}", "two_sizes_times_plan": f"{two:.3f}",
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=2, help="of each rank and step")
+    arguments = parser.parse_args()
+    where = {"device": "counted", "torch": torch.__version__, "commit": commit()}
+    rows = [
+        simulated(kind, ranks, max_tokens, arguments.steps, arguments.rows) | where
+        for kind in KINDS
+        for ranks, max_tokens in ((16, 32_768), (64, 16_384))
+    ]
+    write_csv(RESULTS / "plan_cpu.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
