@@ -29,22 +29,13 @@ import torch.distributed as dist
 from common.hf_setup import documents_for, new_model, packed_inputs
 from common.results import save_results
 from common.text_data import IGNORE
+from common.training import start_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops
 from packing_ops.parallel import shard_packed
-
-
-def start_processes(device: str) -> None:
-    backend = "nccl" if device == "cuda" else "gloo"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:  # this process alone
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def sharded_model(arguments, mesh):

@@ -14,5 +14,5 @@ po_trl.patch_pack_dataset()  # fills rows over the whole dataset
 on_cpu = not torch.cuda.is_available()
 settings = SFTConfig("out", packing=True, max_length=2048, per_device_train_batch_size=1, use_cpu=on_cpu)
 trainer = SFTTrainer(model, settings, train_dataset=load_dataset("json", data_files=data, split="train"))
-print(apply_packing_ops(trainer.model))  # attention that keeps documents apart, and fused RoPE
+print(apply_packing_ops(trainer.model))  # attention that keeps documents apart, fused RoPE and RMSNorm
 trainer.train()

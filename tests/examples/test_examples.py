@@ -39,7 +39,7 @@ def test_docstrings(tmp_path):
 
 MODULES = {
     "async_sft": "matplotlib and numpy and rich: pip install matplotlib numpy rich",
-    "ddp_sft": "transformers: pip install 'transformers>=5.17'",
+    "full_sft": "transformers: pip install 'transformers>=5.17'",
     "docstrings": None,
     "fsdp2_sft": "transformers: pip install 'transformers>=5.17'",
     "grpo_same_bits": "transformers and matplotlib: pip install 'transformers>=5.17' matplotlib",

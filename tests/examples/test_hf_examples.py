@@ -103,18 +103,6 @@ def test_vlm_sft(tmp_path):
     assert sum(losses[-3:]) < 0.6 * sum(losses[:3])
 
 
-def test_two_processes_train_as_one(tmp_path):
-    command = "examples/ddp_sft.py", "--documents", 37, "--capacity", 768, "--out", tmp_path
-    fresh_process.run(*command, folder=tmp_path)
-    fresh_process.run_ranks(2, *command, folder=tmp_path)
-    one, two = (json.loads((tmp_path / f"demo_ddp_{n}.json").read_text()) for n in (1, 2))
-    assert one["rows"] == two["rows"]
-    assert two["steps_per_rank"] == one["steps_per_rank"] * 2 == [one["rows"] // 2] * 2
-    assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
-    assert two["parameter_norm_per_rank"] == pytest.approx(one["parameter_norm_per_rank"] * 2, abs=1e-4)
-    assert two["losses"][-1] < two["losses"][0]
-
-
 def test_fsdp2_processes_train_to_the_losses_of_one(tmp_path):
     """Rows dealt to ranks, and rows that lie on two ranks each."""
     command = "examples/fsdp2_sft.py", "--documents", 48, "--out", tmp_path

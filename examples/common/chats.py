@@ -1,0 +1,33 @@
+"""Chats as examples of packed training: the tokens of a chat template, with what assistants say as labels."""
+
+import json
+from pathlib import Path
+
+from .hf_setup import byte_tokenizer
+from .text_data import IGNORE, docstring_pairs
+
+
+def tokenized(messages: list[dict], tokenizer, longest: int) -> dict:
+    """input_ids and labels: what is before an assistant's turn, and what opens it, is not learnt."""
+    ids, labels = [], []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            opened = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(messages[: i + 1], return_dict=False)
+            labels += [IGNORE] * (len(opened) - len(labels)) + ids[len(opened) :]
+    return {"input_ids": ids[:longest], "labels": labels[:longest]}
+
+
+def chat_examples(model: str | None, data: Path | None, longest: int) -> list[dict]:
+    """Those of a JSONL file, or docstrings, in which something is learnt."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model) if model else byte_tokenizer()
+    if data is None:
+        pairs = [(("user", prompt), ("assistant", answer)) for prompt, answer in docstring_pairs(200)]
+        chats = [[{"role": role, "content": text} for role, text in pair] for pair in pairs]
+    else:
+        lines = data.read_text(encoding="utf-8").splitlines()
+        chats = [json.loads(line)["messages"] for line in lines if line.strip()]
+    examples = [tokenized(chat, tokenizer, longest) for chat in chats]
+    return [example for example in examples if any(label != IGNORE for label in example["labels"][1:])]

@@ -1,0 +1,106 @@
+"""examples/full_sft.py: an interrupted training goes on to the bit, on two ranks, sharded, with adapters, beside a policy."""
+
+import json
+
+import pytest
+import torch
+from helpers import ROOT, fresh_process
+from helpers.hf_models import tiny_model
+
+SETTINGS = [
+    "--row",
+    256,
+    "--rows-per-step",
+    2,
+    "--save-every",
+    2,
+    "--held-out",
+    5,
+    "--learning-rate",
+    1e-3,
+    "--warm-up",
+    2,
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model with its tokenizer, and 60 chats of several turns."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from common.hf_setup import byte_tokenizer
+
+    sizes = {"vocab_size": 258, "initializer_range": 0.02, "max_position_embeddings": 512}
+    tiny_model("qwen3", **sizes).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    turns = [("user", "hello"), ("assistant", "hi"), ("user", "again"), ("assistant", "hi " * 9)]
+    chats = [[{"role": role, "content": f"{text} {i}"} for role, text in turns] for i in range(60)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    return tmp_path
+
+
+def trained(folder, name, *more, ranks=2):
+    """What the log says of each step, and the weights that were saved."""
+    command = (
+        "examples/full_sft.py",
+        "--model",
+        folder / "model",
+        "--data",
+        folder / "chats.jsonl",
+        "--out",
+        folder / name,
+    )
+    fresh_process.run_ranks(ranks, *command, *SETTINGS, *more, folder=folder)
+    steps = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
+    saved = [*(folder / name / "model").glob("*.safetensors")]
+    if not saved:
+        return steps, {}
+    from safetensors.torch import load_file
+
+    return steps, load_file(saved[0])
+
+
+def without_times(steps):
+    return [{name: value for name, value in step.items() if "second" not in name} for step in steps]
+
+
+@pytest.mark.parametrize(
+    "setting", [["--checkpointing", "0.001"], ["--lora", 4, "--wrapper", "ddp", "--checkpointing", "full"]], ids=str
+)
+def test_an_interrupted_run_goes_on_to_the_bit(folder, setting):
+    if "--lora" in setting:
+        pytest.importorskip("peft")
+    steps, weights = trained(folder, "whole", *setting)
+    first, _ = trained(folder, "parts", *setting, "--stop-after", 3)
+    assert [step["step"] for step in first] == [1, 2, 3]
+    both, resumed = trained(folder, "parts", *setting, "--resume")  # from step 2, the last that was saved
+    assert without_times(both[:2] + both[3:]) == without_times(steps)
+    assert len(steps) > 4
+    assert steps[-1]["held_out_loss"] < steps[1]["held_out_loss"]
+    assert weights.keys() == resumed.keys()
+    assert weights
+    assert all(torch.equal(resumed[name], each) for name, each in weights.items())
+    assert all("lora" in name for name in weights) == ("--lora" in setting)
+
+
+def test_another_plan_is_named(folder):
+    trained(folder, "run", "--stop-after", 2)
+    with pytest.raises(AssertionError, match="state_dict: expected that of a sampler with capacity=512, got 256"):
+        trained(folder, "run", "--resume", "--row", 512)
+
+
+def test_what_assistants_say_is_learnt(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from common.chats import tokenized
+    from common.hf_setup import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    chat = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "bc"), ("user", "d"))]
+    example = tokenized([*chat, {"role": "assistant", "content": "e"}], tokenizer, 99)
+    learnt = [label for label in example["labels"] if label != -100]
+    assert tokenizer.decode(learnt) == "<assistant>\nbc\n<assistant>\ne\n"
+    assert len(example["input_ids"]) == len(example["labels"])
+    assert (
+        tokenized(chat, tokenizer, 99)["input_ids"]
+        == example["input_ids"][: len(tokenized(chat, tokenizer, 99)["input_ids"])]
+    )
+    assert tokenized(chat[:1], tokenizer, 99) == {"input_ids": [], "labels": []}
