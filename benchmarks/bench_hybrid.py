@@ -36,11 +36,11 @@ TINY_BAMBA = {**BAMBA, "vocab_size": 256, "hidden_size": 64, "intermediate_size"
               "mamba_d_head": 32, "mamba_d_state": 16}  # fmt: skip
 MODELS = {"qwen3_5_text": (SHAPE, TINY), "bamba": (BAMBA, TINY_BAMBA)}
 PROVIDERS = {  # arguments of apply_packing_ops, and whether each layer is compiled
-    "packing_ops": ({}, False),
+    "packing_ops": ({"rms_norm": False}, False),
     "packing_ops, rms_norm=True": ({"rms_norm": True}, False),
     "packing_ops, torch.compile of each layer": ({}, True),
     "packing_ops, fused_loss=True, torch.compile of each layer": ({"fused_loss": True}, True),
-    "packing_ops, linear_attention=False": ({"linear_attention": False}, False),
+    "packing_ops, linear_attention=False": ({"linear_attention": False, "rms_norm": False}, False),
     "padded batches of 8, sdpa": (None, False),
 }
 COLUMNS = ("provider", "layers", "tokens", "documents", "tokens_per_second", "peak_gib", "token_loss_difference", "error",

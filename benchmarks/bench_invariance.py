@@ -159,7 +159,7 @@ def measure(
     from packing_ops.integrations.transformers import apply_packing_ops
 
     model = model_of(name, device)
-    why = apply_packing_ops(model, invariant=mode).skipped.get("invariant", "")
+    why = apply_packing_ops(model, invariant=mode, rms_norm=None if mode else False).skipped.get("invariant", "")
     rows = []
     for layers in kinds:
         if layers == "compiled":

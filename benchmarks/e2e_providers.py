@@ -61,7 +61,6 @@ PROVIDERS = {
     "packed, sdpa mask": Provider("sdpa", explicit=False, runs=1),
     f"packing_ops, {EACH_LAYER}": ours(compiled="layers"),
     f"{FLASH}, {EACH_LAYER}": Provider("torch_fa2", compiled="layers", cuda_only=True),
-    f"packing_ops, rms_norm=True, {EACH_LAYER}": ours(swaps={"rms_norm": True}, compiled="layers"),
     f"{FLASH}, F.rms_norm, {EACH_LAYER}": Provider("torch_fa2", compiled="layers", fused_norm=True, cuda_only=True),
     "packing_ops, torch.compile of the model": ours(compiled="model", on_request=True),
     f"{FLASH}, rope compiled for any shape": Provider(

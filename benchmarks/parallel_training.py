@@ -26,7 +26,7 @@ def model_for(device, tiny, compiled=True):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
         model = Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).train()
-    apply_packing_ops(model, rms_norm=True, fused_loss=True)
+    apply_packing_ops(model, fused_loss=True)
     for layer in model.model.layers if compiled else ():
         layer.compile(**COMPILE)
     return model

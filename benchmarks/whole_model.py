@@ -73,7 +73,7 @@ def model_of(case: Case, device: str, tiny: bool):
     if case.provider == "ours":
         from packing_ops.integrations.transformers import apply_packing_ops
 
-        print(apply_packing_ops(model, fused_loss=True, rms_norm=not case.compiled), flush=True)
+        print(apply_packing_ops(model, fused_loss=True), flush=True)
     return prepared(model, case, device), multiplied
 
 

@@ -242,6 +242,11 @@ def stock_of(cls: type) -> type:
     return vars(cls).get(_STOCK, cls)
 
 
+def stock_class(module: torch.nn.Module) -> type:
+    """The same of a module's class, also where FSDP2 has made a subclass of it."""
+    return getattr(type(module), _STOCK, type(module))
+
+
 def _new(stock: type, forward) -> torch.nn.Module:
     cls = subclass_of(stock, forward)
     return cls.__new__(cls)

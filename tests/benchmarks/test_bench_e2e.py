@@ -106,8 +106,7 @@ def traced_only(monkeypatch):
 
 def test_what_is_called_compiled_is_compiled(tmp_path, monkeypatch, flash_attention_of_ours, traced_only):
     layers, batches = bench_e2e.TINY["num_hidden_layers"], 2
-    names = [f"packing_ops, {EACH_LAYER}", f"packing_ops, rms_norm=True, {EACH_LAYER}"]
-    names += [f"{FLASH}, compiled rope", FLASH]
+    names = [f"packing_ops, {EACH_LAYER}", f"{FLASH}, {EACH_LAYER}", f"{FLASH}, compiled rope", FLASH]
     rows, status = rows_of(tmp_path, monkeypatch, {name: PROVIDERS[name] for name in names})
     assert status is None
     assert [row["compiled_calls"] for row in rows.values()] == [str(layers * batches)] * 3 + [""]

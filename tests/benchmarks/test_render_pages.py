@@ -94,7 +94,7 @@ def test_models_are_compared_with_ours_of_the_same_kind(results):
     ])  # fmt: skip
     rows = [[cell.strip() for cell in line.split("|")] for line in render_pages_training.e2e().splitlines()[2:6]]
     assert [(row[1], row[4]) for row in rows] == [
-        ("packing_ops, rows of 8,192", "1"),
+        ("packing_ops, `rms_norm=False`, rows of 8,192", "1"),
         ("packed, torch's FlashAttention-2", "1.50"),
         ("**each layer under torch.compile:** packing_ops", "–"),
         ("packed, torch's FlashAttention-2", "1.10 (compiled)"),

@@ -81,7 +81,7 @@ def apply_packing_ops(
     rope: bool = True,
     attention: bool = True,
     linear_attention: bool = True,
-    rms_norm: bool = False,
+    rms_norm: bool | None = None,
     fused_loss: bool = False,
     balance_loss: Literal["batch", "document", False] = False,
     fp32_cos_sin: bool = False,
@@ -90,7 +90,7 @@ def apply_packing_ops(
     sequence_group: "torch.distributed.ProcessGroup | torch.distributed.DeviceMesh | None" = None,
     sequence_scheme: str = "contiguous",
 ) -> Applied:
-    """Swap a model's attention and RoPE, and on request RMSNorm, loss and balance loss, for those of packing_ops.
+    """Swap a model's attention, RoPE and RMSNorm, and on request loss and balance loss, for those of packing_ops.
 
     Args:
         model: a model, also inside a PEFT or DDP wrapper. Other models do not change.
@@ -103,10 +103,13 @@ def apply_packing_ops(
             then keep documents apart.
         linear_attention: short convolutions, gated delta rules and scans of Mamba-2 in hybrid models (Qwen3-Next, Qwen3.5,
             OLMo-Hybrid, LFM2, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2) run by causal_conv1d, gated_delta_rule and
-            mamba2_scan, which get the documents of the rows. It needs attention, which finds them. Layers that call another recurrence run as before, each document as a row of a batch.
-        rms_norm: RMSNorm modules call torch.nn.functional.rms_norm. In bf16 and fp16 the stock formula of Llama, Qwen
-            and Mistral rounds twice: the normalised value, then its product with the weight. This one rounds once.
-            Gemma and gpt-oss round once either way; Gemma's ``1 + weight`` stays in fp32. Dtypes stay those of stock.
+            mamba2_scan, which get the documents of the rows. It needs attention, which finds them. Layers that call another
+            recurrence run as before, each document as a row of a batch.
+        rms_norm: RMSNorm modules call torch.nn.functional.rms_norm, where a trial shows it at least as near to float64 as
+            the stock formula. In bf16 and fp16 the stock formula of Llama, Qwen and Mistral rounds twice: the normalised
+            value, then its product with the weight. This one rounds once. Gemma and gpt-oss round once either way; Gemma's
+            ``1 + weight`` stays in fp32. Dtypes stay those of stock. Under torch.compile the stock formula runs, which the
+            compiler fuses. None, the default, leaves other modules without a word; True names them in ``skipped``.
         fused_loss: in training with labels the loss is chunked_cross_entropy of the hidden states. The logits are never
             made, and the output has None for them: do not use this where something reads them, as TRL's SFTTrainer
             does for its metrics. Apply before others wrap forward. If lm_head is replaced later (resized, LoRA), the
@@ -156,7 +159,7 @@ def apply_packing_ops(
         >>> sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
         >>> model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
         >>> apply_packing_ops(model)
-        Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, vision=0, linear_attention=0, skipped={})
+        Applied(attention=2, rope=2, rms_norm=9, fused_loss=0, vision=0, linear_attention=0, skipped={})
         >>> revert_packing_ops(model)
 
     RoPE and RMSNorm need no list of families: the functions of a modelling module run beside ours once in a process,
@@ -207,7 +210,7 @@ def apply_packing_ops(
     claimed = invariant and "invariant" not in skipped
     if claimed and any(p.is_cuda for p in model.parameters()):
         rms_norm = True  # the stock formula's mean has other bits in fewer than 16 rows
-    normed = rms_norm_patch.apply_to_model(model, any_order=claimed) if rms_norm else 0
+    normed = rms_norm_patch.apply_to_model(model, any_order=claimed) if rms_norm is not False else 0
     for host in losses:
         fused_loss_patch.apply_to_model(host)
     if balance_loss and "balance_loss" not in skipped:

@@ -135,7 +135,7 @@ def _begin(model, call, args, kwargs):
     return args, linear_attention.with_documents(model, call, kwargs)
 
 
-_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin))
+_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin, fused_loss.advise))
 
 
 def packing_ops_attention(

@@ -338,8 +338,9 @@ def call_of_layers() -> PackedCall | None:
     return traced.begun if torch.compiler.is_compiling() else _now.call
 
 
-def watched(begin, stock):
-    """PreTrainedModel.__call__ with a PackedCall around it. ``begin(model, call, args, kwargs)``: the model's arguments."""
+def watched(begin, end, stock):
+    """PreTrainedModel.__call__ with a PackedCall around it. ``begin(model, call, args, kwargs)``: the model's arguments.
+    ``end(model, kwargs, outputs)`` looks at what it returned."""
 
     def __call__(self, *args, **kwargs):
         # Models that are not ours, and what is refused before the call.
@@ -371,6 +372,7 @@ def watched(begin, stock):
         call.refuse_if_lost()
         if call.seen is not None:
             self.__dict__[LAST_FORWARD] = call.seen
+        end(self, kwargs, outputs)
         return outputs
 
     return __call__

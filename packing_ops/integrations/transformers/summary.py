@@ -35,7 +35,7 @@ def info(model: torch.nn.Module) -> str:
         Qwen3ForCausalLM, transformers ...
         attention: packing_ops in 2 modules
         rope: packing_ops in 2 modules
-        rms_norm: stock in 9 modules, swapped by apply_packing_ops(model, rms_norm=True)
+        rms_norm: packing_ops in 9 modules
         loss: stock, swapped by apply_packing_ops(model, fused_loss=True)
         invariant: off, set by apply_packing_ops(model, invariant=True)
         documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the
@@ -50,7 +50,7 @@ def info(model: torch.nn.Module) -> str:
     lines = [f"{name}, transformers {transformers.__version__}"]
     lines.append(f"attention: {_attention(model, found)}")
     lines.append(f"rope: {_swapped(rope_patch, model, 'apply_packing_ops(model)')}")
-    lines.append(f"rms_norm: {_swapped(rms_norm_patch, model, 'apply_packing_ops(model, rms_norm=True)')}")
+    lines.append(f"rms_norm: {_swapped(rms_norm_patch, model, 'apply_packing_ops(model)')}")
     if linear_attention_patch.layers_in(model):
         lines.append(f"linear_attention: {_swapped(linear_attention_patch, model, 'apply_packing_ops(model)')}")
     lines += [f"loss: {_loss(found)}", f"invariant: {_mode(model)}", f"documents: {_documents(found)}"]

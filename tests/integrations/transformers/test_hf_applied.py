@@ -28,15 +28,15 @@ def tiny_deberta():
 
 def test_counts():
     model = tiny("qwen3")  # two layers, with norms before attention and mlp, of q and k, and one in the end
-    assert apply_packing_ops(model) == Applied(attention=2, rope=2)
-    assert apply_packing_ops(model, rms_norm=True) == Applied(attention=2, rope=2, rms_norm=2 * 4 + 1)
+    assert apply_packing_ops(model, rms_norm=False) == Applied(attention=2, rope=2)
+    assert apply_packing_ops(model) == Applied(attention=2, rope=2, rms_norm=2 * 4 + 1)
     assert apply_packing_ops(model, rope=False, attention=False, rms_norm=True) == Applied(rms_norm=9)
-    assert not apply_packing_ops(model, rope=False, attention=False)
+    assert not apply_packing_ops(model, rope=False, attention=False, rms_norm=False)
     revert_packing_ops(model)
     applied = apply_packing_ops(tiny("llama"))
     assert (
         repr(applied)
-        == "Applied(attention=2, rope=2, rms_norm=0, fused_loss=0, vision=0, linear_attention=0, skipped={})"
+        == "Applied(attention=2, rope=2, rms_norm=5, fused_loss=0, vision=0, linear_attention=0, skipped={})"
     )
     assert pickle.loads(pickle.dumps(applied)) == applied
 
@@ -115,7 +115,7 @@ def test_attention_of_somebody_else_is_not_given_tables():
     model = tiny("llama")
     model.model.layers[0].self_attn.__class__ = OwnAttention
     with pytest.warns(UserWarning, match="rope of LlamaForCausalLM was not swapped"):
-        assert apply_packing_ops(model) == Applied(attention=2, skipped=apply_skipped(model))
+        assert apply_packing_ops(model, rms_norm=False) == Applied(attention=2, skipped=apply_skipped(model))
 
 
 def apply_skipped(model):
@@ -153,17 +153,17 @@ def test_info_of_a_swapped_model(monkeypatch):
     version = transformers.__version__
     swapped = "sdpa in 2 modules, swapped by apply_packing_ops(model)"
     before = [f"Qwen3ForCausalLM, transformers {version}", f"attention: {swapped}"]
-    before += ["rope: " + STOCK.format("2 modules", ""), "rms_norm: " + STOCK.format("9 modules", ", rms_norm=True")]
+    before += ["rope: " + STOCK.format("2 modules", ""), "rms_norm: " + STOCK.format("9 modules", "")]
     before += ["loss: stock, swapped by apply_packing_ops(model, fused_loss=True)"]
     before += ["invariant: off, set by apply_packing_ops(model, invariant=True)"]
     before += ["documents: found by transformers, for the attention above"]
     assert info(model).splitlines() == before
-    apply_packing_ops(model)
+    apply_packing_ops(model, rms_norm=False)
     lines = info(model).splitlines()
     assert lines[1:4] == ["attention: packing_ops in 2 modules", "rope: packing_ops in 2 modules", before[3]]
     assert lines[6].startswith("documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask")
     assert len(lines) == 7
-    apply_packing_ops(model, rms_norm=True)
+    apply_packing_ops(model)
     assert info(torch.nn.Sequential(model)).splitlines()[3] == "rms_norm: packing_ops in 9 modules"
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:

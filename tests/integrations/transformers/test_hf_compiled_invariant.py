@@ -108,6 +108,20 @@ def test_the_graph_has_no_sum_that_an_order_changes(family, invariant, fresh_com
     revert_packing_ops(model)
 
 
+def test_a_graph_has_the_stock_formula():
+    """The compiler fuses it. In eager code ours runs, which rounds once."""
+    model, _ = norms_of("qwen3")
+    revert_packing_ops(model)
+    norm, x = model.model.norm.bfloat16(), torch.randn(64, model.config.hidden_size).bfloat16()
+    torch.nn.init.normal_(norm.weight)
+    stock = norm(x)
+    apply_packing_ops(model)
+    assert not torch.equal(norm(x), stock)
+    assert torch.equal(torch.compile(norm, backend="eager", fullgraph=True)(x), stock)
+    norm.__class__ = type(f"FSDP{type(norm).__name__}", (type(norm),), {})  # as fully_shard does
+    assert torch.equal(torch.compile(norm, backend="eager", fullgraph=True)(x), stock)
+
+
 def test_the_attribute_goes_with_revert():
     model, modules = norms_of("qwen3")
     revert_packing_ops(model)

@@ -95,7 +95,7 @@ def test_applied_and_invariant(device, one_thread):
         model.bfloat16()  # the mode does not claim cuBLASLt's float32 products of few rows
     applied = apply_packing_ops(model, invariant=True)
     assert not applied.skipped
-    assert (applied.rms_norm > 0) == (device == "cuda")
+    assert applied.rms_norm > 0
     tokens, cu_seqlens, tree = samples(device)
     with torch.no_grad():
         shared = hidden_of_tree(model, tokens, tree, device)[tree.row_of_token.to(device)]

@@ -132,4 +132,4 @@ def test_a_torch_without_distributed_registers_and_applies():
 
 
 def test_applied_names_what_was_swapped():
-    assert apply_packing_ops(tiny("llama"), strict=True) == Applied(attention=2, rope=2)
+    assert apply_packing_ops(tiny("llama"), strict=True) == Applied(attention=2, rope=2, rms_norm=5)

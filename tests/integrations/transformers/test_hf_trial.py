@@ -386,3 +386,21 @@ def test_the_trial_reads_no_weights():
         norm = Norm()
         norm.weight = torch.nn.Parameter(weight)
         assert rms_norm.formula_of(Norm, norm) == ("weight", "")
+
+
+def test_a_norm_that_is_farther_from_float64_is_not_swapped(monkeypatch):
+    """By the trial's word alone: torch's own rounds once."""
+    cls = transformers.models.llama.modeling_llama.LlamaRMSNorm
+    rounds_once = rms_norm.FORWARDS["weight"]
+
+    def farther(self, x):
+        return (rounds_once(self, x).float() * (1 + 2**-6)).to(torch.promote_types(x.dtype, self.weight.dtype))
+
+    rms_norm._formula.cache_clear()
+    assert rms_norm.formula_of(cls, cls(24))[0] == "weight"
+    monkeypatch.setattr(rms_norm, "agree", lambda *given: True)
+    monkeypatch.setattr(rms_norm, "alike", lambda *given: True)
+    monkeypatch.setattr(rms_norm, "FORWARDS", {"weight": farther, "no_weight": farther})
+    rms_norm._formula.cache_clear()
+    assert rms_norm.formula_of(cls, cls(24))[0] is None
+    rms_norm._formula.cache_clear()
