@@ -153,6 +153,7 @@ def test_the_snippet_of_the_ops_runs():
     assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
     assert names["out"].shape == (980, 8, 64)
     assert names["heads"].shape == (980, 4, 32)
+    assert names["scanned"].shape == (980, 4, 64)
     assert names["padded"].shape == (2, 5, 16)
 
 
