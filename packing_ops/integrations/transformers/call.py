@@ -46,9 +46,9 @@ GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see _g
 PATTERN, BOOL, ADDITIVE = "pattern", "bool", "additive"
 _READERS = ("transformers.models.doge.",)  # supports FlexAttention, and reads every other mask itself
 # Models in which tokens of neighbouring documents also mix outside attention: convolutions, trigrams, compressed keys,
-# patches of bytes; or in it, by a mask that is made for one query alone.
+# patches of bytes; or in it, by a mask that is made for one query alone, or one protein for a row (Evolla).
 _MIXERS = frozenset({
-    "blt", "canine", "convbert", "deepseek_v4", "inkling2_loop_text", "inkling2_text", "inkling_text", "mobilebert", "nystromformer",
+    "blt", "canine", "convbert", "deepseek_v4", "evolla", "inkling2_loop_text", "inkling2_text", "inkling_text", "mobilebert", "nystromformer",
     "sam3_lite_text_text_model", "visual_bert",
 })  # fmt: skip
 # These give position_ids of zeros, and embed the time step instead.
@@ -77,6 +77,8 @@ class PackedCall:
         traits = _traits_of(type(model), type(model.config))
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
         positions = self.given("position_ids", args, kwargs)
+        if outer is None and reads:
+            _check_form(positions)
         mask = self.given("attention_mask", args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
@@ -102,7 +104,8 @@ class PackedCall:
             if outer is None or outer.segment_parents is None:
                 self._check_tree(positions, mask, self.given("labels", args, kwargs), sequence)
         self.numbers = numbers_of(mask, outer)
-        self.padding = mask.clamp(max=1) if mask is not None and self.numbers is mask else mask
+        # One op: a graph that breaks in a layer with a state knows no result of two as the same tensor.
+        self.padding = mask.sign() if mask is not None and self.numbers is mask else mask
         self.mask = mask if self.numbers is None else self.numbers
         # Whether its documents reach what keeps them apart.
         self.mixes, self.guard = mixes_tokens(model.config), guard_of(model)
@@ -268,7 +271,7 @@ class PackedCall:
         batch, message = self.where_several
         known = [found.several for _, (_, _, padding, _), found in self.answers if padding is self.numbers]
         known = [several for several in known if several is not None]
-        several = known[0] if known else self.several(batch)
+        several = known[0] if known else self.several(batch, self.position_ids)
         refuse_where(several, message)
 
     def several(self, batch, position_ids=None):
@@ -287,6 +290,13 @@ class PackedCall:
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
         why = why if self.guard is None else f"keeps its attention: {self.guard.why}"
         return f"{lost}: expected one document in each row, got several, and {self.name} {why}; {ROW_EACH}"
+
+
+def _check_form(positions) -> None:
+    """1-D ones would fit tables of RoPE, and tell no documents."""
+    if positions is not None and not (is_tensor(positions, 2) or is_tensor(positions, 3)):
+        got = list(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__
+        raise ValueError(f"position_ids: expected a tensor [1 or batch, seqlen], or one of several axes, got {got}")
 
 
 class LastForward(NamedTuple):

@@ -112,7 +112,16 @@ def _from_values(batch, seqlen, padding, position_ids):
         # As positions: they grow by one, and fall where a document starts.
         positions = torch.arange(batch * seqlen, device=slots.device) - 2 * starts.cumsum(0)
         cu_seqlens, count = gate.cu_seqlens_from_position_ids(positions)
-        within_rows = [count.view(()), first.any()]
+        inside = restarts_inside(padding, position_ids, batch, seqlen, slots.device)
+        negative = None if padding.dtype == torch.bool else (padding < 0).any()
+        wrong = [(inside, _INSIDE), (negative, _NEGATIVE)]
+        for is_wrong, message in wrong if compiling else ():
+            refuse_where(is_wrong, message)
+        within_rows = [
+            count.view(()),
+            first.any(),
+            *(first.new_zeros(()) if is_wrong is None else is_wrong for is_wrong, _ in wrong),
+        ]
 
     # Sizes: upper bounds in a graph, else read at once, which is the one synchronisation.
     if compiling:
@@ -121,7 +130,9 @@ def _from_values(batch, seqlen, padding, position_ids):
     total, interior, *within_rows = torch.stack(read).tolist()
     several = False
     if within_rows:
-        count, several = within_rows
+        count, several, inside, negative = within_rows
+        refuse_where(bool(inside), _INSIDE)
+        refuse_where(bool(negative), _NEGATIVE)
         cu_seqlens = cu_seqlens[: count - (total < batch * seqlen) + 1]  # without the document of padding
     indices = None if total == batch * seqlen else indices[:total]
     return BatchDocuments(cu_seqlens, indices, bool(interior), bool(several))
@@ -199,6 +210,24 @@ def first_tokens(padding, position_ids, batch, seqlen, device) -> torch.Tensor:
     return F.pad(starts if real is None else starts & real, (1, 0))
 
 
+_INSIDE = (
+    "position_ids: expected no restart inside of a document that attention_mask numbers, got one; they may go on from document "
+    "to document, or restart where a number changes"
+)
+
+
+_NEGATIVE = "attention_mask: expected 0 for padding and numbers above it for documents, got a negative one"
+
+
+def restarts_inside(padding, position_ids, batch, seqlen, device) -> torch.Tensor | None:
+    """Whether positions restart where a mask that numbers documents goes on: bool ``[]``; None without both of them."""
+    if padding is None or position_ids is None or padding.dtype == torch.bool:
+        return None
+    by_positions = first_tokens(padding != 0, position_ids, batch, seqlen, device)
+    by_numbers = first_tokens(padding, None, batch, seqlen, device)
+    return (by_positions & ~by_numbers).any() & (padding > 1).any().to(device)  # ones alone are no numbers
+
+
 def several_in(position_ids=None, padding=None, cu_seqlens=None, numbers=None, batch=1) -> torch.Tensor | None:
     """Whether a row has several documents: bool ``[]``, None where nothing says. Nothing waits for it."""
     found = None
@@ -251,6 +280,8 @@ def each_document_alone(mask_function, kwargs, prepared, batch, q_length, q_offs
     starts = first_tokens(padding, position_ids, batch, q_length, device)
     documents, runs = starts.cumsum(1), None
     if numbers is not None:
+        refuse_where(restarts_inside(padding, position_ids, batch, q_length, device), _INSIDE)
+        refuse_where((numbers < 0).any(), _NEGATIVE)
         runs = first_tokens(numbers, None, *numbers.shape, device).cumsum(1).expand(batch, -1)
 
     # The mask: of two slots of one document.
@@ -333,7 +364,11 @@ def since_start(axes, padding):
 
 _ENCODER = "decoder_input_ids"  # an argument of a model that has both
 _OF_ROWS = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label", "mc_labels")
-_ONE_RESULT = re.compile(r"\b\w*(SequenceClassifi|MultipleChoice|NextSentence|DoubleHeads)\w*\(")
+_ONE_RESULT = {  # in the code of a forward: what it has of each row
+    r"\b\w*(SequenceClassifi|MultipleChoice|NextSentence|DoubleHeads)\w*\(": "scores one token of each row",
+    r"(?m)^\s+text_embeds=": "has one embedding for each row",  # CLIP and its like
+    r"\bquestion_positions\b": "scores spans by one question in each row",  # Splinter
+}
 
 
 def refuse_encoder_decoder(model, call, args, kwargs) -> None:
@@ -362,9 +397,9 @@ def refuse_encoder_decoder(model, call, args, kwargs) -> None:
 def refuse_one_result(model, call, kwargs, position_ids, batch) -> None:
     """ValueError if a row has several documents, and the model has one result or one target for it."""
     targets = [name for name in _OF_ROWS if kwargs.get(name) is not None]
-    if call.outer is not None or not (targets or _has_one_result(type(model))):
+    has = f"takes one {targets[0]} for each row" if targets else _one_result(type(model))
+    if call.outer is not None or not has:
         return
-    has = f"takes one {targets[0]} for each row" if targets else "scores one token of each row"
     message = (
         f"{call.named_by()}: expected one document in each row, got several, and {call.name} {has}; {ROW_EACH}, or call "
         "the model inside of it, and its head with the hidden states at last_token_indices(cu_seqlens)"
@@ -377,7 +412,7 @@ def refuse_one_result(model, call, kwargs, position_ids, batch) -> None:
 
 def refuse_packed_choices(model, call, tokens, kwargs) -> None:
     """The same for rows ``[batch, choices, seqlen]``, each of which has one score: the model inside gets them flat."""
-    if call.outer is not None or tokens.dim() < 3 or not _has_one_result(type(model)):
+    if call.outer is not None or tokens.dim() < 3 or not _one_result(type(model)):
         return
     for name in ("position_ids", "attention_mask"):
         rows = kwargs.get(name)
@@ -395,11 +430,12 @@ def _names_of(cls) -> tuple[str, ...]:
 
 
 @constant
-def _has_one_result(cls) -> bool:
+def _one_result(cls) -> str:
+    """What its head has once for a row, or an empty string."""
     for base in cls.__mro__:
         source = source_of(inspect.unwrap(base.forward)) if "forward" in vars(base) else ""
-        if _ONE_RESULT.search(source):
-            return True
+        if has := next((has for code, has in _ONE_RESULT.items() if re.search(code, source)), ""):
+            return has
         if source and "super().forward(" not in source:
-            return False
-    return False
+            return ""
+    return ""

@@ -5,7 +5,8 @@ import torch
 
 from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations.transformers.call import call_of_layers, current, numbers_of
-from packing_ops.integrations.transformers.documents import can_read, find_documents, is_tensor
+from packing_ops.integrations.transformers.documents import ROW_EACH, can_read, find_documents, is_tensor
+from packing_ops.integrations.transformers.versions import class_name
 
 MADE_FOR = ("cu_seqlens of a mask",)
 
@@ -32,8 +33,11 @@ def find(module, query, key, mask, pattern, cu_seqlens, position_ids, options):
     causal, window = options.causal, options.window_size
     if mask is None and position_ids is not None:
         refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
-    none = why_no_documents(query, key, mask, causal, window)
-    if none and cu_seqlens != (None, None) and not has_documents_of(cu_seqlens[0], mask):
+    other = "Cross" in type(module).__name__
+    if mask is None and query.shape[2] > 1 and (other or query.shape[2] != key.shape[2]):
+        refuse_other_sequence(module, query)
+    none = why_no_documents(query, key, mask, causal, window) or ("attention to another sequence" if other else "")
+    if none and not other and cu_seqlens != (None, None) and not has_documents_of(cu_seqlens[0], mask):
         raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
     return None if none else documents_of_layer(query, mask, cu_seqlens, position_ids), None, none
 
@@ -67,6 +71,20 @@ def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
         raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
     _refuse_parts(length, seqlen, cu_seqlens, pattern.padding)
     return documents_of_layer(query, None, (None, None), position_ids), None, ""
+
+
+def refuse_other_sequence(module, query) -> None:
+    """ValueError at the end of a call with several documents in a row: without a mask each of them sees all of another
+    sequence, of which each may have a part of its own (Mllama's images)."""
+    call = call_of_layers()
+    if call is None or all(shape != (query.shape[0], query.shape[2]) for shape, _, _ in call.answers):
+        return  # of a resampler, which has queries of its own
+    outermost = (call, *call.outers)[-1]
+    message = (
+        f"{outermost.named_by()}: expected one document in each row, got several, and {class_name(module)} attends to another "
+        f"sequence (of images, say) without a mask that says which part is whose (cross_attention_mask); give one, or {ROW_EACH}"
+    )
+    outermost.where_several = outermost.where_several or (query.shape[0], message)
 
 
 def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window):

@@ -116,6 +116,34 @@ def test_numbers_of_a_mask_are_checked_too(how, family, device, fresh_compile):
             call(ids, attention_mask=torch.tensor(rows, device=device), **given)
 
 
+@pytest.mark.parametrize("how", ["plain", "cache", "masks of 4 dimensions", "compiled"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_positions_that_restart_inside_of_a_numbered_document(how, family, device, fresh_compile):
+    """They may go on through the row, or restart where a number changes."""
+    model = tiny_model(family, attn_implementation="packing_ops", device=device, num_hidden_layers=2)
+    if how == "masks of 4 dimensions":
+        model = tiny("Doge", device)
+    call = compiled(model) if how == "compiled" else model
+    ids, positions, _ = packed(device)
+    numbers = torch.repeat_interleave(torch.arange(1, 4, device=device), torch.tensor(LENGTHS, device=device))[None]
+    given = {"use_cache": how == "cache"}
+    for right in (positions, torch.arange(16, device=device)[None], positions + 7):
+        call(ids, position_ids=right, attention_mask=numbers, **given)
+        call(ids, position_ids=right, attention_mask=torch.ones_like(ids), **given)
+    later = torch.cat([torch.arange(n, device=device) for n in (6, 6, 4)])[None]
+    with pytest.raises((ValueError, RuntimeError), match="position_ids: expected no restart inside of a document that"):
+        call(ids, position_ids=later, attention_mask=numbers, **given)
+
+
+@pytest.mark.parametrize("positions", [torch.arange(16), list(range(16)), torch.tensor(3)], ids=["1-D", "list", "0-D"])
+def test_positions_of_another_form_are_named(positions, device):
+    """In a model that is swapped, as in one that keeps its attention: tables of RoPE would fit 1-D ones."""
+    positions = positions.to(device) if isinstance(positions, torch.Tensor) else positions
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    with pytest.raises(ValueError, match=r"position_ids: expected a tensor \[1 or batch, seqlen\], .* got"):
+        model(packed(device)[0], position_ids=positions)
+
+
 # --- compiled ---
 
 

@@ -14,6 +14,8 @@ from packing_ops.integrations.transformers import apply_packing_ops, register, v
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_CONV = {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
 POSITIONS = ["none", "row", "documents"]
 ROWS = {  # slots of a batch
     "padded on the right": [[1] * 7 + [2] + [3] * 12 + [0] * 4],
@@ -99,6 +101,33 @@ def test_dtypes(dtype, device):
     inputs = batch_of(ROWS["two rows"], "none", device, dtype)
     logits = tiny_model("llama", attn_implementation="packing_ops", device=device)(**inputs).logits
     assert_each_alone(logits, tiny_model("llama", device=device), inputs)
+
+
+@pytest.mark.parametrize("numbers", [[7, 5, 9], [0.5, 0.25, 0.125], [3.0, 2.0, 1.0]], ids=str)
+@pytest.mark.parametrize("family", ["Qwen3Next", "Lfm2"])
+def test_layers_that_multiply_by_their_mask_get_ones(family, numbers, device):
+    more = {"Qwen3Next": {"num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, **_DELTA}}
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, "head_dim": 8, **more.get(family, _CONV)})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().to(device)
+    mask = torch.tensor(numbers, device=device).repeat_interleave(torch.tensor([5, 3, 6], device=device))[None]
+    inputs = {"input_ids": torch.randint(3, 61, mask.shape, device=device), "attention_mask": mask}
+    stock = copy.deepcopy(model)
+    apply_packing_ops(model)
+    assert_each_alone(model(**inputs).logits, stock, inputs)
+
+
+@pytest.mark.parametrize("how", ["plain", "masks of 4 dimensions", "compiled"])
+@torch.no_grad()
+def test_negative_numbers_are_refused(how, device, fresh_compile):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    if how == "masks of 4 dimensions":
+        config = transformers.DogeConfig(**SIZES, head_dim=8)
+        model = transformers.DogeForCausalLM._from_config(config, attn_implementation="packing_ops").to(device)
+    call = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    mask = torch.tensor([[1, 1, -1, -1, 2, 2]], device=device)
+    with pytest.raises((ValueError, RuntimeError), match="attention_mask: expected 0 for padding and numbers above it"):
+        call(torch.randint(3, 61, mask.shape, device=device), attention_mask=mask)
 
 
 @pytest.mark.parametrize("how", ["dropout", "cache", "static cache", "two pieces", "forward", "positional", "LoRA"])

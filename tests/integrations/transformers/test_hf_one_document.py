@@ -134,6 +134,64 @@ HEADS = {
 }
 
 
+_CLIP = {**_LLAMA, "projection_dim": 16, "bos_token_id": 1, "eos_token_id": 2}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 8, "patch_size": 4}
+OF_ROWS = {
+    "CLIPTextModelWithProjection": ("CLIPTextConfig", _CLIP, "has one embedding for each row"),
+    "ClapTextModelWithProjection": ("ClapTextConfig", _CLIP, "has one embedding for each row"),
+    "CLIPModel": ("CLIPConfig", {"text_config": _CLIP, "vision_config": _VISION}, "has one embedding for each row"),
+    "SplinterForQuestionAnswering": ("SplinterConfig", _LLAMA, "scores spans by one question in each row"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", OF_ROWS)
+@torch.no_grad()
+def test_a_head_that_looks_at_the_whole_row_is_refused(name, form):
+    config, sizes, why = OF_ROWS[name]
+    model, more = applied(name, config, **sizes), {}
+    if name == "CLIPModel":
+        more = {"pixel_values": torch.zeros(1, 3, 8, 8)}
+    with pytest.raises(ValueError, match=rf"expected one document in each row, .*{name} {why}|, got None"):
+        model(input_ids=IDS, **more, **FORMS[form])
+    model(input_ids=IDS, attention_mask=torch.ones_like(IDS), **more)
+
+
+def mllama():
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_global_layers": 1}
+    vision |= {"attention_heads": 2, "image_size": 8, "patch_size": 4, "max_num_tiles": 1, "vision_output_dim": 32}
+    vision |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}
+    text = {**_LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 2, "cross_attention_layers": [1]}
+    model = applied("MllamaForConditionalGeneration", "MllamaConfig", vision_config=vision, text_config=text)
+    for name, parameter in model.named_parameters():
+        if "gate" in name:
+            parameter.data.fill_(0.7)
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_images_that_every_document_of_a_row_would_see(form):
+    """15 tokens, and 3 images of 5 patches: also a sequence as long as the row is another one."""
+    model, images = mllama(), torch.randn(1, 3, 1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    sizes = {"aspect_ratio_ids": torch.ones(1, 3).long(), "aspect_ratio_mask": torch.ones(1, 3, 1).long()}
+    given = {"pixel_values": images, "use_cache": False, **sizes}
+    with pytest.raises(
+        ValueError, match=r"expected one document .* MllamaTextCrossAttention attends to another sequence"
+    ):
+        model(IDS, **given, **FORMS[form])
+    model(IDS, **given)
+    owner = torch.nn.functional.one_hot(NUMBERS - 1)[..., None]  # each document its image
+    packed = model(IDS, cross_attention_mask=owner, **given, **FORMS[form]).logits
+    alone = [
+        model(ids, pixel_values=images[:, [i]], use_cache=False, cross_attention_mask=torch.ones(1, ids.shape[1], 1, 1).long(),
+              **{name: size[:, [i]] for name, size in sizes.items()}).logits
+        for i, ids in enumerate(IDS.split(LENGTHS, 1))
+    ]  # fmt: skip
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
