@@ -244,7 +244,7 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
     rope_patch.release(model)
     linear_attention_patch.release(model)
     for host, before in befores.items():
-        host.set_attn_implementation(before)
+        _set_implementation(host, before)
 
 
 def check_model(model: object) -> None:
@@ -322,7 +322,7 @@ def _set_attention(model: torch.nn.Module) -> str | None:
     before, is_set = {host: implementations_of(host.config) for host in found}, False
     try:
         for host in found:
-            host.set_attn_implementation(IMPLEMENTATION)
+            _set_implementation(host, IMPLEMENTATION)
         refused = [type(host).__name__ for host in found if host.config._attn_implementation != IMPLEMENTATION]
         is_set = not refused
     finally:
@@ -330,8 +330,20 @@ def _set_attention(model: torch.nn.Module) -> str | None:
             if is_set:
                 host.__dict__.setdefault(STATE, Kept(before=implementations))
             else:
-                host.set_attn_implementation(implementations)
+                _set_implementation(host, implementations)
     return None if is_set else f"{', '.join(refused)} cannot change its attn_implementation"
+
+
+def _set_implementation(host: PreTrainedModel, implementation: str | dict[str, Any]) -> None:
+    """Also in configs that no model holds: layers which PEFT has copied (layer_replication) have copies."""
+    host.set_attn_implementation(implementation)
+    configs = [model.config for model in models_in(host)]
+    known = {id(part) for each in configs for part in (each, *(getattr(each, key, None) for key in each.sub_configs))}
+    for model in models_in(host):  # the inner ones last
+        for module in attentions(model):
+            config = getattr(module, "config", None)
+            if hasattr(config, "_attn_implementation") and id(config) not in known:
+                config._attn_implementation = model.config._attn_implementation
 
 
 def _guard(model: torch.nn.Module, why: str) -> bool:

@@ -105,6 +105,22 @@ def test_adapters_that_look_at_the_whole_row_are_refused(name, form):
         adapted(make())(input_ids=IDS, **FORMS[form])
 
 
+@pytest.mark.parametrize("apply_to", ["outer", "before"])
+@torch.no_grad()
+def test_layers_that_peft_has_copied_are_swapped_and_put_back(apply_to):
+    """They hold copies of the config, which set_attn_implementation does not reach."""
+    layers = [[0, 2], [0, 2]]
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], layer_replication=layers)
+    stock = peft.get_peft_model(tiny_model("llama").eval(), config)
+    alone = torch.cat([stock(each, use_cache=False).logits for each in IDS.split(LENGTHS, 1)], 1)
+    model = adapted(config, apply_to)
+    for arguments in FORMS.values():
+        torch.testing.assert_close(model(IDS, use_cache=False, **arguments).logits, alone, rtol=1e-4, atol=1e-4)
+    revert_packing_ops(model)
+    implementations = {module.config._attn_implementation for module in model.modules() if hasattr(module, "layer_idx")}
+    assert implementations == {"eager"}
+
+
 WANTED = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "num_virtual_tokens": 4, "r": 4}
 MORE = {  # sizes that fit the tiny model
     "ADALORA": {"total_step": 9},
