@@ -90,7 +90,7 @@ def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tenso
         cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
 
     Returns:
-        int64 ``[num_documents]``. One synchronisation on CUDA, to see that no document is empty; a compiled or captured
+        int64 ``[num_documents]``. One synchronisation on CUDA, to see that documents start at 0 and none is empty; a compiled or captured
         graph asserts it on the device.
 
     Example:
@@ -100,17 +100,20 @@ def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tenso
         (tensor([1, 4]), tensor([0.2000, 0.5000]))
 
     Raises:
-        ValueError: a document without tokens; cu_seqlens of another dtype or shape.
+        ValueError: a document without tokens; cu_seqlens that do not start at 0, or of another dtype or shape.
     """
     if isinstance(cu_seqlens, PackedMetadata):
         check_no_tree(cu_seqlens, "cu_seqlens")
         cu_seqlens = cu_seqlens.cu_seqlens
     check_cu_seqlens(cu_seqlens, "cu_seqlens")
     last, empty = cu_seqlens[1:].long() - 1, cu_seqlens[1:] <= cu_seqlens[:-1]
+    wrong = empty.any() | (cu_seqlens[:1] != 0).any()
     # In this order: torch.compile before 2.13 does not trace the second.
     if torch.compiler.is_compiling() or is_captured(cu_seqlens):
-        torch._assert_async(~empty.any(), "cu_seqlens: expected documents with tokens, got one without")
-    elif bool(empty.any()):
+        torch._assert_async(~wrong, "cu_seqlens: expected documents with tokens from 0 on, got others")
+    elif bool(wrong):
+        if cu_seqlens[0] != 0:
+            raise ValueError(f"cu_seqlens: expected to start at 0, got {int(cu_seqlens[0])}")
         found = empty.nonzero().flatten().tolist()
         raise ValueError(f"cu_seqlens: expected at least one token in each document, got none in {found}")
     return last

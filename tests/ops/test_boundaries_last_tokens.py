@@ -39,3 +39,9 @@ def test_last_tokens_in_a_graph(device, fresh_compile):
 def test_last_tokens_of_what_is_no_cu_seqlens(wrong):
     with pytest.raises(ValueError, match="cu_seqlens: expected int32 or int64"):
         po.last_token_indices(wrong)
+
+
+@pytest.mark.parametrize("wrong", [[1, 4], [-1, 2, 4]])
+def test_last_tokens_of_documents_that_do_not_start_at_0(wrong, device):
+    with pytest.raises(ValueError, match=f"cu_seqlens: expected to start at 0, got {wrong[0]}"):
+        po.last_token_indices(torch.tensor(wrong, dtype=torch.int32, device=device))
