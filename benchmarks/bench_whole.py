@@ -1,6 +1,6 @@
 """Whole models in training, beside what else one can set: python benchmarks/bench_whole.py [--part 8b lora] [--limit 540]
 
-Each case is a program of its own (torchrun where it has several ranks); cases of one GPU run side by side, one on each. A
+Each case runs in a separate program (torchrun where it has several ranks); cases of one GPU run side by side, one on each. A
 row is written as soon as it is measured, and one that fails or does not fit has its error in the place of a time. After
 --limit seconds nothing starts any more and what runs is ended: the rows of the CSV that were not measured again stay.
 Tokens are those of documents, without padding. MFU: 6 operations for each parameter and token (4 with LoRA, which has no

@@ -73,25 +73,30 @@ def checkpointing() -> str:
     return f"{markdown(header, cells)}\n\n{origin(rows)}."
 
 
+SHOWN = {"small": "Qwen3-0.6B, one GPU", "8b": "Qwen3-8B, FSDP2, 2 GPUs"}
+
+
 def headline() -> str:
-    """The best row of each provider of the largest full training, in two sentences."""
-    rows = [row for row in _measured() if row["part"] == "8b" and row["documents"] == "sft" and not row["error"]]
-    best: dict[str, dict] = {}
+    """The best row of each provider: tokens/s a GPU, MFU, GiB."""
+    rows = [row for row in _measured() if row["documents"] == "sft" and not row["error"]]
+    best: dict[tuple, dict] = {}
     for row in sorted(rows, key=lambda row: float(row["tokens_per_second_a_gpu"])):
-        best[row["provider"]] = row
-    if len(best) < 2 or "ours" not in best:
+        best[row["part"], row["provider"]] = row
+    parts = [part for part in SHOWN if (part, "ours") in best]
+    if not parts:
         return render_pages_training.headline()
-    ours = best.pop("ours")
-    speed = float(ours["tokens_per_second_a_gpu"])
-    others = [
-        f"{speed / float(row['tokens_per_second_a_gpu']):.2f} times {PROVIDERS[name]} ({_how(row)})"
-        for name, row in best.items()
+    empty = ["–"] * 3
+    cells = [
+        [
+            PROVIDERS[name],
+            *(cell for p in parts for cell in (_cells(best[p, name])[:3] if (p, name) in best else empty)),
+        ]
+        for name in ("padded", "fa2", "liger", "ours")
     ]
-    return prose(
-        f"A training step of {_model(ours)}, bf16, runs at {speed / 1000:.1f}k tokens per second and GPU, MFU "
-        f"{float(ours['mfu']):.2f}, {float(ours['peak_gib']):.0f} GiB ({_how(ours)}): {', '.join(reversed(others))} "
-        f"([all measurements](docs/performance.md); {origin([ours])})."
-    )
+    header = ["", *(cell for part in parts for cell in (f"{SHOWN[part]}: tokens/s a GPU", "MFU", "GiB"))]
+    used = [row for (part, _), row in best.items() if part in parts]
+    where = f"bf16 ([how each was set, and more](docs/performance.md#whole-models); {origin(used)})."
+    return f"{markdown(header, cells)}\n\n{prose(where)}"
 
 
 def plan() -> str:

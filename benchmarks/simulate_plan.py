@@ -51,11 +51,13 @@ def one_size(lengths: list[int], ranks: int, max_tokens: int, size: int) -> floa
 
 
 def two_sizes(lengths: list[int], ranks: int, max_tokens: int, size: int) -> float:
-    of_ranks, told = token_budget_microbatches(
+    of_ranks, shared = token_budget_microbatches(
         lengths, max_tokens, dp_size=ranks // size, sp_size=size, cost="flops", return_statistics=True
     )
     steps = range(len(of_ranks[0]))
-    return sum(max(cost_of(lengths, rank[s], size if s < told.shared_steps else 1) for rank in of_ranks) for s in steps)
+    return sum(
+        max(cost_of(lengths, rank[s], size if s < shared.shared_steps else 1) for rank in of_ranks) for s in steps
+    )
 
 
 def simulated(kind: str, ranks: int, max_tokens: int, steps: int, rows: int) -> dict:

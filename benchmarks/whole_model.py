@@ -1,4 +1,4 @@
-"""One case of bench_whole.py in processes of its own: a model, its setting, a few training steps, a line of JSON."""
+"""One case of bench_whole.py, in separate processes: a model, its setting, a few training steps, a line of JSON."""
 
 import contextlib
 import datetime
@@ -175,7 +175,7 @@ def measured(case: Case, device: str, tiny: bool) -> dict:
 
 
 def run(case: Case, device: str, tiny: bool) -> None:
-    """In a process of its own, or one of torchrun's: rank 0 prints the line."""
+    """In a separate process, or one of torchrun's: rank 0 prints the line."""
     if tiny:
         case = case._replace(tokens=1024, longest=256, row=case.row // 32, steps=1)
     if case.ranks > 1:

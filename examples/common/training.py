@@ -1,4 +1,4 @@
-"""What a loop of one's own needs beside its steps: processes, checkpoints in layers, a figure of how busy the GPU is."""
+"""What a plain training loop needs beside its steps: processes, checkpoints in layers, a figure of how busy the GPU is."""
 
 import functools
 import os
