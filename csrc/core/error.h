@@ -1,5 +1,5 @@
-// A user's mistake: "<argument>: expected ..., got ...". By that text packing_ops/_runtime/gate.py tells it from other errors
-// and raises ValueError, whatever torch made of std::invalid_argument.
+// A user's mistake: "<argument>: expected ..., got ...". By that text packing_ops/_runtime/gate.py tells it from other
+// errors and raises ValueError, whatever torch made of std::invalid_argument.
 #pragma once
 
 #include <sstream>

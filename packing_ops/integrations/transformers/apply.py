@@ -342,7 +342,7 @@ def _set_implementation(host: PreTrainedModel, implementation: str | dict[str, A
     for model in models_in(host):  # the inner ones last
         for module in attentions(model):
             config = getattr(module, "config", None)
-            if hasattr(config, "_attn_implementation") and id(config) not in known:
+            if config is not None and hasattr(config, "_attn_implementation") and id(config) not in known:
                 config._attn_implementation = model.config._attn_implementation
 
 
