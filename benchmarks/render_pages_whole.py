@@ -76,12 +76,16 @@ def checkpointing() -> str:
 SHOWN = {"small": "Qwen3-0.6B, one GPU", "8b": "Qwen3-8B, FSDP2, 2 GPUs"}
 
 
+def best_of(rows: list[dict]) -> dict[tuple[str, str], dict]:
+    """{(part, provider): its fastest row on sft documents}"""
+    rows = [row for row in rows if row["documents"] == "sft" and not row["error"]]
+    rows.sort(key=lambda row: float(row["tokens_per_second_a_gpu"]))
+    return {(row["part"], row["provider"]): row for row in rows}
+
+
 def headline() -> str:
     """The best row of each provider: tokens/s a GPU, MFU, GiB."""
-    rows = [row for row in _measured() if row["documents"] == "sft" and not row["error"]]
-    best: dict[tuple, dict] = {}
-    for row in sorted(rows, key=lambda row: float(row["tokens_per_second_a_gpu"])):
-        best[row["part"], row["provider"]] = row
+    best = best_of(_measured())
     parts = [part for part in SHOWN if (part, "ours") in best]
     if not parts:
         return render_pages_training.headline()

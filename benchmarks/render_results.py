@@ -7,6 +7,7 @@ docs: benchmarks/render_pages.py.
 import argparse
 
 from render_picture_efficiency import picture_of_efficiency
+from render_picture_whole import picture_of_whole
 from render_pictures import picture
 from result_rows import (
     COPY,
@@ -54,6 +55,8 @@ def main():
             if path.stem.startswith("parallel_"):
                 note = "attention without overlap of what it sends" if without_overlap(rows) else ""
                 picture_of_efficiency(rows, path.with_suffix(".png"), note)
+            if path.stem.startswith("whole_"):
+                picture_of_whole(rows, path.with_suffix(".png"))
             continue
         print(f"\n### {path.stem}\n\n{table(rows)}")
         if not picture(rows, path.with_suffix(".png")):

@@ -195,3 +195,14 @@ def test_whole_models_are_told_by_model(monkeypatch):
     assert "| packing_ops, fused_loss | 12.0k | 0.500 | 99.0 |" in said
     assert "| packed, torch's FlashAttention-2 | 8.0k | 0.500 | 99.0 |" in said
     assert "| packed, Liger's kernels, torch's FlashAttention-2 | – | – | – |" in said
+
+
+def test_a_picture_of_whole_models(tmp_path):
+    pytest.importorskip("matplotlib")
+    from render_picture_whole import picture_of_whole
+
+    rows, path = result_rows.rows_of("whole_cuda"), tmp_path / "whole_cuda.png"
+    assert not picture_of_whole([row for row in rows if row["provider"] != "ours"], path)
+    assert not path.exists()
+    assert picture_of_whole(rows, path)
+    assert path.stat().st_size > 10_000
