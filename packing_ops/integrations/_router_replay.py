@@ -158,7 +158,7 @@ def _with_numbers(module):
         for name, each in module._parameters.items()
     }
     probe.__dict__["_buffers"] = {
-        name: each if each is None else torch.zeros(each.shape, dtype=each.dtype)
+        name: each if each is None else torch.zeros(each.shape, dtype=each.dtype, device="cpu")
         for name, each in module._buffers.items()
     }
     probe.__dict__["_modules"] = {name: child and _with_numbers(child) for name, child in module._modules.items()}
@@ -174,7 +174,7 @@ def _arguments(cls, width, sizes):
         for given in ([], biases) if biases else ([],):
             if set(needed) <= set(given):
                 for size in sizes if given else sizes[:1]:
-                    yield {names[0].name: rows.clone(), **{name: torch.zeros(size) for name in given}}
+                    yield {names[0].name: rows.clone(), **{name: torch.zeros(size, device="cpu") for name in given}}
 
 
 def _tensors_in(result):
