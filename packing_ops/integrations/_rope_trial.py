@@ -68,7 +68,8 @@ class Rotation(NamedTuple):
             q, k, cos, sin = (given.get(name) for name in (self.parameters[0], "k", "cos", "sin"))
         if q is None or cos is None or sin is None or (k is None and not self.takes_one):
             return stock(*args, **named)
-        found = self(q, k, cos, sin, given.get("unsqueeze_dim"), given.get("mrope_section"))
+        # By its name: torch 2.10 does not trace the call of a tuple that holds a dynamic number.
+        found = self.__call__(q, k, cos, sin, given.get("unsqueeze_dim"), given.get("mrope_section"))
         if found is NotImplemented:
             return stock(*args, **named)
         return found[0] if self.takes_one else found
