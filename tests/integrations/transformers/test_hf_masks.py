@@ -463,7 +463,7 @@ def test_attention_with_such_options_is_left_alone():
     sizes |= {"layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 2}
     model = tiny("MiniMaxM3VLTextConfig", "eager", auto=transformers.AutoModelForCausalLM, **sizes)
     with pytest.warns(UserWarning, match="was not swapped: MiniMaxM3VLAttention has attention with block_indices"):
-        assert not apply_packing_ops(model, rope=False)
+        assert not apply_packing_ops(model, rope=False, rms_norm=False)
     assert model.config._attn_implementation == "eager"
     model.set_attn_implementation("packing_ops")
     with pytest.raises(NotImplementedError, match="block_indices"):
