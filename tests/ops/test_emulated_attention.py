@@ -8,7 +8,7 @@ from emulator.build import cuda_headers
 from helpers import assert_error_within, assert_same, emulated
 from helpers.attention_case import Case, document_alone, document_results
 
-from packing_ops.varlen.attention import _plan_size
+from packing_ops.varlen.ops import _plan_size
 
 HEADERS = cuda_headers()
 pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the CUDA toolkit's headers")

@@ -174,6 +174,11 @@ def another_library_s_ulysses(drops_mask=False):
         TABLE.register("packing_ops", stock)
 
 
+def numbers_of(position_ids):
+    """Documents of at most three tokens, of which none goes on where positions start again."""
+    return ((position_ids == 0) | (torch.arange(position_ids.shape[1]) % 3 == 0)).cumsum(1)
+
+
 def under_another_library(mask=None, *, family="llama", drops_mask=False, cu_seqlens=False):
     ranks = dist.get_world_size()
     batch = batch_of([9, 1, 20, 6])
@@ -182,7 +187,7 @@ def under_another_library(mask=None, *, family="llama", drops_mask=False, cu_seq
     expected = model(**batch).logits.chunk(ranks, 1)[dist.get_rank()]
     own = {name: batch[name].chunk(ranks, 1)[dist.get_rank()] for name in ("input_ids", "position_ids")}
     if mask is not None:
-        own["attention_mask"] = mask(own["input_ids"])
+        own["attention_mask"] = mask(own["input_ids"]) if mask != "numbers" else numbers_of(own["position_ids"])
     if cu_seqlens:  # of the rank's part, with whose positions they agree
         own |= po.PackedMetadata.from_position_ids(own["position_ids"]).to_transformers()
     with another_library_s_ulysses(drops_mask):
@@ -211,7 +216,7 @@ def without_masks():
         "ones": under_another_library(torch.ones_like, drops_mask=True),
         "padding": dropped(lambda ids: ids.ne(ids[0, 0]).long()),
         "bool padding": dropped(lambda ids: ids.ne(ids[0, 0])),
-        "numbers": dropped(lambda ids: 1 + torch.arange(ids.shape[1])[None] // 3),
+        "numbers": dropped("numbers"),
         "4-D": dropped(lambda ids: torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool)),
         "cu_seq_lens_q": dropped(cu_seqlens=True),
         "no window": message_of(lambda: phimoe_under_another_library(None)),
