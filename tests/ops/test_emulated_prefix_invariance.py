@@ -89,7 +89,7 @@ def compared_gradients(gpu, keys, chunks, options):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "name"), [(gpu, name) for name in GRADIENTS for gpu in (GPUS[:1] if name == "float32" else GPUS)]
+    ("gpu", "name"), [(gpu, name) for name in GRADIENTS for gpu in ([*GPUS][:1] if name == "float32" else GPUS)]
 )
 def test_gradients_of_the_last_queries(gpu, name):
     """float32 has the same kernels on every GPU."""
