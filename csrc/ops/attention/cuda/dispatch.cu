@@ -25,10 +25,6 @@ namespace {
 
 using namespace attention;
 
-Kernels kernels_for(const VarlenAttentionParams& p) {
-  return attention::kernels_for(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
-}
-
 Args forward_args(const VarlenAttentionParams& p, const FaultFlag& fault = {}) {
   Args a;
   a.fault = fault;
@@ -170,9 +166,10 @@ void dispatch(const VarlenAttentionParams& p, F&& f) {
 template <class F>
 const char* kernels_of(const VarlenAttentionParams& p, F&& has_short) {
   if (p.dtype == DType::kFloat32) return "fp32";
-  if (kernels_for(p) == Kernels::kSm80) return "sm80";
   const int64_t group = p.num_q_heads / p.num_kv_heads;
-  return has_short(attention_tiles(group, p.head_dim, p.head_dim_v, 0, p.device)) ? "sm90 and sm80" : "sm90";
+  const AttentionTiles tiles = attention_tiles(group, p.head_dim, p.head_dim_v, 0, p.device);
+  if (tiles.kernels == Kernels::kSm80) return "sm80";
+  return has_short(tiles) ? "sm90 and sm80" : "sm90";
 }
 
 }  // namespace
@@ -186,7 +183,8 @@ const char* attention_backward_kernels_cuda(const VarlenAttentionParams& p) {
 }
 
 int64_t attention_scratch_cuda(const VarlenAttentionParams& p) {
-  return kernels_for(p) == Kernels::kSm90 ? sizeof(int32_t) : 0;
+  const Kernels kernels = kernels_for(p.num_q_heads / p.num_kv_heads, p.head_dim, p.head_dim_v, p.device);
+  return kernels == Kernels::kSm90 ? sizeof(int32_t) : 0;
 }
 
 int64_t attention_backward_scratch_cuda(const VarlenAttentionBackwardParams& p) {
