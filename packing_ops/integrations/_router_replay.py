@@ -149,8 +149,7 @@ def _tried(module):
 def _with_numbers(module):
     """A copy with weights of its shapes, in evaluation and without hooks."""
     probe = copy.copy(module)
-    probe.__dict__ = {**vars(module), "training": False, "forward": None}
-    del probe.__dict__["forward"]
+    probe.__dict__ = {name: each for name, each in vars(module).items() if name != "forward"} | {"training": False}
     for name in [name for name in vars(probe) if name.endswith("_hooks")]:
         probe.__dict__[name] = {}
     probe.__dict__["_parameters"] = {

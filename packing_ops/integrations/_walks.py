@@ -14,6 +14,16 @@ from packing_ops.integrations._patching import PRIVATE
 _KEPT = f"{PRIVATE}walks"
 MIXES = f"{PRIVATE}mixes"  # what declare() leaves in a class: subclasses inherit it, FSDP2's among them
 SWAPPED = f"{PRIVATE}linear_attention"  # in a layer that linear_attention has swapped
+# Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
+CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+_IN_INSTANCE = (
+    "forward",
+    "_old_forward",
+    *CHECKPOINTS,
+    "rope_type",
+    "padding_idx",
+    SWAPPED,
+)  # _old_forward: accelerate's
 
 
 def constant_of_model(function):
@@ -79,17 +89,10 @@ class _Kept:
 
 def _read(module):
     held, cls = module.__dict__, module.__class__
-    get = held.get
     return (
         cls,
         cls.forward,
         getattr(cls, MIXES, None),
-        get("forward"),
-        get("_old_forward"),  # accelerate's
-        get("_gradient_checkpointing_func"),
-        get("checkpoint_fn"),
-        get("rope_type"),
-        get("padding_idx"),
-        get(SWAPPED),
+        *map(held.get, _IN_INSTANCE),
         *held["_modules"].values(),
     )

@@ -83,7 +83,7 @@ class PackedCall:
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
         self.needs_positions = positions is None  # of models that otherwise count along the row
-        self.walks = None  # of walks.py
+        self.walks = None  # what is kept with the model, see _walks.py
         self.counting = None  # what in the model counts along the row, see positions.py
         self.where_several = None  # (batch, what to say at the end where a row has several documents), see documents.py
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")

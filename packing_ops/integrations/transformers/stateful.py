@@ -18,7 +18,7 @@ import torch
 
 from packing_ops._runtime.batch_cache import unseen
 from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
-from packing_ops.integrations._walks import MIXES, kept_with_model
+from packing_ops.integrations._walks import CHECKPOINTS, MIXES, kept_with_model
 from packing_ops.integrations.transformers import linear_attention
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
@@ -321,8 +321,6 @@ def find_documents_of(model, call, args, kwargs) -> None:
 
 # --- in place of their forward ---
 
-# Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
-_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules whose functions are replaced by ours
 
 
@@ -342,7 +340,7 @@ def prepare(model, masked=False, is_tree=False) -> tuple[bool, bool, str]:
         put_around(layer, "forward", _forward, {})
         _prepared.add(layer)
     for module in model.modules() if in_rows else ():
-        for name in _CHECKPOINTS:
+        for name in CHECKPOINTS:
             if vars(module).get(name) is not None:
                 put_around(module, name, _checkpoint)
                 _prepared.add(module)
