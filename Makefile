@@ -4,6 +4,7 @@ TORCH ?= torch==2.13.0
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu: torch from there, and nothing else from there.
 TORCH_INDEX ?=
 BIN := .venv/bin
+CORES = $(shell env -u OMP_NUM_THREADS nproc)
 CALLERS_PYTHONPATH := $(PYTHONPATH)
 export PYTHONPATH := .
 # Container images often set it: every process of the tests would compile torch and transformers from their sources again.
@@ -51,7 +52,7 @@ demo-data: build  ## mini-batches for RL, and batches collated one step ahead
 # imports what takes half a minute, so there are few.
 test:  ## builds, lints, runs every test; prints what each part takes
 	@$(MAKE) --no-print-directory -j4 $(addprefix timed-,style build emulator bytecode ptxas)
-	@start=$$(date +%s); $(BIN)/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal --durations 20; failed=$$?; \
+	@start=$$(date +%s); $(BIN)/python -m pytest -n $(CORES) --maxprocesses 4 --dist worksteal --durations 20; failed=$$?; \
 	echo "tests: $$(($$(date +%s) - start)) s"; exit $$failed
 
 # A part of it, and its seconds.
@@ -63,7 +64,7 @@ timed-%:
 
 # TORCH=torch==2.14.1: in that one. An environment of its own.
 test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with the library as it is built
-	.venv-newest/bin/python -m pytest -n $$(nproc) --maxprocesses 4 --dist worksteal
+	.venv-newest/bin/python -m pytest -n $(CORES) --maxprocesses 4 --dist worksteal
 
 # CHECKOUTS: a folder with checkouts of the projects, at the commits of tests/adoption/projects.py; with FETCH=1 those that
 # are missing are cloned there. PROJECTS=skyrl for one. ADOPTION_PYTHON: of an environment that has more of their packages.
@@ -109,7 +110,7 @@ test-gpu: export CUDA_VISIBLE_DEVICES ?= $(shell nvidia-smi --query-gpu=index --
 test-gpu:  ## the tests on a GPU machine (TESTS="tests/ops -k cuda" for some)
 	@export CUDA_MPS_PIPE_DIRECTORY=$$(mktemp -d); export CUDA_MPS_LOG_DIRECTORY=$$CUDA_MPS_PIPE_DIRECTORY; \
 	if nvidia-cuda-mps-control -d; then trap 'echo quit | nvidia-cuda-mps-control' EXIT; else unset CUDA_MPS_PIPE_DIRECTORY; fi; \
-	$(GPU_PYTHON) -m pytest -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2)) --dist worksteal -p no:cacheprovider --durations 20 -k "cuda or not cpu" \
+	$(GPU_PYTHON) -m pytest -n $$((($(CORES) + 1) / 2)) --dist worksteal -p no:cacheprovider --durations 20 -k "cuda or not cpu" \
 		--ignore-glob='*/test_install.py' --ignore-glob='*/test_emulated_*.py' --ignore-glob='*/test_*example*.py' $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
