@@ -1,13 +1,21 @@
 """The short causal convolution of hybrid models: each channel of a packed row, each document by itself."""
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
+from typing_extensions import Unpack
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_tensor
 from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+
+
+class ConvKeywords(TypedDict, total=False):
+    """Names the options of causal_conv1d for its overloads."""
+
+    activation: str | None
+    initial_state: torch.Tensor | None
 
 
 @overload
@@ -17,9 +25,8 @@ def causal_conv1d(
     bias: torch.Tensor | None,
     cu_seqlens: PackedMetadata | torch.Tensor,
     *,
-    activation: str | None = None,
-    initial_state: torch.Tensor | None = None,
     output_final_state: Literal[False] = False,
+    **options: Unpack[ConvKeywords],
 ) -> tuple[torch.Tensor, None]: ...
 @overload
 def causal_conv1d(
@@ -28,9 +35,8 @@ def causal_conv1d(
     bias: torch.Tensor | None,
     cu_seqlens: PackedMetadata | torch.Tensor,
     *,
-    activation: str | None = None,
-    initial_state: torch.Tensor | None = None,
     output_final_state: Literal[True],
+    **options: Unpack[ConvKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def causal_conv1d(
     x: torch.Tensor,

@@ -5,6 +5,7 @@ from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import Unpack
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import (
@@ -18,6 +19,7 @@ from packing_ops._runtime.arguments import (
 )
 from packing_ops.keys import FORK_ALIGNMENT, PrefixTree
 from packing_ops.losses.logps import (
+    HeadKeywords,
     LogpsOptions,
     checked_allowed,
     checked_head,
@@ -114,18 +116,9 @@ def prefix_token_logps(
     labels: torch.Tensor,
     tree: PrefixTree,
     *,
-    temperature: float | torch.Tensor = 1.0,
-    chunk: int | None = None,
     entropy: Literal[False] = False,
-    bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
     outputs: None = None,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    max_targets: int | None = None,
-    keep_logits: int | Literal["auto"] = 0,
-    allowed_ids: torch.Tensor | None = None,
-    allowed_offsets: torch.Tensor | None = None,
+    **options: Unpack[HeadKeywords],
 ) -> torch.Tensor: ...
 @overload
 def prefix_token_logps(
@@ -134,18 +127,9 @@ def prefix_token_logps(
     labels: torch.Tensor,
     tree: PrefixTree,
     *,
-    temperature: float | torch.Tensor = 1.0,
-    chunk: int | None = None,
     entropy: Literal[True],
-    bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
     outputs: None = None,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    max_targets: int | None = None,
-    keep_logits: int | Literal["auto"] = 0,
-    allowed_ids: torch.Tensor | None = None,
-    allowed_offsets: torch.Tensor | None = None,
+    **options: Unpack[HeadKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def prefix_token_logps(
@@ -154,18 +138,9 @@ def prefix_token_logps(
     labels: torch.Tensor,
     tree: PrefixTree,
     *,
-    temperature: float | torch.Tensor = 1.0,
-    chunk: int | None = None,
     entropy: Literal[False] = False,
-    bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
     outputs: Sequence[str],
-    scale: float = 1.0,
-    softcap: float = 0.0,
-    max_targets: int | None = None,
-    keep_logits: int | Literal["auto"] = 0,
-    allowed_ids: torch.Tensor | None = None,
-    allowed_offsets: torch.Tensor | None = None,
+    **options: Unpack[HeadKeywords],
 ) -> tuple[torch.Tensor, ...]: ...
 def prefix_token_logps(
     hidden: torch.Tensor,

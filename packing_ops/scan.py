@@ -1,10 +1,11 @@
 """Linear attention with a state, over packed rows: the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo-Hybrid, and the
 scan of Mamba-2, Bamba, Falcon-H1, Granite 4, Nemotron-H and Zamba2."""
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch.nn.functional import pad
+from typing_extensions import Unpack
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_tensor, number, refuse_gradient, sum_dtype
@@ -12,6 +13,14 @@ from packing_ops._runtime.autograd import past_autograd, register_autograd, regi
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 KERNEL_DIMS = (64, 128, 256)  # of heads, on CUDA
+
+
+class DeltaKeywords(TypedDict, total=False):
+    """Names the options of gated_delta_rule for its overloads."""
+
+    scale: float | None
+    initial_state: torch.Tensor | None
+    use_qk_l2norm: bool
 
 
 @overload
@@ -23,10 +32,8 @@ def gated_delta_rule(
     beta: torch.Tensor,
     cu_seqlens: PackedMetadata | torch.Tensor,
     *,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
     output_final_state: Literal[False] = False,
-    use_qk_l2norm: bool = False,
+    **options: Unpack[DeltaKeywords],
 ) -> tuple[torch.Tensor, None]: ...
 @overload
 def gated_delta_rule(
@@ -37,10 +44,8 @@ def gated_delta_rule(
     beta: torch.Tensor,
     cu_seqlens: PackedMetadata | torch.Tensor,
     *,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
     output_final_state: Literal[True],
-    use_qk_l2norm: bool = False,
+    **options: Unpack[DeltaKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def gated_delta_rule(
     q: torch.Tensor,
@@ -124,6 +129,16 @@ def gated_delta_rule(
     return out, final_state if output_final_state else None
 
 
+class MambaKeywords(TypedDict, total=False):
+    """Names the options of mamba2_scan for its overloads."""
+
+    D: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    dt_softplus: bool
+    dt_limit: tuple[float, float]
+    initial_state: torch.Tensor | None
+
+
 @overload
 def mamba2_scan(
     x: torch.Tensor,
@@ -133,12 +148,8 @@ def mamba2_scan(
     C: torch.Tensor,
     cu_seqlens: PackedMetadata | torch.Tensor,
     *,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_state: torch.Tensor | None = None,
     output_final_state: Literal[False] = False,
+    **options: Unpack[MambaKeywords],
 ) -> tuple[torch.Tensor, None]: ...
 @overload
 def mamba2_scan(
@@ -149,12 +160,8 @@ def mamba2_scan(
     C: torch.Tensor,
     cu_seqlens: PackedMetadata | torch.Tensor,
     *,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_state: torch.Tensor | None = None,
     output_final_state: Literal[True],
+    **options: Unpack[MambaKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def mamba2_scan(
     x: torch.Tensor,

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
+from typing_extensions import Unpack
 
 from packing_ops._runtime.arguments import at_least, described, index_tensor, integer
 from packing_ops.data._examples import check_examples, sequences
@@ -27,17 +28,23 @@ class MicrobatchStatistics(NamedTuple):
     balance: float
 
 
+class BudgetKeywords(TypedDict, total=False):
+    """Names the options of token_budget_microbatches for its overloads."""
+
+    cost: Cost
+    sp_size: int
+    document_multiple: int
+    row_multiple: int
+
+
 @overload
 def token_budget_microbatches(
     lengths: torch.Tensor | Sequence[int],
     max_tokens: int,
     *,
     dp_size: int,
-    cost: Cost = "tokens",
-    sp_size: int = 1,
-    document_multiple: int = 1,
-    row_multiple: int = 1,
     return_statistics: Literal[False] = False,
+    **options: Unpack[BudgetKeywords],
 ) -> list[list[list[int]]]: ...
 @overload
 def token_budget_microbatches(
@@ -45,11 +52,8 @@ def token_budget_microbatches(
     max_tokens: int,
     *,
     dp_size: int,
-    cost: Cost = "tokens",
-    sp_size: int = 1,
-    document_multiple: int = 1,
-    row_multiple: int = 1,
     return_statistics: Literal[True],
+    **options: Unpack[BudgetKeywords],
 ) -> tuple[list[list[list[int]]], MicrobatchStatistics]: ...
 def token_budget_microbatches(
     lengths: torch.Tensor | Sequence[int],

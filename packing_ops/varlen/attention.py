@@ -18,6 +18,7 @@ likewise. Under a causal mask over as many keys as queries, rows before key // 1
 from typing import Literal, NoReturn, overload
 
 import torch
+from typing_extensions import Unpack
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import FLOATS, check_tensor, described, refuse_beside, window_sides
@@ -26,10 +27,20 @@ from packing_ops.keys import KeyPages, Keys, Parents, PrefixPaths, kept_paths, k
 from packing_ops.metadata import PackedMetadata
 from packing_ops.varlen.call import Layout, in_tensors, layout_of, refuse_misplaced, without_batch
 from packing_ops.varlen.ops import attention_forward
-from packing_ops.varlen.options import AttentionOptions, checked_options
+from packing_ops.varlen.options import AttentionKeywords, AttentionOptions, checked_options
 
 # By device. Float64 has no CUDA kernel.
 DTYPES = {"cpu": FLOATS, "cuda": tuple(dtype for dtype in FLOATS if dtype != torch.float64)}
+
+
+class VarlenKeywords(AttentionKeywords, total=False):
+    """Adds what only varlen_attention takes."""
+
+    plan: torch.Tensor | None
+    parents: torch.Tensor | PrefixPaths | None
+    block_table: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+    layout: Layout | None
 
 
 @overload
@@ -40,18 +51,8 @@ def varlen_attention(
     cu_seqlens_q: PackedMetadata | torch.Tensor,
     cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
     *misplaced: NoReturn,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    visible_end: torch.Tensor | None = None,
-    parents: torch.Tensor | PrefixPaths | None = None,
-    block_table: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
-    layout: Layout | None = None,
+    **options: Unpack[VarlenKeywords],
 ) -> torch.Tensor: ...
 @overload
 def varlen_attention(
@@ -61,18 +62,8 @@ def varlen_attention(
     cu_seqlens_q: PackedMetadata | torch.Tensor,
     cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
     *misplaced: NoReturn,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    visible_end: torch.Tensor | None = None,
-    parents: torch.Tensor | PrefixPaths | None = None,
-    block_table: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
     return_lse: Literal[True],
-    layout: Layout | None = None,
+    **options: Unpack[VarlenKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def varlen_attention(
     q: torch.Tensor,

@@ -5,10 +5,11 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import Unpack
 
 from packing_ops._runtime import gate, library
 from packing_ops._runtime.arguments import (
@@ -28,36 +29,46 @@ from packing_ops.metadata import PackedMetadata
 from packing_ops.varlen.attention import DTYPES, attend
 from packing_ops.varlen.call import refuse_heads_first, refuse_misplaced, without_metadata
 from packing_ops.varlen.masks import visible_keys
-from packing_ops.varlen.options import AttentionOptions, checked_options
+from packing_ops.varlen.options import AttentionKeywords, AttentionOptions, checked_options
 
 BACKENDS = ("packing_ops", "torch_varlen", "sdpa")
 _SM80 = (8, 0)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+class SelectKeywords(TypedDict, total=False):
+    """Names what select_attention_backend asks of a call."""
+
+    softcap: float
+    sinks: torch.Tensor | None
+    return_lse: bool
+    v: torch.Tensor | None
+    visible_end: torch.Tensor | None
+
+
+class BackendKeywords(AttentionKeywords, total=False):
+    """Adds what only attention takes."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    backend: str | None
+
+
 @overload
 def select_attention_backend(
     q: torch.Tensor,
     k: torch.Tensor | None = None,
     *,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    v: torch.Tensor | None = None,
-    visible_end: torch.Tensor | None = None,
     explain: Literal[False] = False,
+    **options: Unpack[SelectKeywords],
 ) -> str: ...
 @overload
 def select_attention_backend(
     q: torch.Tensor,
     k: torch.Tensor | None = None,
     *,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    return_lse: bool = False,
-    v: torch.Tensor | None = None,
-    visible_end: torch.Tensor | None = None,
     explain: Literal[True],
+    **options: Unpack[SelectKeywords],
 ) -> tuple[str, dict[str, str]]: ...
 def select_attention_backend(
     q: torch.Tensor,
@@ -120,16 +131,8 @@ def attention(
     cu_seqlens_q: PackedMetadata | torch.Tensor,
     cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
     *misplaced: NoReturn,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    backend: str | None = None,
-    visible_end: torch.Tensor | None = None,
+    **options: Unpack[BackendKeywords],
 ) -> torch.Tensor: ...
 @overload
 def attention(
@@ -139,16 +142,8 @@ def attention(
     cu_seqlens_q: PackedMetadata | torch.Tensor,
     cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
     *misplaced: NoReturn,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     return_lse: Literal[True],
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    backend: str | None = None,
-    visible_end: torch.Tensor | None = None,
+    **options: Unpack[BackendKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,

@@ -4,9 +4,10 @@ Where flash-attn and varlen_attention differ, flash-attn's rule holds here: with
 whatever was asked for (transformers asks for ``(w - 1, w - 1)``).
 """
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, overload
 
 import torch
+from typing_extensions import Unpack
 
 from packing_ops._runtime import batch_cache
 from packing_ops._runtime.arguments import check_cu_seqlens, check_tensor, described, integer, sides_of_flash_attn
@@ -14,6 +15,38 @@ from packing_ops.keys import KeyPages, lengths_of, lengths_with
 from packing_ops.varlen.attention import attend
 from packing_ops.varlen.call import refuse_heads_first
 from packing_ops.varlen.options import checked_options
+
+
+class FlashAttnKeywords(TypedDict, total=False):
+    """Names the options of flash-attn's functions that their overloads take by name alone."""
+
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: torch.Tensor | None
+    deterministic: bool
+    s_aux: torch.Tensor | None
+
+
+class FlashAttnVarlenKeywords(FlashAttnKeywords, total=False):
+    """Adds what only flash_attn_varlen_func takes."""
+
+    block_table: torch.Tensor | None
+
+
+class KvCacheKeywords(TypedDict, total=False):
+    """Names the options of flash_attn_with_kvcache."""
+
+    cache_batch_idx: torch.Tensor | None
+    cache_leftpad: torch.Tensor | None
+    block_table: torch.Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    rotary_interleaved: bool
+    alibi_slopes: torch.Tensor | None
+    num_splits: int
+    s_aux: torch.Tensor | None
 
 
 @overload
@@ -28,13 +61,9 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
+    *,
     return_attn_probs: Literal[False] = False,
-    block_table: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
+    **options: Unpack[FlashAttnVarlenKeywords],
 ) -> torch.Tensor: ...
 @overload
 def flash_attn_varlen_func(
@@ -48,14 +77,9 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
     *,
     return_attn_probs: Literal[True],
-    block_table: torch.Tensor | None = None,
-    s_aux: torch.Tensor | None = None,
+    **options: Unpack[FlashAttnVarlenKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 def flash_attn_varlen_func(
     q: torch.Tensor,
@@ -127,12 +151,9 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
+    *,
     return_attn_probs: Literal[False] = False,
-    s_aux: torch.Tensor | None = None,
+    **options: Unpack[FlashAttnKeywords],
 ) -> torch.Tensor: ...
 @overload
 def flash_attn_func(
@@ -142,13 +163,9 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
     *,
     return_attn_probs: Literal[True],
-    s_aux: torch.Tensor | None = None,
+    **options: Unpack[FlashAttnKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...
 def flash_attn_func(
     q: torch.Tensor,
@@ -209,18 +226,9 @@ def flash_attn_with_kvcache(
     rotary_cos: torch.Tensor | None = None,
     rotary_sin: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0,
+    *,
     return_softmax_lse: Literal[False] = False,
-    s_aux: torch.Tensor | None = None,
+    **options: Unpack[KvCacheKeywords],
 ) -> torch.Tensor: ...
 @overload
 def flash_attn_with_kvcache(
@@ -232,19 +240,9 @@ def flash_attn_with_kvcache(
     rotary_cos: torch.Tensor | None = None,
     rotary_sin: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0,
     *,
     return_softmax_lse: Literal[True],
-    s_aux: torch.Tensor | None = None,
+    **options: Unpack[KvCacheKeywords],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def flash_attn_with_kvcache(
     q: torch.Tensor,

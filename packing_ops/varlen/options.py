@@ -1,10 +1,21 @@
 """The options of an attention call in one value."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
 from packing_ops._runtime.arguments import check_tensor, described, refuse_gradient, window_sides
+
+
+class AttentionKeywords(TypedDict, total=False):
+    """Names the options of an attention call where overloads take them all. Their defaults are the functions' own."""
+
+    causal: bool
+    softmax_scale: float | None
+    window_size: tuple[int, int]
+    softcap: float
+    sinks: torch.Tensor | None
+    visible_end: torch.Tensor | None
 
 
 class AttentionOptions(NamedTuple):

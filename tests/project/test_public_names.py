@@ -157,6 +157,12 @@ def kinds(annotation):
     return {kind for part in inner for kind in kinds(part) if len(kinds(part)) > 1} or {annotation}
 
 
+def fields(parameter):
+    """(name, type) of each option that ``**options: Unpack[...]`` takes."""
+    (keywords,) = typing.get_args(parameter.annotation)
+    return typing.get_type_hints(keywords).items()
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is of Python 3.11")
 def test_results_that_depend_on_arguments_are_overloads():
     functions = {name: v for module in (po, packing_ops.data) for name, v in ours(module).items()}
@@ -172,8 +178,13 @@ def test_results_that_depend_on_arguments_are_overloads():
             other = inspect.signature(overload)
             told.add(str(other.return_annotation))
             assert len(kinds(other.return_annotation)) == 1
-            assert list(other.parameters) == list(one.parameters)
-            given = [p for p in other.parameters.values() if p.annotation == one.parameters[p.name].annotation]
-            deciding |= {*one.parameters} - {p.name for p in given}
+            named = {n: p for n, p in other.parameters.items() if p.kind is not p.VAR_KEYWORD}
+            assert [*named] == [n for n in one.parameters if n in named]
+            options = {n: hint for rest in {*other.parameters} - {*named} for n, hint in fields(other.parameters[rest])}
+            assert {*named} | {*options} == {*one.parameters}
+            hints = typing.get_type_hints(functions[name])
+            assert {n: hints[n] for n in options} == options
+            given = [p for p in named.values() if p.annotation == one.parameters[p.name].annotation]
+            deciding |= {*named} - {p.name for p in given}
             assert all(p.default == one.parameters[p.name].default for p in given)
         assert len(told) == len(overloads) == len(deciding) + 1, "an argument more for each further result"
