@@ -45,7 +45,7 @@ def column_names(text: str) -> dict[str, str]:
 
 
 def writable(text: str) -> Path:
-    """A path whose folder exists: refused before a million documents are read, not after."""
+    """Return a path whose folder exists. Raises before a million documents are read, not after."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no folder {path.parent}")

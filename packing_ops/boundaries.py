@@ -25,7 +25,7 @@ from packing_ops.metadata import PackedMetadata, check_no_tree, cu_seqlens_of
 
 
 def cu_seqlens_from_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Cumulated lengths, starting at 0.
+    """Return the cumulated lengths, starting at 0.
 
     Args:
         lengths: int32 or int64 ``[num_documents]``, tokens per document; a Python sequence stays on the CPU.
@@ -44,7 +44,7 @@ def cu_seqlens_from_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tens
 
 
 def position_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = None) -> torch.Tensor:
-    """Position of every slot inside its own document.
+    """Return the position of every slot in its document.
 
     Args:
         cu_seqlens: int32 ``[num_documents + 1]``.
@@ -64,7 +64,7 @@ def position_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = N
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = None) -> torch.Tensor:
-    """Index of the document that every slot belongs to (``num_documents`` for padding after the last one).
+    """Return the index of every slot's document (``num_documents`` for padding after the last one).
 
     Args:
         cu_seqlens: int32 ``[num_documents + 1]``.
@@ -84,7 +84,7 @@ def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = None) 
 
 
 def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tensor:
-    """Slot of each document's last token in a packed row: where a reward model reads its score.
+    """Return the slot of each document's last token in a packed row: where a reward model reads its score.
 
     Args:
         cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
@@ -120,7 +120,7 @@ def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tenso
 
 
 def cu_seqlens_from_position_ids(position_ids: torch.Tensor, *, padded: bool = False) -> torch.Tensor:
-    """Documents of a packed row, found where position_ids stop growing.
+    """Find the documents of a packed row by where position_ids stop growing, and return their cu_seqlens.
 
     Args:
         position_ids: int32 or int64 ``[total]`` or ``[1, total]``; a document starts at slot 0 and wherever a position
@@ -149,7 +149,8 @@ def mask_boundary_labels(
     lengths: torch.Tensor | Sequence[int] | None = None,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Unshifted labels with the first label of each document masked: no token of another document may predict it.
+    """Return unshifted labels with the first label of each document masked: no token of another document may predict
+    it.
 
     Args:
         labels: int64 or int32 ``[total]`` or ``[1, total]``.
@@ -179,7 +180,7 @@ def mask_boundary_labels_shifted_(
     lengths: torch.Tensor | Sequence[int] | None = None,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Shifted labels (slot t holds the target of t) with the last of each document masked, in place.
+    """Mask the last shifted label of each document (slot t holds the target of t), in place.
 
     Arguments are those of mask_boundary_labels; ``labels`` must be contiguous.
 
@@ -203,7 +204,7 @@ def mask_boundary_labels_shifted_(
 def shift_labels(
     labels: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, *, ignore_index: int = -100
 ) -> torch.Tensor:
-    """Next-token targets that never cross a document.
+    """Return next-token targets that never cross a document.
 
     Args:
         labels: raw labels, int64 or int32 ``[total]`` or ``[1, total]``.
@@ -226,7 +227,8 @@ def shift_labels(
 def shift_values(
     values: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, *, fill_value: float = 0.0
 ) -> torch.Tensor:
-    """shift_labels for everything else that a token has: loss masks, advantages, rewards, old log-probs. Differentiable.
+    """Shift other values per token (loss masks, advantages, rewards, old log-probs) as shift_labels shifts labels.
+    Differentiable.
 
     Args:
         values: ``[total]`` or ``[1, total]``, any dtype of torch.where: the value of token t at slot t.
@@ -264,7 +266,7 @@ def shift_values(
 def count_target_tokens(
     labels: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor | None = None, *, ignore_index: int = -100
 ) -> torch.Tensor:
-    """How many next-token targets raw labels hold: what a summed loss is divided by.
+    """Count the next-token targets that raw labels hold: the divisor of a summed loss.
 
     Args:
         labels: raw (unshifted) labels, int64 or int32 ``[total]`` or ``[1, total]``. Without ``cu_seqlens``

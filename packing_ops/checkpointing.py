@@ -103,7 +103,7 @@ def checkpoint_policy(
 
 
 def _layers_of(model: torch.nn.Module) -> int:
-    """The modules in the outermost ModuleLists."""
+    """Return the modules in the outermost ModuleLists."""
     if isinstance(model, torch.nn.ModuleList):
         return len(model)
     return sum(map(_layers_of, model.children()))
@@ -124,7 +124,7 @@ class _Policy:
         self.known: dict[tuple[int, ...], _Region] = {}
 
     def region(self) -> "_Region":
-        """For a checkpointed call, and for its recomputation."""
+        """Return the contexts of a checkpointed call and of its recomputation."""
         if self.part < 0:
             budget = _auto(self.model()) if isinstance(self.budget, str) else self.budget
             self.part = budget // self.layers
@@ -182,7 +182,9 @@ class _Region:
         return len(self.products) - 1 in self.chosen
 
     def _choose(self, known: "_Region", scale: float) -> None:
-        """By the products of the last region of this kind, which had other rows: but for the last one."""
+        """Choose what to keep by the products of the last region of this kind, which had other rows: but for the
+        last one.
+        """
         room, chosen = self.policy.part - math.ceil(known.attention * scale), []
         products = list(enumerate(known.products[:-1]))
         for place, product in sorted(products, key=lambda each: -each[1].width):
@@ -207,7 +209,9 @@ class _Region:
 
 
 def _number(size: Any) -> int:
-    """A size, in a graph of any size that which it was made with. No guard: a product is kept or not for all sizes."""
+    """Return a size as a number; in a graph of any size, the size with which it was traced. No guard: a product is
+    kept or not for all sizes.
+    """
     return size if type(size) is int else int(size.node.hint or 0)
 
 
@@ -216,7 +220,7 @@ def _numel(shape: Any) -> int:
 
 
 def _auto(model: torch.nn.Module | None) -> int:
-    """Half of what is free after gradients and two optimizer states."""
+    """Return half of the memory that is free after gradients and two optimizer states."""
     parameters = [] if model is None else list(model.parameters())
     on = next((p.device for p in parameters), torch.device("cpu"))
     if on.type == "cuda":

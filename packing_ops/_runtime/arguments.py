@@ -14,14 +14,14 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # that t
 
 
 def is_new(message: str) -> bool:
-    """Whether this process has not given the message yet; from now on it has."""
+    """Return whether this process has not given the message yet, and note that it has now."""
     known = message in warned
     warned.add(message)
     return not known
 
 
 def plain(value):
-    """A column or scalar of NumPy, pandas or pyarrow as Python's own numbers; anything else as it is."""
+    """Convert a column or scalar of NumPy, pandas or pyarrow to Python's numbers; return anything else as it is."""
     for name in ("tolist", "to_pylist", "as_py"):
         if hasattr(value, name):
             return getattr(value, name)()
@@ -29,7 +29,7 @@ def plain(value):
 
 
 def index_tensor(values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
-    """``values`` as an integer tensor; a sequence or array becomes int64 on the CPU. Fractions are an error."""
+    """Return ``values`` as an integer tensor; a sequence or array becomes int64 on the CPU. Fractions raise."""
     if isinstance(values, torch.Tensor):
         return values
     try:
@@ -58,17 +58,17 @@ def _is_integer(number) -> bool:
 
 
 def int64_tensor(values: list[int]) -> torch.Tensor:
-    """``torch.tensor(values)``, in a fifth of the time."""
+    """Return ``torch.tensor(values)``, in a fifth of the time."""
     return buffer_tensor(array("q", values), torch.int64)
 
 
 def buffer_tensor(buffer: bytearray | array, dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor of the buffer's own memory, which may be empty, unlike torch.frombuffer's."""
+    """Return a CPU tensor over the buffer's memory. The buffer may be empty, unlike torch.frombuffer's."""
     return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def as_tensor(value) -> torch.Tensor:
-    """A tensor where it is; anything else on the CPU, whatever the default device."""
+    """Return a tensor as it is, and anything else as a CPU tensor, whatever the default device."""
     if isinstance(value, torch.Tensor):
         return value
     if hasattr(value, "as_py"):  # pyarrow's scalars, of lists too
@@ -83,7 +83,7 @@ def as_tensor(value) -> torch.Tensor:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What values of ``dtype`` are summed and returned in."""
+    """Return the dtype in which values of ``dtype`` are summed and returned."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -95,7 +95,7 @@ def wrong_type(name: str, wanted: str, value) -> TypeError:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As C++ names it in its errors.
+    """Return the dtype's name as C++ errors write it.
 
     Example:
         >>> dtype_name(torch.bfloat16)
@@ -105,7 +105,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def described(tensor: torch.Tensor) -> str:
-    """As C++ describes a tensor, but for the device.
+    """Describe a tensor as C++ errors do, without the device.
 
     Example:
         >>> described(torch.zeros(2, 3))
@@ -118,7 +118,9 @@ def described(tensor: torch.Tensor) -> str:
 
 
 def checks_each_call() -> bool:
-    """PACKING_OPS_CHECK, read as check_each_call of csrc/host/launch.cpp reads it: on for anything but empty and 0."""
+    """Return whether PACKING_OPS_CHECK is on: set to anything but "" and 0, as check_each_call of
+    csrc/host/launch.cpp reads it.
+    """
     return os.environ.get("PACKING_OPS_CHECK", "") not in ("", "0")
 
 
@@ -128,20 +130,20 @@ def check_tensor(value, name: str) -> None:
 
 
 def check_real(tensor: torch.Tensor, name: str) -> None:
-    """ValueError for a complex tensor, whose imaginary parts would be lost."""
+    """Raise ValueError for a complex tensor, whose imaginary parts would be lost."""
     check_tensor(tensor, name)
     if tensor.is_complex():
         raise ValueError(f"{name}: expected bool, integer or floating, got {described(tensor)}")
 
 
 def is_set(mask: torch.Tensor, name: str) -> torch.Tensor:
-    """A mask of any kind (bool, integer, floating) as bool: what is not zero."""
+    """Return a mask of any kind (bool, integer, floating) as bool: True where it is not zero."""
     check_real(mask, name)
     return mask if mask.dtype == torch.bool else mask != 0
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
-    """ValueError for another dtype or shape than an integer ``[num_documents + 1]``; values are not read."""
+    """Raise ValueError for another dtype or shape than an integer ``[num_documents + 1]``. Values are not read."""
     if not isinstance(cu_seqlens, torch.Tensor):
         got = reprlib.repr(cu_seqlens)
     elif cu_seqlens.dim() == 1 and cu_seqlens.numel() and cu_seqlens.dtype in (torch.int32, torch.int64):
@@ -152,7 +154,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None
 
 
 def check_cumulated(cu_seqlens: torch.Tensor) -> None:
-    """ValueError for values that do not start at 0 or decrease. It reads them: for the CPU."""
+    """Raise ValueError for values that do not start at 0 or that decrease. It reads them: for the CPU."""
     if cu_seqlens[0] != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, got {cu_seqlens[0]}")
     smaller = (cu_seqlens.diff() < 0).nonzero()
@@ -164,7 +166,8 @@ def check_cumulated(cu_seqlens: torch.Tensor) -> None:
 
 
 def int32_cu_seqlens(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """int32 ones as they are, int64 ones cast. What int32 does not hold stays wrong for whoever checks: it is not wrapped.
+    """Return int32 cu_seqlens as they are, and int64 ones cast. Values past int32 are not wrapped: they stay wrong, so
+    that a check finds them.
 
     Example:
         >>> int32_cu_seqlens(torch.tensor([0, 2**32 + 5, 12]))
@@ -174,27 +177,27 @@ def int32_cu_seqlens(cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_gradient(tensor: torch.Tensor, name: str, wanted: str = "a tensor") -> None:
-    """ValueError where autograd would want a gradient of an argument that gets none."""
+    """Raise ValueError where autograd would want a gradient of an argument that gets no gradient."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: expected {wanted} without requires_grad (it gets no gradient), got one with it")
 
 
 def refuse_beside(other: str, **given: object) -> None:
-    """ValueError for the first argument that is given and has no place beside ``other``."""
+    """Raise ValueError for the first given argument that cannot be combined with ``other``."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name}: expected None beside {other}, got {type(value).__name__}")
 
 
 def one_number(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A tensor of one element as a scalar: a view."""
+    """Return a tensor of one element as a scalar: a view."""
     if tensor.numel() != 1:
         raise ValueError(f"{name}: expected one number, got {described(tensor)}")
     return tensor.reshape(())
 
 
 def one_row(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A view ``[total]`` of ``[total]`` or ``[1, total]``."""
+    """Return a view ``[total]`` of ``[total]`` or ``[1, total]``."""
     check_tensor(tensor, name)
     if tensor.dim() == 1:
         return tensor
@@ -204,7 +207,7 @@ def one_row(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def window_sides(window_size: tuple[int, int]) -> tuple[int, int]:
-    """(left, right) of an argument ``window_size``."""
+    """Return (left, right) of an argument ``window_size``."""
     try:
         left, right = window_size
     except (TypeError, ValueError):
@@ -213,19 +216,21 @@ def window_sides(window_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def sides_of_flash_attn(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
-    """(left, right) by flash-attn's rule: a causal mask is the limit to the right, whatever was asked for."""
+    """Return (left, right) by flash-attn's rule: a causal mask limits the right side to 0, whatever was asked for."""
     left, right = window_sides(window_size)
     return left, min(right, 0) if causal else right
 
 
 def sides_of_keys(sliding_window: int | None) -> tuple[int, int]:
-    """(left, right) of a causal window of so many keys, its own included; None, 0 and less are none."""
+    """Return (left, right) of a causal window of a number of keys, the query's included; None, 0 and less mean no
+    window.
+    """
     keys = 0 if sliding_window is None else integer(sliding_window, "sliding_window")
     return (keys - 1, 0) if keys > 0 else (-1, -1)
 
 
 def integer(value, name: str) -> int:
-    """``value`` as a Python int that fits int64. Fractions are an error."""
+    """Return ``value`` as a Python int that fits int64. Fractions raise."""
     try:
         number = value if isinstance(value, int) else operator.index(value)  # torch.compile's sizes are int
     except TypeError:
@@ -238,7 +243,7 @@ def integer(value, name: str) -> int:
 
 
 def at_least(value, name: str, least: int, unit: str = "") -> int:
-    """``integer(value, name)``, checked.
+    """Return ``integer(value, name)``, checked against a smallest value.
 
     Example:
         >>> at_least(0, "dp_size", 1, "rank")
@@ -252,7 +257,7 @@ def at_least(value, name: str, least: int, unit: str = "") -> int:
 
 
 def number(value, name: str) -> float:
-    """``value`` as a Python number: scalars of NumPy, pandas, pyarrow and torch too."""
+    """Return ``value`` as a Python number: scalars of NumPy, pandas, pyarrow and torch too."""
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, torch.Tensor):
@@ -264,7 +269,7 @@ def number(value, name: str) -> float:
 
 
 def holds(dtype: torch.dtype, value) -> bool:
-    """Whether a tensor of ``dtype`` can hold the number ``value`` unchanged; a floating one may round it.
+    """Return whether a tensor of ``dtype`` can hold the number ``value`` unchanged; a floating one may round it.
 
     Example:
         >>> holds(torch.int64, -100.0), holds(torch.int64, 0.5), holds(torch.uint8, 256), holds(torch.float32, 0.1)
@@ -284,7 +289,7 @@ def holds(dtype: torch.dtype, value) -> bool:
 
 
 def exactly_one(**arguments) -> None:
-    """Exactly one of the named arguments must be given."""
+    """Check that exactly one of the named arguments is given."""
     given = [name for name, value in arguments.items() if value is not None]
     if len(given) != 1:
         raise ValueError(f"expected exactly one of {' and '.join(arguments)}, got {' and '.join(given) or 'neither'}")
@@ -293,7 +298,7 @@ def exactly_one(**arguments) -> None:
 def as_autocast(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What autocast makes of the arguments of a linear layer."""
+    """Cast the arguments of a linear layer as autocast does, and return them."""
     device = x.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return x, weight, bias

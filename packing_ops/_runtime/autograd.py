@@ -39,7 +39,7 @@ OWN = all(map(_found, _PARTS))
 
 
 def in_forward_mode() -> bool:
-    """Tensors may have tangents: inside torch.func.jvp or forward_ad.dual_level."""
+    """Return whether tensors may have tangents: inside torch.func.jvp or forward_ad.dual_level."""
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
@@ -48,14 +48,14 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def refuse_lost_tangents(name: str, args: tuple) -> None:
-    """NotImplementedError for tangents where torch's own registration (not OWN) would drop them."""
+    """Raise NotImplementedError for tangents where torch's registration (not OWN) would drop them."""
     tensors = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else [arg])]
     if any(isinstance(each, torch.Tensor) and has_tangent(each) for each in tensors):
         raise NotImplementedError(f"packing_ops::{name} has no forward-mode derivative in torch {torch.__version__}")
 
 
 def past_autograd(op: Callable, *args):
-    """op(*args) without the trip through its autograd, 6 us of the host's, where nobody can want a derivative of it."""
+    """Call op(*args) below autograd, which saves 6 us of host time, when no input requires a gradient."""
     if (
         not OWN
         or torch.compiler.is_compiling()
@@ -69,7 +69,9 @@ def past_autograd(op: Callable, *args):
 
 
 def on_its_own(function: Callable[..., tuple]) -> Callable[..., tuple]:
-    """An op in Python, without autocast and without autograd: its gradient is registered."""
+    """Wrap an op written in Python so that it runs without autocast and without autograd: its gradient is
+    registered.
+    """
 
     def op(*args):
         tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
@@ -80,7 +82,7 @@ def on_its_own(function: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def register_autograd(name: str, backward: Callable, *, setup_context: Callable, linear: int = 0) -> None:
-    """torch.library.register_autograd, and forward-mode derivatives and torch.func.
+    """Register gradients as torch.library.register_autograd does, and forward-mode derivatives and torch.func.
 
     Args:
         name: of the op, without its namespace: it has no keyword-only arguments, and its first argument alone may be a list
@@ -107,7 +109,9 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     def below_level(keyset, *args):
-        """Function.apply has switched recording off; other levels of torch.func may want it."""
+        """Call the op with recording on: Function.apply has switched it off, and other levels of torch.func
+        may need it.
+        """
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return below(keyset, *args)
 
@@ -182,7 +186,7 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
 
 
 def register_no_autograd(name: str, of: str) -> None:
-    """The op computes the gradient of the op ``of``, and has none itself: whoever asks for one gets an error."""
+    """Register an op that computes the gradient of the op ``of``: asking for a second derivative raises."""
 
     def setup_context(ctx, inputs, output):
         pass

@@ -20,8 +20,9 @@ from packing_ops._runtime import gate
 
 
 def is_real(tensor: torch.Tensor) -> bool:
-    """Whether results may be kept: False in a trace, for fake tensors and those of torch.func, and while a CUDA graph is
-    captured, whose replays may have other values."""
+    """Return whether results may be cached. False in a trace, for fake tensors and those of torch.func, and while a
+    CUDA graph is captured, whose replays may have other values.
+    """
     return not (
         torch.compiler.is_compiling()
         or type(tensor) is not torch.Tensor
@@ -32,24 +33,27 @@ def is_real(tensor: torch.Tensor) -> bool:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is captured, in which the host can read no values."""
+    """Return whether a CUDA graph is being captured: the host can read no values then."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _traced() -> bool:
-    """Whether a dispatch mode makes results fake. Modes that only observe, such as profilers, do not."""
+    """Return whether a dispatch mode makes results fake. Modes that only observe, such as profilers, do not count."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
 
 
 def unseen() -> AbstractContextManager[None]:
-    """Hides ops from modes that observe. What is computed once for several layers must not be among the ops of one: selective
-    checkpointing takes each op of a layer's recomputation for the same one of its forward."""
+    """Hide ops from modes that observe. What is computed once for several layers must not count among the ops of
+    one: selective checkpointing matches each op of a layer's recomputation with one of its forward.
+    """
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def _stream(tensor: torch.Tensor) -> int:
-    """The current stream, 0 on the CPU. An entry is for one stream: a kernel on another would not wait for it."""
+    """Return the current stream, 0 on the CPU. Entries are per stream: a kernel on another stream would read one
+    before it is written.
+    """
     return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 
@@ -57,13 +61,14 @@ def _stream(tensor: torch.Tensor) -> int:
 
 
 def cu_seqlens_of_rows(rows: int, seqlen: int, device: torch.device) -> torch.Tensor:
-    """int32 ``[rows + 1]``: every row of a dense batch is a document."""
+    """Return int32 ``[rows + 1]``: every row of a dense batch is a document."""
     return torch.arange(rows + 1, dtype=torch.int32, device=device) * seqlen
 
 
 def dense_cu_seqlens(batch: int, seqlen: int, like: torch.Tensor, name: str) -> torch.Tensor:
-    """int32 ``[batch + 1]`` of equal rows, on the device of ``like``: the same tensor in every call, so that layers share
-    a plan."""
+    """Return int32 ``[batch + 1]`` of equal rows, on the device of ``like``. It is the same tensor in every call, so
+    that layers share a plan.
+    """
     if batch * seqlen >= 2**31:
         raise ValueError(f"{name}: expected batch * seqlen below 2**31, got batch {batch} and seqlen {seqlen}")
     if is_real(like):
@@ -97,7 +102,9 @@ class BatchCache:
         return BatchCache, ()
 
     def entries_at(self, version: int) -> dict:
-        """The entries, none of which is older than the last write that torch has seen, or than the last fault."""
+        """Return the cache's entries, without those that are older than the last write that torch has seen, or than
+        the last fault.
+        """
         state = version, _forgotten
         if self.state != state:
             self.state, self.entries = state, {}
@@ -152,7 +159,7 @@ def kept_with(
     checked_by_kernel: bool = False,
     cache: BatchCache | None = None,
 ) -> Any:
-    """``make()``, or its earlier result for ``key`` if these very tensors still have the same values.
+    """Return ``make()``, or its earlier result for ``key`` if these very tensors still have the same values.
 
     On the CPU changed values are seen at once, and ``make`` is called again. On CUDA nothing waits for the comparison:
     changed values raise in a later call, and this call returns the result of the old ones.
@@ -198,7 +205,9 @@ def kept_with(
 
 
 def _unchanged(tensors, values) -> bool:
-    """On CUDA always True: a change is a fault of a later call, so that nothing waits for the comparison."""
+    """Return whether values are unchanged. On CUDA always True: a change is a fault of a later call, so that nothing
+    waits for the comparison.
+    """
     with unseen():
         if not tensors[0].is_cuda:
             return all(map(torch.equal, tensors, values))
@@ -212,7 +221,7 @@ def _unchanged(tensors, values) -> bool:
 
 
 def check_same(values: torch.Tensor, expected: torch.Tensor, wanted: str) -> None:
-    """ValueError where values differ: on the CPU at once, on CUDA in a later call, in a graph never.
+    """Raise ValueError where values differ: on the CPU at once, on CUDA in a later call, in a graph never.
 
     Args:
         wanted: what the error says. "depths": position_ids of a prefix tree; "segments": cu_seqlens of one.

@@ -12,7 +12,7 @@ OLDEST = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 
 @functools.cache
 def cuda_of_driver() -> tuple[int, int] | None:
-    """The newest CUDA that the driver runs; None where there is no driver."""
+    """Return the newest CUDA version that the driver runs; None without a driver."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -22,7 +22,7 @@ def cuda_of_driver() -> tuple[int, int] | None:
 
 
 def found() -> str:
-    """The driver of this machine, or an empty string: "570.124.06, for CUDA 12.8"."""
+    """Describe this machine's driver, "570.124.06, for CUDA 12.8"; an empty string without one."""
     cuda = cuda_of_driver()
     text = VERSION_FILE.read_text() if VERSION_FILE.exists() else ""
     number = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
@@ -31,13 +31,13 @@ def found() -> str:
 
 
 def needed(toolkit: str) -> str:
-    """The driver that a library of this toolkit ("12.4") needs: "525.60.13 or later (CUDA 12)"."""
+    """Return the driver that a library of this toolkit ("12.4") needs: "525.60.13 or later (CUDA 12)"."""
     major = int(toolkit.partition(".")[0])
     return f"{OLDEST[major]} or later (CUDA {major})" if major in OLDEST else f"one for CUDA {major}"
 
 
 def misfit(toolkit: str) -> str:
-    """What to do about a driver that is too old for the library; an empty string where it is not."""
+    """Say what to do about a driver that is too old for the library; return an empty string if it is not."""
     cuda = cuda_of_driver()
     if cuda is None or cuda[0] >= int(toolkit.partition(".")[0]):
         return ""

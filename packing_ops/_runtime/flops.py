@@ -23,19 +23,21 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def visible_pairs(num_q: int, num_k: int, left: int, right: int) -> int:
-    """Of one document: its queries and the keys that they see. Sides as in varlen_attention."""
+    """Count pairs of a query and a key that it sees, in one document. Sides as in varlen_attention."""
     left, right = (num_q + num_k if side < 0 else side for side in (left, right))
     first = num_k - num_q  # where the first query stands
     return _below(num_q, num_k, first + right + 1) - _below(num_q, num_k, first - left)
 
 
 def _below(num_q, num_k, end):
-    """Pairs of query i and the keys before end + i: the sum of clamp(end + i, 0, num_k), without a branch on a size."""
+    """Count pairs of query i and the keys before end + i: the sum of clamp(end + i, 0, num_k), without a branch on a
+    size.
+    """
     return _up_to(end + num_q - 1, num_k) - _up_to(end - 1, num_k)
 
 
 def _up_to(last, most):
-    """1 + 2 + ... + last, no term over most."""
+    """Return 1 + 2 + ... + last, with no term over most."""
     last, over = torch.sym_max(last, 0), torch.sym_max(last - most, 0)
     return (last * (last + 1) - over * (over + 1)) // 2
 
@@ -54,7 +56,7 @@ def _lengths(cu_seqlens, total):
 
 
 def _pairs_before_ends(lengths_q, lengths_k, left, visible_end):
-    """visible_pairs of all documents, by the values of visible_end."""
+    """Sum visible_pairs over all documents, by the values of visible_end."""
     pairs = start = 0
     for num_q, num_k in zip(lengths_q, lengths_k, strict=True):
         own = range(num_k - num_q, num_k)
@@ -66,7 +68,7 @@ def _pairs_before_ends(lengths_q, lengths_k, left, visible_end):
 
 
 def _lengths_of(given, total_q):
-    """The queries and the keys of each document."""
+    """Return the number of queries and of keys of each document."""
     k = given["k"]
     if "path_cu_seqlens" in given:
         paths = _lengths(given["path_cu_seqlens"], given["row_of_key"].shape[0])
@@ -79,7 +81,7 @@ def _lengths_of(given, total_q):
 
 
 def _multiplied(given, lse):
-    """Operations of a product for each of its columns. given: the op's arguments by name."""
+    """Count the operations of a product for each of its columns. given: the op's arguments by name."""
     (num_heads, total_q), visible_end = lse.shape, given.get("visible_end")
     lengths = _lengths_of(given, total_q)
     causal = given.get("causal", True)  # a prefix tree is
@@ -115,7 +117,7 @@ def _backward(op):
 
 
 def _logps_product(hidden, weight, targets, max_targets):
-    """A product of the rows that have a target; on CUDA of as many as there may be."""
+    """Count a product of the rows that have a target; on CUDA of as many as there may be."""
     rows = rows_at_most(hidden.shape[0], max_targets)
     if targets.is_cpu and _has_values(targets):
         rows = int((targets >= 0).sum())
@@ -129,20 +131,20 @@ def _logps_forward(hidden, weight, bias, targets, temperature, outer, inner, chu
 def _logps_backward(
     slopes, hidden, weight, bias, targets, temperature, lse, logits, outer, inner, chunk, max_targets, *rest, out_val
 ):
-    """A product for each gradient, and the logits once more where they were not kept."""
+    """Count a product for each gradient, and the logits once more unless they were kept."""
     _, need_hidden, need_weight, *_ = rest
     product = _logps_product(hidden, weight, targets, max_targets)
     return product * (need_hidden + need_weight) + _not_kept(product, logits.shape[0] * logits.shape[2], weight)
 
 
 def _not_kept(product, columns, weight):
-    """The part of a product that is left where some of its columns were kept."""
+    """Return the fraction of a product that is left after the columns that were kept."""
     vocab = weight.shape[0]
     return product * max(vocab - columns, 0) // vocab
 
 
 def _kl_products(given):
-    """A product of each head, the student's first."""
+    """Count a product of each head, the student's first."""
     of = given["targets"], given["max_targets"]
     return [_logps_product(given[f"{head}hidden"], given[f"{head}weight"], *of) for head in ("", "teacher_")]
 
@@ -152,7 +154,7 @@ def _kl_forward(*args, out_val):
 
 
 def _kl_backward(*args, out_val):
-    """A product for each gradient, and the logits of both heads once more for what was not kept."""
+    """Count a product for each gradient, and the logits of both heads once more for what was not kept."""
     given = _by_name(torch.ops.packing_ops.token_kl_backward, args)
     student, teacher = _kl_products(given)
     _, chunks, columns = given["kept_dz"].shape
@@ -169,7 +171,7 @@ def _conv_forward(*args, out_val):
 
 
 def _conv_backward(*args, out_val):
-    """dx and dweight; with an activation its argument once more."""
+    """Count dx and dweight; with an activation its argument once more."""
     given = _by_name(torch.ops.packing_ops.causal_conv1d_backward, args)
     return (2 + given["silu"]) * _conv_product(given)
 

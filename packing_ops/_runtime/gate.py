@@ -47,20 +47,22 @@ def _gate(op: torch._ops.OpOverload) -> Callable:
 
 
 def _lacks_a_tensor(op, args) -> bool:
-    """None for a tensor passes the dispatcher, and fails in the kernel."""
+    """Return whether None was given for a tensor, which passes the dispatcher and fails in the kernel."""
     pairs = zip(op._schema.arguments, args, strict=True)
     return any(value is None and str(argument.real_type) == "Tensor" for argument, value in pairs)
 
 
 def _taken(op, args) -> list | None:
-    """The arguments converted to the schema's types; None if none had to be. TypeError names the first that cannot be."""
+    """Return the arguments converted to the schema's types; None if there was nothing to convert. TypeError names
+    the first that cannot be converted.
+    """
     arguments = op._schema.arguments
     taken = [_as(str(a.real_type), value, a.name) for a, value in zip(arguments, args, strict=False)]
     return None if all(new is old for new, old in zip(taken, args, strict=True)) else taken
 
 
 def _as(kind: str, value, name: str):
-    """``value`` converted to the schema's type ``kind``."""
+    """Return ``value`` converted to the schema's type ``kind``."""
     if kind.startswith("Optional["):
         return None if value is None else _as(kind[len("Optional[") : -1], value, name)
     if kind.startswith("List["):
@@ -90,7 +92,7 @@ def _as(kind: str, value, name: str):
 
 
 def register_fake(name: str) -> Callable:
-    """torch.library.register_fake of that op of ours."""
+    """Register the fake of an op of packing_ops by torch.library.register_fake."""
     if library.MISSING:
         return lambda fake: fake
 
@@ -106,7 +108,9 @@ def register_fake(name: str) -> Callable:
 
 
 def _check_meta(name: str, args: tuple) -> None:
-    """ValueError for tensors of the meta device among others: torch runs the fake then, whose result holds no values."""
+    """Raise ValueError for tensors of the meta device among others: torch would run the fake, whose result holds no
+    values.
+    """
     on_meta = {i: arg.device.type == "meta" for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
     if len(set(on_meta.values())) == 2:
         arguments = getattr(torch.ops.packing_ops, name).default._schema.arguments

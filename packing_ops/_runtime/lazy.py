@@ -9,7 +9,7 @@ from typing import Any
 def lazy_names(
     package: dict[str, Any], modules: dict[str, str], library: str, needs: str
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+    """Return ``__getattr__`` and ``__dir__`` of a package that imports its names at their first use.
 
     Args:
         package: its ``globals()``.
@@ -37,7 +37,7 @@ def lazy_names(
 def lazy_modules(
     package: dict[str, Any], libraries: dict[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package that imports its subpackages at their first use.
+    """Return ``__getattr__`` and ``__dir__`` of a package that imports its subpackages at their first use.
 
     Args:
         package: its ``globals()``.

@@ -37,7 +37,7 @@ OPS = """
 
 
 def _installed_libraries() -> Iterator[Path]:
-    """Libraries of installed distributions, in the order of sys.path."""
+    """Yield the libraries of installed distributions, in the order of sys.path."""
     for distribution in metadata.distributions(name="packing_ops"):
         yield Path(str(distribution.locate_file("packing_ops/_C.so"))).absolute()
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
@@ -46,7 +46,9 @@ def _installed_libraries() -> Iterator[Path]:
 
 
 def _find_library() -> tuple[Path, str]:
-    """The library and where it is from: inside a clone, which hides the installed package, the installed one's."""
+    """Find the library, and return it and its origin. Inside a clone, which hides the installed package, it is the
+    installed one's.
+    """
     own = PACKAGE / "_C.so"
     if not own.exists():
         for library in _installed_libraries():
@@ -59,7 +61,7 @@ LIBRARY, LIBRARY_FROM = _find_library()
 
 
 def why_missing() -> str:
-    """Why there is no library to load, or an empty string."""
+    """Return why there is no library to load, or an empty string."""
     if not sys.platform.startswith("linux"):
         return f"packing_ops: its compiled library runs on Linux only, and this is {sys.platform}"
     if not LIBRARY.exists():
@@ -68,8 +70,9 @@ def why_missing() -> str:
 
 
 def load_library() -> frozenset[str]:
-    """Register ``torch.ops.packing_ops``; returns the ops that have no CUDA kernel. Raises ImportError with the path and the
-    build command."""
+    """Register ``torch.ops.packing_ops``; return the ops that have no CUDA kernel. Raises ImportError with the path
+    and the build command.
+    """
     try:
         _check_whole(LIBRARY)
         torch.ops.load_library(str(LIBRARY))
@@ -89,7 +92,7 @@ def load_library() -> frozenset[str]:
 
 
 def _check_ops() -> None:
-    """A library of the same version may be of older sources."""
+    """Check that the library has every op: one of the same version may be built from older sources."""
     found = set(op_names())
     missing = [name for name in OPS.split() if name not in found]
     if missing:
@@ -100,7 +103,7 @@ def _check_ops() -> None:
 
 
 def _check_whole(library: Path) -> None:
-    """A copy that was cut short makes the loader crash the process instead of failing. The ELF header shows whether it was."""
+    """Check the size against the ELF header: loading a truncated .so kills the process instead of raising."""
     with library.open("rb") as file:
         header = file.read(64)
     if header[:4] == b"\x7fELF" and len(header) == 64:
@@ -112,7 +115,7 @@ def _check_whole(library: Path) -> None:
 
 
 def build_info() -> dict[str, str]:
-    """What the compiled library was built from, and where it is.
+    """Return what the compiled library was built from, and its path.
 
     Returns:
         dict with ``version``, ``built_with_torch``, ``compiler``, ``cuda`` (toolkit version, "" for a CPU-only
@@ -135,7 +138,7 @@ def build_info() -> dict[str, str]:
 
 
 def op_names() -> list[str]:
-    """Every op that the library registers, without its namespace."""
+    """Return every op that the library registers, without its namespace."""
     prefix = "packing_ops::"
     names = (schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith(prefix))
     return sorted(name.removeprefix(prefix) for name in names)
@@ -154,7 +157,9 @@ _fallbacks = torch.library.Library("packing_ops", "IMPL", "CUDA")
 
 
 def _explain_missing_cuda_kernels() -> frozenset[str]:
-    """Ops without a CUDA kernel. They raise one sentence instead of the dispatcher's page of backends."""
+    """Register a kernel that raises one sentence for ops without a CUDA kernel, in place of the dispatcher's page of
+    backends.
+    """
     built_for_cuda = bool(build_info()["cuda"])
     lacking = frozenset(name for name in {*op_names()} - WITHOUT_TENSORS - IN_PYTHON if not has_cuda_kernel(name))
     for name in lacking:
@@ -168,7 +173,9 @@ def _explain_missing_cuda_kernels() -> frozenset[str]:
 
 
 def built_as() -> str:
-    """ "wheel" and its platform, for one that was made for every machine; "source" for what was built on this one."""
+    """Return "wheel" and its platform for a library that was built for every machine, "source" for one that was
+    built here.
+    """
     for distribution in metadata.distributions(name="packing_ops"):
         if Path(str(distribution.locate_file("packing_ops/_C.so"))).absolute() == LIBRARY:
             tag = re.search(r"^Tag: \S+-(manylinux\S+)$", distribution.read_text("WHEEL") or "", re.M)
@@ -177,7 +184,7 @@ def built_as() -> str:
 
 
 def warn_of_gpu() -> None:
-    """At the import, rather than at the first CUDA tensor."""
+    """Warn of a GPU that the library does not serve, at the import rather than at the first CUDA tensor."""
     # device_count asks NVML: CUDA is not started, which a process that is forked later could not use then.
     if not torch.version.cuda or torch.cuda.device_count() == 0:
         return
@@ -195,7 +202,9 @@ def warn_of_gpu() -> None:
 
 
 def _asks_for_info() -> bool:
-    """This process is ``python -m packing_ops info`` or ``packing-ops info``, which says what is wrong with a library."""
+    """Return whether this process is ``python -m packing_ops info`` or ``packing-ops info``, which reports what is
+    wrong with a library.
+    """
     script = Path(sys.argv[0]).name if sys.argv else ""
     return sys.argv[1:2] == ["info"] and (
         script == "packing-ops" or (script == "-m" and "packing_ops" in sys.orig_argv)

@@ -32,7 +32,7 @@ _OVERLONG = ("error", "own", "split", "truncate", "drop")
 
 
 def op_without_library(name: str) -> Callable:
-    """``gate.<name>`` without the library: the function in this file, or one that raises ImportError."""
+    """Return ``gate.<name>`` without the library: the function in this file, or one that raises ImportError."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name in _OPS:
@@ -104,7 +104,9 @@ def seq_idx_from_cu_seqlens(cu_seqlens, total):
 
 
 def _padded(found, size, count):
-    """What the compiled ops return: ``found`` with its last entry repeated up to ``size``, and the count ``[1]``."""
+    """Return what the compiled ops return: ``found`` with its last entry repeated up to ``size``, and the count
+    ``[1]``.
+    """
     return torch.cat([found, found[-1:].expand(size - found.numel())]), found.new_tensor([count], dtype=torch.int64)
 
 
@@ -171,7 +173,7 @@ def segment_sum(values, cu_seqlens, mask, average):
 
 
 def segment_sum_backward(grad, cu_seqlens, mask, average, total, dtype):
-    """Only as segment_broadcast calls it: without mask and average."""
+    """Compute it as segment_broadcast calls it: without mask and average."""
     padded = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
     return padded.index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, total)).to(dtype)
 
