@@ -24,6 +24,7 @@ from rich.table import Table
 
 L2_FLUSH_BYTES = 256 << 20
 SPIN_CYCLES = 2_000_000  # 1 ms at 2 GHz: what the host may take to enqueue a call before the GPU waits for it
+SLOW_US, SLOW_RUNS = 200_000, 3  # a provider whose call takes longer runs so often
 
 
 @dataclass
@@ -68,20 +69,38 @@ def time_cuda(call: Callable, flush: torch.Tensor) -> tuple[float, float]:
     return start.elapsed_time(end) * 1e3, SPIN_CYCLES / (end.elapsed_time(after) * 1e3)
 
 
+def warmed_up(call: Callable, device: str) -> float:
+    """Microseconds of a call by the host's clock, after calls that compile and fill caches: one before a slow call, else three."""
+    took = 0.0
+    for _ in range(4):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start, before = time.perf_counter(), took
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        took = (time.perf_counter() - start) * 1e6
+        if before and took >= SLOW_US:
+            break
+    return took
+
+
 def measure(case: Case, device: str) -> dict[str, tuple[float, float, float, float | None]]:
     """p20, p50, p80 in microseconds and the median clock in MHz per provider; they take turns, so that drift hits them
     alike, and in another order each time, so that none always runs at the clocks that a hotter one leaves it."""
     flush = torch.empty(L2_FLUSH_BYTES if device == "cuda" else 1, dtype=torch.uint8, device=device)
-    inner = {}
+    inner, runs = {}, {}
     for name, call in case.providers.items():
-        for _ in range(3):
-            call()
-        inner[name] = 1 if device == "cuda" else max(1, min(1000, int(2000 / max(time_cpu(call, 1), 1e-3))))
+        took = warmed_up(call, device)
+        inner[name] = 1 if device == "cuda" else max(1, min(1000, int(2000 / max(took, 1e-3))))
+        runs[name] = case.runs if took < SLOW_US else min(case.runs, SLOW_RUNS)
     samples, clocks = {name: [] for name in case.providers}, {name: [] for name in case.providers}
     turns, order = list(case.providers.items()), random.Random(0)
-    for _ in range(case.runs):
+    for run in range(case.runs):
         order.shuffle(turns)
         for name, call in turns:
+            if run >= runs[name]:
+                continue
             if device == "cuda":
                 sample, clock = time_cuda(call, flush)
                 clocks[name].append(clock)
@@ -153,7 +172,10 @@ def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> argparse.Name
     for case in track(cases_of(arguments.device), description=f"bench {family} on {arguments.device}"):
         if arguments.only and arguments.only not in f"{case.op} {case.shape}":
             continue
-        rows += rows_of(case, arguments.device)
+        measured = rows_of(case, arguments.device)
+        for row in measured:
+            print(*(row[name] for name in ("op", "shape", "dtype", "provider", "p50_us")), "us", flush=True)
+        rows += measured
         kept = [row for row in kept if (row["op"], row["shape"], row["dtype"]) != (case.op, case.shape, case.dtype)]
         write_csv(path, rows + kept, show=False)  # what is measured stays, whatever a later case does
     if not rows:

@@ -149,7 +149,7 @@ def by_provider(
     part: of the ops and shapes that are shown. label: of an op and a shape; cases of one label run one after the other.
     """
     if not is_measured(family):
-        return f"Not run yet: `benchmarks/bench_{family.split('_')[0]}.py`."
+        return f"Not run yet: `benchmarks/bench_{family.removesuffix('_cuda')}.py`."
     rows = [row for row in rows_of(family) if part in f"{row['op']} {row['shape']}"]
     others = [name for name in dict.fromkeys(row["provider"] for row in rows) if name != OURS]
     found = {}
@@ -221,23 +221,9 @@ def scan() -> str:
     return by_provider("scan_cuda")
 
 
-def hybrid() -> str:
-    """Returns a row for each way to train the model; a provider that failed has its error."""
-    rows = rows_of("hybrid_cuda")
-    padded = next(float(row["tokens_per_second"]) for row in rows if row["provider"].startswith("padded"))
-    cells = []
-    for row in rows:
-        speed = float(row["tokens_per_second"] or 0)
-        shown = (
-            [f"{speed / 1000:.1f}k", f"{float(row['peak_gib']):.1f} GiB", times(speed / padded)]
-            if speed
-            else [row["error"], "", ""]
-        )
-        cells.append([row["provider"], *shown])
-    header = ["", "tokens per second", "memory", "speedup over padded batches"]
-    what = f"{rows[0]['layers']} layers, {int(rows[0]['tokens']):,} tokens in {rows[0]['documents']} documents"
-    return f"{markdown(header, cells)}\n\n{what}. {origin(rows)}."
+def scan_mamba() -> str:
+    return by_provider("scan_mamba_cuda")
 
 
-TABLES = {"conv": conv, "scan": scan, "hybrid": hybrid, "ops": ops, "cpu": cpu, "pages": pages, "generate": generate, "logps-masked": logps_masked,
+TABLES = {"conv": conv, "scan": scan, "scan_mamba": scan_mamba, "ops": ops, "cpu": cpu, "pages": pages, "generate": generate, "logps-masked": logps_masked,
           "logps-8192": logps_8192, "kl": kl, "trees": trees}  # fmt: skip

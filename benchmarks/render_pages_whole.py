@@ -1,7 +1,7 @@
-"""What README.md and docs/ say of whole models in training, from whole_cuda.csv: a function for each region."""
+"""What README.md and docs/ say of whole models in training: a function for each region."""
 
 import render_pages_training
-from result_rows import RESULTS, commits, is_measured, markdown, origin, prose, read_rows, rows_of
+from result_rows import RESULTS, commits, is_measured, markdown, origin, prose, read_rows, rows_of, times
 
 NOT_RUN = "Not run yet: `benchmarks/bench_whole.py`."
 PROVIDERS = {
@@ -125,4 +125,39 @@ def plan() -> str:
     return f"{markdown(header, cells)}\n\n`benchmarks/simulate_plan.py`, {rows[0]['steps']} steps of each; commit {commits(rows)}."
 
 
-TABLES = {"plan": plan, "whole": whole, "checkpointing": checkpointing, "headline": headline}
+def hybrid() -> str:
+    return training_of("hybrid_cuda")
+
+
+def hybrid_bamba() -> str:
+    return training_of("hybrid_bamba_cuda", "`benchmarks/bench_hybrid.py --model bamba`")
+
+
+def training_of(family: str, command: str = "`benchmarks/bench_hybrid.py`") -> str:
+    """Returns a row for each way to train the model; a provider that failed has its error, and there is no speedup over it."""
+    if not is_measured(family):
+        return f"Not run yet: {command}."
+    rows = rows_of(family)
+    padded = next((float(row["tokens_per_second"] or 0) for row in rows if row["provider"].startswith("padded")), 0)
+    cells = []
+    for row in rows:
+        speed = float(row["tokens_per_second"] or 0)
+        shown = (
+            [f"{speed / 1000:.1f}k", f"{float(row['peak_gib']):.1f} GiB", times(speed / padded) if padded else ""]
+            if speed
+            else [row["error"], "", ""]
+        )
+        cells.append([row["provider"], *shown])
+    header = ["", "tokens per second", "memory", "speedup over padded batches"]
+    what = f"{rows[0]['layers']} layers, {int(rows[0]['tokens']):,} tokens in {rows[0]['documents']} documents"
+    return f"{markdown(header, cells)}\n\n{what}. {origin(rows)}."
+
+
+TABLES = {
+    "hybrid": hybrid,
+    "hybrid_bamba": hybrid_bamba,
+    "plan": plan,
+    "whole": whole,
+    "checkpointing": checkpointing,
+    "headline": headline,
+}

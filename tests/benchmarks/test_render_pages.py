@@ -206,3 +206,22 @@ def test_a_picture_of_whole_models(tmp_path):
     assert not path.exists()
     assert picture_of_whole(rows, path)
     assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("padded", ["5000", ""])
+def test_a_way_to_train_without_padded_batches_has_no_speedup(results, padded):
+    same = {"layers": "8", "tokens": "16384", "documents": "16", "peak_gib": "30"}
+    error = {} if padded else {"error": "OutOfMemoryError: no room"}
+    rows = [
+        {"provider": "packing_ops", "tokens_per_second": "20000", **same},
+        {"provider": "padded batches of 8, sdpa", "tokens_per_second": padded, **same, "error": "", **error},
+    ]
+    results("hybrid_bamba_cuda", rows)
+    table = render_pages_whole.hybrid_bamba()
+    assert f"| packing_ops | 20.0k | 30.0 GiB | {'4.0' if padded else ''} |" in table
+    assert ("OutOfMemoryError" in table) == (not padded)
+
+
+def test_a_table_that_nobody_measured_names_its_command(results):
+    assert render_pages_ops.scan_mamba() == "Not run yet: `benchmarks/bench_scan_mamba.py`."
+    assert render_pages_whole.hybrid_bamba() == "Not run yet: `benchmarks/bench_hybrid.py --model bamba`."
