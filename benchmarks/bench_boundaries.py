@@ -1,5 +1,7 @@
 """python benchmarks/bench_boundaries.py [--device cpu|cuda]"""
 
+import uuid
+
 import torch
 from harness import Case, run
 
@@ -50,6 +52,27 @@ def padded_gae(rewards, values, mask, gamma, lam):
     return advantages, advantages + values
 
 
+def loop_over_uids(uids):
+    """The rows of each prompt, as RL trainers find them."""
+    seen, boundaries, start = set(), [], 0
+    for i, uid in enumerate(uids):
+        if i and uid == uids[i - 1]:
+            continue
+        if uid in seen:
+            raise ValueError(f"{uid} comes back at {i}")
+        seen.add(uid)
+        if i:
+            boundaries.append((start, i))
+        start = i
+    return [*boundaries, (start, len(uids))]
+
+
+def loop_over_mini_batches(uids, prompts):
+    boundaries = loop_over_uids(uids)
+    steps = [boundaries[i : i + prompts] for i in range(0, len(boundaries), prompts)]
+    return [(step[0][0], step[-1][1]) for step in steps]
+
+
 def cases(device):
     lengths = torch.tensor(lengths_of(TOTAL), device=device)
     cu_seqlens = po.cu_seqlens_from_lengths(lengths)
@@ -59,6 +82,7 @@ def cases(device):
     rewards, mask = torch.randn(TOTAL, device=device), torch.rand(TOTAL, device=device) > 0.2
     padded = [metadata.pad(row) for row in (rewards, values, mask)]
     long, tokens = (po.cu_seqlens_from_lengths(lengths).to(device) for lengths in ([100_000], [1] * 100_000))
+    uids = [str(uuid.UUID(int=row // 8, version=4)) for row in range(1280)]
     tiny = po.cu_seqlens_from_lengths([3, 5]).to(device)
 
     def case(op, dtype, ours, eager, bytes_per_slot):
@@ -90,6 +114,16 @@ def cases(device):
         Case("position_ids_from_cu_seqlens", "T=8 docs=2 (call overhead)", "int64", {
             "packing_ops": lambda: po.position_ids_from_cu_seqlens(tiny, 8),
         }),
+        *([] if device == "cuda" else [
+            Case("compute_prompt_boundaries", "n=1280 prompts=160", "str", {
+                "packing_ops": lambda: po.compute_prompt_boundaries(uids),
+                "plain loop in Python": lambda: loop_over_uids(uids),
+            }),
+            Case("compute_prompt_mini_batch_boundaries", "n=1280 prompts=160", "str", {
+                "packing_ops": lambda: po.compute_prompt_mini_batch_boundaries(uids, 16, 160, False, 8),
+                "plain loop in Python": lambda: loop_over_mini_batches(uids, 16),
+            }),
+        ]),
     ]  # fmt: skip
 
 

@@ -197,5 +197,5 @@ def write_csv(path: Path, rows: list[dict], show: bool = True) -> None:
     ]
     table = Table(*shown, title=path.name)
     for row in rows:
-        table.add_row(*(str(row[name]) for name in shown))
+        table.add_row(*(str(row.get(name, "")) for name in shown))
     Console(width=140).print(table)

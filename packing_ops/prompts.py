@@ -1,12 +1,14 @@
 """The rows of each prompt in a batch of samples, and mini-batches of whole prompts: where RL training cuts a batch."""
 
 from collections.abc import Hashable, Sequence
+from itertools import compress, islice
+from operator import le, ne, sub
 from typing import Any, overload
 
 import torch
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import integer, plain, wrong_type
+from packing_ops._runtime.arguments import integer, plain_entries, wrong_type
 
 
 @overload
@@ -32,24 +34,15 @@ def compute_prompt_end_indices(uids: torch.Tensor | Sequence[Any]) -> torch.Tens
 
     Raises:
         ValueError: a uid that comes back after another one; names it and its index.
-        TypeError: a uid that is a list, or a tensor of several numbers.
+        TypeError: uids that are one string, a uid that is a list, or a tensor of several numbers.
     """
     if isinstance(uids, torch.Tensor):
         ends, count = gate.prompt_end_indices(uids)
         return ends[: int(count)]
-    uids = [plain(uid) for uid in plain(uids)]  # tensors of one number would be compared by identity
-    seen, ends = set(), []
-    for i, uid in enumerate(uids):
-        if not isinstance(uid, Hashable):
-            raise wrong_type("uids", "strings or integers", uid)
-        if i > 0 and uid == uids[i - 1]:
-            continue
-        if uid in seen:
-            raise ValueError(f"uids: expected equal uids next to each other, but {uid!r} comes back at index {i}")
-        seen.add(uid)
-        if i > 0:
-            ends.append(i)
-    return [*ends, len(uids)] if len(uids) else []
+    entries = _entries(uids, "uids", "strings or integers")
+    starts = [*compress(range(1, len(entries)), map(ne, islice(entries, 1, None), entries))]
+    _check_each_once(entries, [0, *starts])
+    return [*starts, len(entries)] if entries else []
 
 
 @overload
@@ -115,8 +108,8 @@ def compute_prompt_mini_batch_boundaries(
     if integer(mini_batch_size, "mini_batch_size") < 1:
         raise ValueError(f"mini_batch_size: expected at least 1 prompt, got {mini_batch_size}")
     if train_batch_size is None:
-        ends = [integer(end, "prompt_end_indices") for end in plain(prompts)]
-        if any(end <= start for start, end in zip([0, *ends], ends, strict=False)):
+        ends = [integer(end, "prompt_end_indices") for end in _entries(prompts, "prompt_end_indices", "integers")]
+        if any(map(le, ends, [0, *ends])):
             raise ValueError(f"prompt_end_indices: expected exclusive ends that grow from at least 1, got {ends}")
     else:
         found = compute_prompt_end_indices(prompts)
@@ -127,14 +120,41 @@ def compute_prompt_mini_batch_boundaries(
             raise ValueError(
                 f"train_batch_size: expected a multiple of mini_batch_size={mini_batch_size}, got {train_batch_size}"
             )
-        for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            if not is_stepwise and end - start != n_samples_per_prompt:
-                raise ValueError(
-                    f"uids: expected n_samples_per_prompt={n_samples_per_prompt} rows for every prompt, "
-                    f"got {end - start} for prompt {i}"
-                )
+        rows = [*map(sub, ends, [0, *ends])]
+        if not is_stepwise and rows.count(n_samples_per_prompt) < len(rows):
+            prompt, found = next((i, found) for i, found in enumerate(rows) if found != n_samples_per_prompt)
+            raise ValueError(
+                f"uids: expected n_samples_per_prompt={n_samples_per_prompt} rows for every prompt, got {found} for "
+                f"prompt {prompt}"
+            )
     stops = [ends[min(i + mini_batch_size, len(ends)) - 1] for i in range(0, len(ends), mini_batch_size)]
     return list(zip([0, *stops], stops, strict=False))
+
+
+def _entries(values: Any, name: str, of: str) -> list[Any]:
+    """List the entries as Python's values, which compare by value: tensors of one number would by identity."""
+    try:
+        if not isinstance(values, (str, bytes)):
+            return plain_entries(values)
+    except TypeError:
+        pass
+    raise wrong_type(name, f"a sequence of {of}", values)
+
+
+def _check_each_once(uids: list[Any], starts: list[int]) -> None:
+    """Raise ValueError for a uid that begins two runs, TypeError for one that has no hash."""
+    firsts = [uids[start] for start in starts] if uids else []
+    try:
+        if len(set(firsts)) == len(firsts):
+            return
+    except TypeError:
+        wrong = next(uid for uid in firsts if not isinstance(uid, Hashable))
+        raise wrong_type("uids", "strings or integers", wrong) from None
+    seen: set[Any] = set()
+    for start, uid in zip(starts, firsts, strict=True):
+        if uid in seen:
+            raise ValueError(f"uids: expected equal uids next to each other, but {uid!r} comes back at index {start}")
+        seen.add(uid)
 
 
 # --- registration: shapes for torch.compile ---

@@ -20,12 +20,23 @@ def is_new(message: str) -> bool:
     return not known
 
 
+_TO_PLAIN = ("tolist", "to_pylist", "as_py")
+
+
 def plain(value):
     """Convert a column or scalar of NumPy, pandas or pyarrow to Python's numbers; return anything else as it is."""
-    for name in ("tolist", "to_pylist", "as_py"):
+    for name in _TO_PLAIN:
         if hasattr(value, name):
             return getattr(value, name)()
     return value
+
+
+def plain_entries(values) -> list:
+    """List the entries of a column or sequence, each as plain gives it. Each type is looked at once."""
+    entries = list(plain(values))
+    if any(hasattr(kind, name) for kind in set(map(type, entries)) for name in _TO_PLAIN):
+        return list(map(plain, entries))
+    return entries
 
 
 def index_tensor(values: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:

@@ -131,6 +131,34 @@ def test_returning_uid_is_named(device):
             po.compute_prompt_end_indices(wrong)
 
 
+class Uid:
+    """Every one has the same hash: only comparison tells two apart."""
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return self.prompt == other.prompt
+
+    def __repr__(self):
+        return f"Uid({self.prompt})"
+
+
+def test_uids_of_one_hash_are_told_apart():
+    assert po.compute_prompt_boundaries([Uid(i // 2) for i in range(6)]) == [(0, 2), (2, 4), (4, 6)]
+    with pytest.raises(ValueError, match=r"uids: .*Uid\(1\) comes back at index 3"):
+        po.compute_prompt_boundaries([Uid(prompt) for prompt in (0, 1, 2, 1)])
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "p0p0", b"p0"])
+def test_what_is_no_sequence_of_uids_is_named(wrong):
+    with pytest.raises(TypeError, match="uids: expected a sequence of strings or integers, got"):
+        po.compute_prompt_boundaries(wrong)
+
+
 def test_mini_batch_boundaries():
     assert po.compute_prompt_mini_batch_boundaries([4, 6, 9, 11], 2) == [(0, 6), (6, 11)]
     assert po.compute_prompt_mini_batch_boundaries([4, 6, 9], 2) == [(0, 6), (6, 9)]
@@ -149,7 +177,7 @@ def test_mini_batch_boundaries():
         (([4, 4], 1), "prompt_end_indices"),
         ((["a", "b"], 1, 3, True, 1), "train_batch_size=3"),
         ((["a", "b", "c"], 2, 3, True, 1), "mini_batch_size=2"),
-        ((["a", "a", "b"], 1, 2, False, 2), "n_samples_per_prompt=2"),
+        ((["a", "a", "b"], 1, 2, False, 2), "n_samples_per_prompt=2 rows for every prompt, got 1 for prompt 1"),
     ],
 )
 def test_mini_batch_errors(arguments, named):
