@@ -45,7 +45,7 @@ class Fields:
                 yield from self._walk(value)
 
     def has_rows(self, name: str, value) -> bool:
-        """Whether the field is cut with the rows; if not, it is carried whole."""
+        """Return whether the field is cut with the rows; if not, it is carried whole."""
         if name in self.batch_keys or value is None:
             return False
         if name in self.row_keys:
@@ -53,11 +53,13 @@ class Fields:
         return _has_length_and_slices(value) and not (_says_boundaries(name) and _are_boundaries(value))
 
     def rows(self) -> list[tuple[str, object]]:
-        """The fields that have rows, as (name, value)."""
+        """Yield the fields that have rows, as (name, value)."""
         return [(name, value) for name, value in self.all if self.has_rows(name, value)]
 
     def count(self) -> int:
-        """Number of rows. ValueError where fields disagree in it, or where a field may have rows or not."""
+        """Count the rows of a batch. Raises ValueError where fields disagree in it, or where a field may have rows
+        or not.
+        """
         found = self.rows()
         if not found:
             raise ValueError(f"batch: expected a tensor or a list to count rows by, got {sorted(self.batch)}")
@@ -79,13 +81,17 @@ class Fields:
         return rows
 
     def decided(self) -> dict[str, set[str]]:
-        """row_keys and batch_keys with every guess made explicit: for slices of the batch, which might be guessed otherwise."""
+        """Return row_keys and batch_keys with every guess made explicit, for slices of the batch, which might be
+        guessed otherwise.
+        """
         names = {name for name, value in self.all if value is not None and not isinstance(value, Mapping)}
         with_rows = {name for name, _ in self.rows()}
         return {"row_keys": with_rows, "batch_keys": (names - with_rows) | set(self.batch_keys)}
 
     def map(self, change: Callable):
-        """The batch with ``change(name, rows)`` in place of each field with rows. Rows of a nested tensor are a list."""
+        """Return the batch with ``change(name, rows)`` in place of each field with rows. Rows of a nested tensor are
+        a list.
+        """
         return self._mapped(self.batch, change)
 
     def _mapped(self, batch: Mapping, change: Callable):
@@ -125,7 +131,7 @@ def _has_length_and_slices(value) -> bool:
 
 
 def _may_be_rows(value) -> bool:
-    """Where row_keys says so: a tuple too."""
+    """Return whether a value may have an entry for each row. Where row_keys says so, a tuple may too."""
     return not isinstance(value, (str, bytes, Mapping)) and hasattr(value, "__getitem__") and bool(_dim(value))
 
 
@@ -138,7 +144,7 @@ def _says_boundaries(name: str) -> bool:
 
 
 def _numbers(value):
-    """Tensors and arrays as lists, but for a GPU's, which are not read."""
+    """Return tensors and arrays as lists, except those on a GPU, which are not read."""
     if isinstance(value, torch.Tensor) and not value.is_cpu:
         return value
     return value.tolist() if hasattr(value, "tolist") else value
@@ -149,7 +155,7 @@ def _is_row_number(value) -> bool:
 
 
 def _pairs(value) -> list[tuple[int, int]] | None:
-    """Of a list, tensor or array of pairs of integers."""
+    """Return the pairs of a list, tensor or array of pairs of integers; None for anything else."""
     pairs = _numbers(value)
     if not isinstance(pairs, list) or not pairs:
         return None
@@ -161,7 +167,9 @@ def _pairs(value) -> list[tuple[int, int]] | None:
 
 
 def _are_boundaries(value) -> bool:
-    """Contiguous (start, end) pairs from 0 on. Of a GPU tensor only shape and dtype are checked: no synchronisation."""
+    """Return whether a value is contiguous (start, end) pairs from 0 on. Of a GPU tensor only shape and dtype are
+    checked: no synchronisation.
+    """
     if isinstance(value, torch.Tensor) and not value.is_cpu:
         return value.ndim == 2 and value.shape[1] == 2 and not value.is_floating_point()
     pairs = _pairs(value)
@@ -171,7 +179,7 @@ def _are_boundaries(value) -> bool:
 
 
 def _are_like_boundaries(value) -> bool:
-    """Of a part of a batch, with gaps between them, or their ends alone."""
+    """Return whether a value may be boundaries of a part of a batch, with gaps between them, or only their ends."""
     pairs, numbers = _pairs(value), _numbers(value)
     if pairs is None:
         return isinstance(numbers, list) and all(map(_is_row_number, numbers)) and numbers == sorted(numbers)
@@ -180,7 +188,7 @@ def _are_like_boundaries(value) -> bool:
 
 
 def _may_be_either(name: str, value, rows: int) -> bool:
-    """Whether a field with as many entries as rows may have rows or belong to the whole batch.
+    """Return whether a field with as many entries as rows may have rows or belong to the whole batch.
 
     Three kinds: a field called boundaries, on a GPU or in another form than contiguous pairs; a list of contiguous
     pairs up to the last row under another name; a tuple of tensors or lists.
@@ -204,7 +212,9 @@ def _has_metadata(batch: Mapping) -> bool:
 
 
 def _order_by_row(batch: Mapping) -> Mapping:
-    """The batch; one of PackedCollator's with its ``order``, an entry per document, as a list per row."""
+    """Return the batch; for one of PackedCollator's, ``order`` becomes a list for each row, with an entry per
+    document.
+    """
     order, lengths = batch.get("order"), batch.get("sub_seq_lengths")
     if not isinstance(order, list) or not isinstance(lengths, list) or not all(isinstance(n, list) for n in lengths):
         return batch
@@ -219,7 +229,7 @@ def _order_by_row(batch: Mapping) -> Mapping:
 
 
 def rebuilt(batch: Mapping, change: Callable, fields: Mapping | None = None):
-    """A batch of the same class with ``change(name, value)`` for each field and for its metadata."""
+    """Return a batch of the same class with ``change(name, value)`` for each field and for its metadata."""
     changed = {name: change(name, value) for name, value in (batch if fields is None else fields).items()}
     kind = type(batch)
     if kind.__module__ in ("builtins", "collections"):
@@ -239,7 +249,7 @@ def rebuilt(batch: Mapping, change: Callable, fields: Mapping | None = None):
 
 
 def cut(name: str, rows, start: int, end: int):
-    """``rows[start:end]``, checked to be as many."""
+    """Return ``rows[start:end]``, checked to have that many rows."""
     try:
         part = _by_place(rows)[start:end]
         if len(part) == end - start:
@@ -256,7 +266,7 @@ def cut(name: str, rows, start: int, end: int):
 
 
 def made_of(name: str, like, rows: list):
-    """``rows`` as a list of the class of ``like``."""
+    """Return ``rows`` as a list of the class of ``like``."""
     if type(like) is list:
         return rows
     try:
@@ -270,26 +280,26 @@ def made_of(name: str, like, rows: list):
 
 
 def taken(name: str, rows, indices: list[int]):
-    """``rows[i]`` for each index; entries of a list are the same objects."""
+    """Return ``rows[i]`` for each index; entries of a list are the same objects."""
     if hasattr(rows, "ndim"):
         return _by_place(rows)[indices]
     return made_of(name, rows, [rows[i] for i in indices])
 
 
 def _by_place(rows):
-    """What takes places: a pandas column would take them for its labels."""
+    """Return what indexes by position: a pandas column would take positions for its labels."""
     return getattr(rows, "iloc", rows)
 
 
 def none_of(name: str, rows):
-    """0 rows, and no view: that would keep the batch's memory alive."""
+    """Return 0 rows, and no view: a view would keep the batch's memory alive."""
     if isinstance(rows, torch.Tensor):
         return rows.new_empty((0, *rows.shape[1:]))
     return _by_place(rows)[:0].copy() if hasattr(rows, "ndim") else made_of(name, rows, [])
 
 
 def with_own_memory(name: str, value):
-    """Copies of tensors; in lists only of those that are views of a larger storage."""
+    """Return copies of tensors; in lists only of those that are views of a larger storage."""
     if isinstance(value, Mapping):
         return rebuilt(value, with_own_memory)
     if isinstance(value, torch.Tensor):
@@ -310,7 +320,7 @@ def _own(row: torch.Tensor) -> torch.Tensor:
 
 
 def with_dummies(name: str, rows, missing: int, fill: Mapping):
-    """The rows, then ``missing`` dummy rows: ``fill[name]`` where there is one, else copies of row 0."""
+    """Return the rows, then ``missing`` dummy rows: ``fill[name]`` if it is given, else copies of row 0."""
     if isinstance(rows, torch.Tensor):
         dummies = rows[:1].expand(missing, *rows.shape[1:]).clone()
         return torch.cat([rows, _filled(name, dummies, fill[name]) if name in fill else dummies])
@@ -332,7 +342,7 @@ def with_dummies(name: str, rows, missing: int, fill: Mapping):
 
 
 def _holds_objects(rows) -> bool:
-    """An array whose entries are rows: lists, tensors or strings."""
+    """Return whether an array's entries are rows: lists, tensors or strings."""
     return rows.ndim == 1 and rows.dtype == object
 
 
@@ -361,7 +371,7 @@ def _filled(name: str, dummies, value, filled_row: Callable | None = None):
 
 
 def _full(name: str, like, value):
-    """A tensor or an array like ``like``, filled with ``value``, which its dtype must hold unchanged."""
+    """Return a tensor or an array like ``like``, filled with ``value``, which its dtype must hold unchanged."""
     if isinstance(like, torch.Tensor):
         if isinstance(value, Number) and holds(like.dtype, value):
             return torch.full_like(like, value)
@@ -377,7 +387,9 @@ def _full(name: str, like, value):
 
 
 def _filled_object(name: str, row, value):
-    """An array of objects takes any value; one that has entries of its own has them filled."""
+    """Return a row of objects filled with a value: an array of objects takes any; in one whose entries have entries,
+    those are filled.
+    """
     return _filled_row(name, row, value) if isinstance(row, (list, tuple)) or hasattr(row, "ndim") else value
 
 

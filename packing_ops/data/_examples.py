@@ -19,13 +19,15 @@ _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them b
 
 
 def check_examples(examples: Sequence[Mapping[str, Any]], name: str) -> None:
-    """TypeError for an iterator, which could be read only once, and for a dict of columns."""
+    """Raise TypeError for an iterator, which could be read only once, and for a dict of columns."""
     if isinstance(examples, Mapping) or not hasattr(examples, "__len__"):
         raise TypeError(f"{name}: expected a list of dicts, got {type(examples).__name__}")
 
 
 def without_rows(examples: Any) -> Any:
-    """Examples as they are; those of rows of a PackedStream, which are lists of examples, one row after the other."""
+    """Return examples as they are; those of rows of a PackedStream, which are lists of examples, one row after the
+    other.
+    """
     if isinstance(examples, list) and examples and all(map(_is_row, examples)):
         most = getattr(examples[0], "rows_per_batch", len(examples))
         if len(examples) > most:
@@ -42,7 +44,7 @@ def _is_row(row: Any) -> bool:
 
 
 def column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    """What every example has under ``name``."""
+    """Return what every example has under ``name``."""
     try:
         return [example[name] for example in examples]
     except (KeyError, TypeError):
@@ -57,8 +59,9 @@ def column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def sequences(examples: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Any], list[int]]:
-    """The same of one value for each token, and their lengths. Of ``[1, length]``, as iter_microbatches takes and yields it,
-    the one row."""
+    """Return what every example has under ``name``, one value per token, and the lengths. Of ``[1, length]``, as
+    iter_microbatches takes and yields it, it returns the one row.
+    """
     values = column(examples, name)
     lengths = lengths_of(values, name)
     if 1 in lengths:
@@ -71,14 +74,14 @@ def sequences(examples: Sequence[Mapping[str, Any]], name: str) -> tuple[list[An
 
 
 def _is_one_row(value: Any) -> bool:
-    """Of a value with one entry."""
+    """Return whether a value of one entry is a row."""
     return isinstance(value[0], (list, tuple)) if isinstance(value, (list, tuple)) else _dim(value) == 2
 
 
 def optional_column(
     examples: Sequence[Mapping[str, Any]], name: str, lengths: Sequence[int], like: str
 ) -> list[Any] | None:
-    """The same, checked to be as long as ``like``; None where no example has it."""
+    """Return a column as sequences does, checked to be as long as ``like``; None if no example has it."""
     if not any(name in example for example in examples):
         return None
     values, found = sequences(examples, name)
@@ -121,7 +124,7 @@ class Documents:
         return sum(map(sum, self.lengths))
 
     def cut(self, kept: Sequence[int]) -> "Documents":
-        """The first ``kept[i]`` tokens of each example; examples of 0 are left out."""
+        """Return the first ``kept[i]`` tokens of each example; examples of 0 are left out."""
         columns = {
             name: [value[:n] for value, n in zip(values, kept, strict=True) if n]
             for name, values in self.columns.items()
@@ -141,7 +144,7 @@ class Documents:
 
 
 def documents_of(examples: Sequence[Mapping[str, Any]], prefix: str = "", known: Collection[str] = ()) -> Documents:
-    """The columns of examples that a row of them has; what they have beside these, and ``known``, is refused or no column.
+    """Return the columns of examples that a row of them has. Other columns, if not ``known``, raise or are ignored.
 
     Raises:
         ValueError: columns that do not fit input_ids or each other; weights, or a column with a value for each token,
@@ -165,7 +168,9 @@ def documents_of(examples: Sequence[Mapping[str, Any]], prefix: str = "", known:
 def check_columns(
     examples: Sequence[Mapping[str, Any]], found: set[str], lengths: list[int], known: Collection[str], prefix: str = ""
 ) -> None:
-    """ValueError for a column that says something of each token, or weighs an example, and that would be dropped."""
+    """Raise ValueError for a column that says something of each token, or weighs an example, and that would be
+    dropped.
+    """
     for name in sorted(map(str, found - set(known))):
         if not name.startswith(prefix):
             continue
@@ -185,7 +190,9 @@ def check_columns(
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Of a sequence of numbers, or of rows of numbers, without a first axis of 1; none of what is no such, a text say."""
+    """Return the sizes of a sequence of numbers, or of rows of numbers, without a first axis of 1; () for anything
+    else, such as a text.
+    """
     if isinstance(value, (list, tuple)):
         sizes: list[int] = []
         first: Any = value
@@ -200,7 +207,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _of_actions(examples: Sequence[Mapping[str, Any]], prefix: str, lengths: list[int]) -> list[list[Any]]:
-    """loss_mask of whole examples, of which the last ``num_actions`` tokens are trained on."""
+    """Return the loss_mask of whole examples, of which the last ``num_actions`` tokens are trained on."""
     actions = num_actions_of(examples, lengths, prefix)
     masks = optional_column(examples, prefix + "loss_mask", actions, prefix + "num_actions")
     given = [[1] * count for count in actions] if masks is None else [list(plain(mask)) for mask in masks]
@@ -225,7 +232,9 @@ def num_actions_of(examples: Sequence[Mapping[str, Any]], lengths: Sequence[int]
 def lengths_of_documents(
     examples: Sequence[Mapping[str, Any]], found: Collection[str], lengths: list[int], prefix: str = ""
 ) -> list[list[int]]:
-    """By the columns of STARTS; an example without any is one document."""
+    """Return the lengths of an example's documents, by the columns of STARTS; an example without any is one
+    document.
+    """
     given = [prefix + name for name in STARTS if prefix + name in found]
     if not given:
         return [[length] for length in lengths]
@@ -254,7 +263,7 @@ def lengths_of_documents(
 
 
 def _by_positions(positions: list[int], length: int) -> list[int]:
-    """[0] for positions that do not count from 0 in each document."""
+    """Return the documents' lengths by their positions; [0] for positions that do not count from 0 in each document."""
     starts = [i for i, position in enumerate(positions) if position == 0]
     if len(positions) != length or starts[:1] != [0]:
         return [0]
@@ -275,7 +284,7 @@ _WANTED = {
 
 
 def trained_on(documents: Documents, name: str, gaps: Sequence[int] | None = None) -> torch.Tensor:
-    """bool ``[total]`` of a column of TARGETS. ValueError for weights, which labels have no place for."""
+    """Return bool ``[total]`` of a column of TARGETS. Raises ValueError for weights, which labels cannot hold."""
     on_cpu = not any(isinstance(value, torch.Tensor) and not value.is_cpu for value in documents.columns[name])
     # Elsewhere the host would wait to see whether floating ones are 0 and 1: they are refused.
     flat = documents.flattened(name, torch.float32 if on_cpu else torch.int64, gaps=gaps)
@@ -288,7 +297,7 @@ def trained_on(documents: Documents, name: str, gaps: Sequence[int] | None = Non
 
 
 def check_pairs(features: Sequence[Mapping[str, Any]], sides: Sequence[Documents]) -> None:
-    """ValueError for columns of pairs that would be dropped, and for a side of several documents."""
+    """Raise ValueError for columns of pairs that would be dropped, and for a side of several documents."""
     for name in ("prompt_input_ids", *WEIGHTS, *OF_IMAGES):
         if any(example.get(name) is not None for example in features):
             why = ", whose tokens chosen_input_ids and rejected_input_ids begin with" if name[0] == "p" else ""
@@ -302,7 +311,7 @@ def check_pairs(features: Sequence[Mapping[str, Any]], sides: Sequence[Documents
 
 
 def _first(lengths: list[int], count: int) -> list[int]:
-    """The documents of the first ``count`` tokens."""
+    """Return the documents of the first ``count`` tokens."""
     ends = [0, *(min(end, count) for end in accumulate(lengths))]
     return [b - a for a, b in pairwise(ends) if b > a]
 
@@ -318,7 +327,7 @@ def lengths_of(values: Sequence[Any], name: str) -> list[int]:
 
 
 def tokens_of(examples: Sequence[Mapping[str, Any]], prefix: str = "") -> tuple[list[Any], list[int]]:
-    """``input_ids`` and their lengths, at least 1; an ``attention_mask`` beside them must hold no padding."""
+    """Return ``input_ids`` and their lengths, at least 1. An ``attention_mask`` next to them must hold no padding."""
     name = prefix + "input_ids"
     input_ids, lengths = sequences(examples, name)
     if 0 in lengths:
@@ -339,7 +348,7 @@ def flattened(
     fill: int = 0,
     places: Sequence[tuple[str, int]] | None = None,
 ) -> torch.Tensor:
-    """``values`` end to end, as one tensor of ``dtype`` where the tensors are, on the CPU for lists.
+    """Return ``values`` end to end, as one tensor of ``dtype``, on the tensors' device, or on the CPU for lists.
 
     Args:
         order: which value comes when; as they are by default.
@@ -384,7 +393,7 @@ def _from_lists(values: Sequence[Sequence[Any]], dtype: torch.dtype, gaps: Seque
 
 
 def _becomes(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``values`` can be ``dtype`` without a cut."""
+    """Return whether ``values`` can be ``dtype`` without a cut."""
     if values.dtype == torch.uint64 and (values.long() < 0).any():
         return False
     return not values.is_complex() and (dtype.is_floating_point or not values.is_floating_point())
@@ -405,7 +414,9 @@ def _dim(value: Any) -> int:
 def _error(
     values: Sequence[Any], name: str, dtype: torch.dtype, places: Sequence[tuple[str, int]] | None
 ) -> ValueError:
-    """Names the first value that is no 1-D sequence of the kind, or that is not like the first one."""
+    """Return an error that names the first value that is not a 1-D sequence of the kind, or that is not like the
+    first one.
+    """
     wanted = "numbers" if dtype.is_floating_point else "integers"
     for (prefix, i), value in zip(places or [("", i) for i in range(len(values))], values, strict=True):
         try:

@@ -23,7 +23,7 @@ def check_fields(fields: Any, name: str) -> tuple[str, ...]:
 def token_fields(
     fields: Sequence[str], examples: Examples, lengths: Sequence[int], slots: Sequence[int], total: int
 ) -> dict[str, torch.Tensor]:
-    """The values of all tokens end to end, ``[total, ...]``, by field.
+    """Return the values of all tokens end to end, ``[total, ...]``, by field.
 
     Args:
         examples: in the order of the row.
@@ -50,7 +50,7 @@ def token_fields(
 
 
 def document_field(name: str, examples: Examples) -> list[float]:
-    """The number of each example."""
+    """Return the number of each example. Raises ValueError for one that is not finite."""
     values = [float(number(value, name)) for value in column(examples, name)]
     for i, value in enumerate(values):
         if not math.isfinite(value):
@@ -84,7 +84,7 @@ def _of_tokens(name: str, examples: Examples, lengths: Sequence[int], slots: Seq
 
 
 def _without_batch(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """``[length, ...]`` of ``[1, length, ...]``."""
+    """Return ``[length, ...]`` of ``[1, length, ...]``."""
     return tensor[0] if length > 1 and tensor.dim() > 1 and len(tensor) == 1 else tensor
 
 
@@ -96,8 +96,9 @@ def _are_experts(tensor: torch.Tensor) -> bool:
 
 
 def _allowed(examples: Examples, lengths: Sequence[int], slots: Sequence[int], total: int) -> dict[str, torch.Tensor]:
-    """Of examples with a list of ids for each token (empty: all of the vocabulary), or with the ids end to end and
-    ``allowed_offsets``."""
+    """Return the allowed ids of examples with a list of ids for each token (empty: all of the vocabulary), or with
+    the ids end to end and ``allowed_offsets``.
+    """
     ids, counts = [], torch.zeros(total, dtype=torch.int64, device="cpu")
     whole, start = sequences(examples, "input_ids")[1], 0
     has_offsets = any("allowed_offsets" in example for example in examples)

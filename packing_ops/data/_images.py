@@ -14,7 +14,7 @@ RopeIndex = Callable[..., Any]
 
 
 def check_image_fields(fields: Any, others: Sequence[str]) -> dict[str, int]:
-    """{name: axis} of all columns of images: those that are known, along their first axis, and those that are declared."""
+    """Return {name: axis} of all columns of images: the known ones, along their first axis, and the declared ones."""
     if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
         raise TypeError(f"image_fields: expected a dict of names and axes, got {fields!r}")
     if taken := [name for name in fields if name in (*others, "input_ids", "labels", *OF_TOKENS)]:
@@ -23,7 +23,7 @@ def check_image_fields(fields: Any, others: Sequence[str]) -> dict[str, int]:
 
 
 def joined_rows(examples: Examples, axes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """The columns of images that examples have, one after the other; None in an example that has no image.
+    """Return the columns of images that examples have, one after the other; None in an example that has no image.
 
     Raises:
         ValueError: values that do not fit each other.
@@ -51,7 +51,8 @@ def axes_of_documents(
     slots: Sequence[int],
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """position_ids ``[axes, 1, total]``: of each example those that ``rope_index`` gives it alone.
+    """Return position_ids ``[axes, 1, total]``: for each example those that ``rope_index`` gives it in a call of one
+    document.
 
     Args:
         names: the columns of images. ``rope_index`` gets those that it has a parameter for.

@@ -32,7 +32,7 @@ class BatchSelection:
     def of(
         cls, lengths: list[tuple[int, ...]], kept: list[tuple[int, ...]], overlong: str, limit: int | None
     ) -> "BatchSelection":
-        """From the number of tokens that each example has, and that are kept of it, per side."""
+        """Make a selection from the number of tokens that each example has, and that are kept of it, per side."""
         index = range(len(lengths))
         left_out = [i for i in index if not any(kept[i])]
         num_tokens = sum(map(sum, kept))
@@ -50,6 +50,6 @@ class BatchSelection:
 
 
 def num_fitting(lengths: list[tuple[int, ...]], limit: float) -> int:
-    """How many of the first examples fit together, on each side."""
+    """Count how many of the first examples fit together, on each side."""
     totals = zip(*map(accumulate, zip(*lengths, strict=True)), strict=True)
     return sum(1 for _ in takewhile(lambda total: max(total) <= limit, totals))

@@ -51,7 +51,7 @@ class StreamProgress:
 
     @property
     def padding(self) -> float:
-        """Share of the slots without a token, 0 to 1; 0 for no rows."""
+        """Return the share of the slots without a token, 0 to 1; 0 for no rows."""
         return 1 - self.tokens / self.slots if self.slots else 0.0
 
 
@@ -102,7 +102,7 @@ class Reading:
             self._resume(state)
 
     def next_step(self) -> list[Row] | None:
-        """A row for each rank; None after the last."""
+        """Return a row for each rank; None after the last."""
         size, stream = self.stream.dp_size, self.stream
         if self.finished:
             return None
@@ -145,7 +145,7 @@ class Reading:
             raise ValueError(f"examples: expected at least one in epoch {self.epoch}, got none")
 
     def _admit(self, example: Any) -> None:
-        """Let it wait, or do as ``overlong`` says."""
+        """Let an example wait, or do as ``overlong`` says."""
         stream, number = self.stream, self.progress.examples_read - 1
         item = self._measured(example, number)
         over = not fits(item, self.waiting.budgets)
@@ -236,7 +236,7 @@ class Reading:
             self.waiting.add(self._measured(example, number))
 
     def _resume_reading(self, state: Mapping[str, Any]) -> None:
-        """The source at the example where it was."""
+        """Advance the source to the example where it was, and check that it is the same."""
         position, number = state["examples_state"], state["progress"]["examples_read"] - len(state["unchecked"])
         checked = number if position is None else min(number, 1)  # how many are read to be compared
         wanted = state["checksum"] if position is None else state["first_checksum"]
@@ -260,7 +260,9 @@ class Reading:
 
 
 def _plain_tokens(example: Any) -> int:
-    """Of the most common example, a list of integers without a mask; 0 of any other, which tokens_of checks."""
+    """Count the tokens of the most common example, a list of integers without a mask; return 0 for any other, which
+    tokens_of checks.
+    """
     if type(example) is not dict or "attention_mask" in example:
         return 0
     ids = example.get("input_ids")
@@ -268,14 +270,14 @@ def _plain_tokens(example: Any) -> int:
 
 
 def _checksum(item: Waiting) -> int:
-    """Of its length and last token."""
+    """Return a checksum of the length and the last token."""
     ids = item.example["input_ids"]
     last = ids[-1] if len(ids) == item.tokens else ids[0][-1]
     return zlib.crc32(b"%d %d" % (item.tokens, int(last)))
 
 
 def _spread(rows: list[list[Waiting]], size: int) -> list[list[Waiting]]:
-    """A row for each of ``size`` ranks, where there are any: those with the most documents give their last."""
+    """Return a row for each of ``size`` ranks, if there are any: rows with the most documents give their last."""
     while rows and len(rows) < size:
         fullest = max(rows, key=len)
         rows.append([fullest.pop()] if len(fullest) > 1 else [])
@@ -283,7 +285,7 @@ def _spread(rows: list[list[Waiting]], size: int) -> list[list[Waiting]]:
 
 
 def _cut(example: Mapping[str, Any], tokens: int, longest: int) -> dict[str, Any]:
-    """The first ``longest`` tokens, in every column that has one value for each."""
+    """Return the first ``longest`` tokens, in every column that has one value for each."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__"):
@@ -296,7 +298,9 @@ def _cut(example: Mapping[str, Any], tokens: int, longest: int) -> dict[str, Any
 
 
 def _state_of(examples: Any) -> Any:
-    """None for examples that cannot say where they are, or that would go on with a shuffle buffer filled anew."""
+    """Return the examples' state. None if they cannot say where they are, or would go on with a shuffle buffer
+    filled anew.
+    """
     if not (hasattr(examples, "state_dict") and hasattr(examples, "load_state_dict")):
         return None
     found = [getattr(examples, "_ex_iterable", None)]
@@ -309,7 +313,7 @@ def _state_of(examples: Any) -> Any:
 
 
 def _copied(examples: Any) -> Any:
-    """A copy with attributes apart from those of ``examples``, whatever its class does when it is copied."""
+    """Return a copy whose attributes are independent of ``examples``, whatever its class does when it is copied."""
     made = copy.copy(examples)
     if hasattr(made, "__dict__"):
         made.__dict__ = dict(vars(made))
@@ -318,7 +322,9 @@ def _copied(examples: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_no_worker() -> Iterator[None]:
-    """A dataset that divides itself among the workers would give each of them other rows."""
+    """Hide that this is a worker: a dataset that divides itself among the workers would give each of them other
+    rows.
+    """
     info, workers._worker_info = workers._worker_info, None
     try:
         yield

@@ -49,7 +49,8 @@ class WaitingExamples:
         insort(self._sorted, (item.sizes[0], item.number))
 
     def row(self, draws: random.Random | None = None) -> list[Waiting]:
-        """The next row: examples in order, or as ``draws`` says, up to the first without room; then the largest that fit.
+        """Return the next row: examples in order, or as ``draws`` says, up to the first without room; then the largest
+        that fit.
 
         One over a budget is alone in its row.
         """

@@ -84,7 +84,7 @@ class AsyncBatchCollator:
         self._pending = step, self._executor.submit(self._timed, step)
 
     def get(self, step: int = _NOT_GIVEN, *, expected_step: int = _NOT_GIVEN) -> Any:
-        """The batch of the pending step; waits until it is computed. Afterwards nothing is pending.
+        """Return the batch of the pending step; wait until it is computed. Afterwards nothing is pending.
 
         Args:
             step: the step that must be pending; ``expected_step`` is another name for it.
@@ -111,16 +111,16 @@ class AsyncBatchCollator:
         return future.result()
 
     def has_pending(self) -> bool:
-        """Whether a step was submitted and not yet fetched by get, finished or not."""
+        """Return whether a step was submitted and not yet fetched by get, finished or not."""
         return self._pending is not None
 
     def pending_step(self) -> int | None:
-        """The pending step, or None."""
+        """Return the pending step, or None."""
         return None if self._pending is None else self._pending[0]
 
     @property
     def last_compute_seconds(self) -> float | None:
-        """Wall-clock seconds of the last ``compute``, even a failed one; None before the first has ended."""
+        """Return wall-clock seconds of the last ``compute``, even a failed one; None before the first has ended."""
         return self._last_compute_seconds
 
     def clear(self) -> None:
@@ -148,7 +148,9 @@ class AsyncBatchCollator:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._thread_name_prefix)
 
     def _forked(self) -> bool:
-        """Whether this process was forked since the worker started. Threads do not survive a fork: starts a new one."""
+        """Return whether this process was forked since the worker started: threads do not survive a fork, so a new
+        one starts.
+        """
         if self._process == os.getpid():
             return False
         self._start_worker()
@@ -173,7 +175,7 @@ class AsyncBatchCollator:
 def prefetch(
     steps: Iterable[Any], compute: Callable[[Any], Any], *, thread_name_prefix: str = "batch-collate"
 ) -> Iterator[Any]:
-    """``map(compute, steps)`` one batch ahead: the next batch is collated while the current one trains.
+    """Yield ``map(compute, steps)`` one batch ahead: the next batch is collated while the current one trains.
 
     A generator around AsyncBatchCollator. Its worker thread ends with the loop: after the last batch, a break, or an
     error in the loop, in ``steps`` or in ``compute``. If a variable refers to the generator, an error in the loop
@@ -228,7 +230,7 @@ def _submit_next(collator: AsyncBatchCollator, steps: Iterator[Any]) -> None:
 
 
 def _cut_before(earlier: TracebackType | None, traceback: TracebackType) -> None:
-    """Ends ``traceback`` before the frames of ``earlier``."""
+    """End ``traceback`` before the frames of ``earlier``."""
     while traceback.tb_next is not None and traceback.tb_next is not earlier:
         traceback = traceback.tb_next
     traceback.tb_next = None

@@ -38,7 +38,7 @@ def packed_alignment(
 def packed_alignment(
     tp_size: int = 1, cp_size: int = 1, fp8: bool | Fp8 | None = False, *, tp: int | None = None, cp: int | None = None
 ) -> int | PackedAlignment:
-    """Multiples that tensor and context parallelism and FP8 need: of documents and of rows, or one that serves for both.
+    """Return the multiples that tensor and context parallelism and FP8 need: of documents and of rows, or one for both.
 
     Args:
         tp_size, cp_size: ranks of tensor and context parallelism; tp and cp are shorter names.
@@ -76,7 +76,7 @@ def packed_alignment(
 
 
 def aligned(length: int, alignment: int) -> int:
-    """Slots of a document: its length rounded up to a multiple of the alignment.
+    """Round the length of a document up to a multiple of the alignment, and return these slots.
 
     Example:
         >>> aligned(5, 4), aligned(8, 4), aligned(0, 4)
@@ -88,7 +88,8 @@ def aligned(length: int, alignment: int) -> int:
 def thd_partition_indices(
     cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int, *, total: int | None = None
 ) -> torch.Tensor:
-    """Tokens of the whole row that context-parallel rank ``cp_rank`` holds, in the order in which it holds them.
+    """Return the tokens of the whole row that context-parallel rank ``cp_rank`` holds, in the order in which it holds
+    them.
 
     Args:
         cu_seqlens: int32 ``[num_documents + 1]`` of the whole row, multiples of ``2 * cp_size``: the padded ones where
@@ -142,7 +143,7 @@ def thd_partition_indices(
 
 
 def chunks_of_ranks(starts: torch.Tensor, rows: int, ranks: int, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the chunks of each document begin and end that each rank holds, for documents of any lengths.
+    """Return where the chunks of each document that a rank holds begin and end, for documents of any lengths.
 
     Zigzag chunks have equal lengths where a document's length is a multiple of ``2 * ranks``. Else they differ by a
     slot or two: a rank takes as many slots of a document as there are numbers t between its two ends with
@@ -177,7 +178,7 @@ def chunks_of_ranks(starts: torch.Tensor, rows: int, ranks: int, scheme: str) ->
 def slots_of_chunks(
     starts: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row's slot of each of a rank's ``rows`` slots, and its document; both int64 ``[rows]``.
+    """Return the row's slot of each of a rank's ``rows`` slots, and its document; both int64 ``[rows]``.
 
     Args:
         starts, begin, end: as chunks_of_ranks, of one rank: ``[chunks, num_documents]``.
@@ -191,7 +192,7 @@ def slots_of_chunks(
 
 
 def thd_inverse_indices(cu_seqlens: torch.Tensor, cp_size: int, *, total: int | None = None) -> torch.Tensor:
-    """Where each token of the whole row is in the ranks' rows laid end to end, as an all-gather gives them.
+    """Return where each token of the whole row is in the ranks' rows laid end to end, as an all-gather gives them.
 
     Args:
         cu_seqlens, cp_size, total: as thd_partition_indices.

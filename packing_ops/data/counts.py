@@ -25,7 +25,7 @@ class TokenCounts(NamedTuple):
 
 
 def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_token_id: int = 0) -> TokenCounts:
-    """Tokens, padding and sequences of a padded or packed batch. No synchronisation.
+    """Count tokens, padding and sequences of a padded or packed batch. No synchronisation.
 
     Args:
         batch: any mapping with a tensor ``[total]``, ``[1, total]`` or ``[rows, seqlen]`` under ``tokens``; or several,
@@ -73,7 +73,7 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
 
 
 def _counts_of(batch: Mapping[str, Any], prefix: str, name: str, pad_token_id: int) -> tuple[torch.Tensor, ...]:
-    """(tokens, padding, sequences) of one tensor of tokens, ``prefix + tokens``."""
+    """Return (tokens, padding, sequences) of one tensor of tokens, ``prefix + tokens``."""
     ids, labels, mask = batch[name], batch.get(prefix + "labels"), batch.get(prefix + "attention_mask")
     if not isinstance(ids, torch.Tensor):
         raise wrong_type(name, "a tensor [total] or [rows, seqlen]", ids)
@@ -104,7 +104,7 @@ def _counts_of(batch: Mapping[str, Any], prefix: str, name: str, pad_token_id: i
 
 
 def _num_tokens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | int | None:
-    """That of PackedMetadata.to_transformers, or the document_tokens of a PackedMetadata."""
+    """Return num_tokens of PackedMetadata.to_transformers, or the document_tokens of a PackedMetadata."""
     for value in batch.values():
         if isinstance(value, PackedMetadata) and not prefix and value.document_tokens is not None:
             return value.document_tokens
@@ -129,5 +129,5 @@ def _cu_seqlens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
 
 
 def _sums(slots: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """int64 ``[num_documents]``: number of true slots in each document."""
+    """Return int64 ``[num_documents]``: number of true slots in each document."""
     return segment_sum(slots.flatten().double(), cu_seqlens.to(slots.device)).long()

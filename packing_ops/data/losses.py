@@ -25,7 +25,7 @@ def sequence_logps(
     average: bool = False,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """Log-probability of the labels of each document, for DPO and similar losses. Differentiable.
+    """Sum the labels' log-probabilities of each document, for DPO and similar losses. Differentiable.
 
     Args:
         logits: ``[batch, seqlen, vocab]``, or packed ``[1, total, vocab]`` or ``[total, vocab]``; floating.
@@ -81,7 +81,8 @@ def masked_loss(
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean",
     dp_size: int = 1,
 ) -> torch.Tensor:
-    """This micro-batch's share of the loss of the whole batch. Shares add up to that loss, and so do their gradients.
+    """Return this micro-batch's share of the loss of the whole batch. Shares add up to that loss, and so do their
+    gradients.
 
     Args:
         losses: one per slot, floating ``[batch, seqlen]``, or packed ``[1, total]`` or ``[total]``: cross-entropy with
@@ -149,5 +150,5 @@ def _check_floating(tensor: torch.Tensor, name: str) -> None:
 
 
 def _rows(slots: torch.Tensor) -> tuple[int, int]:
-    """How many there are, and their length."""
+    """Return the number of rows, and their length."""
     return slots.shape[:-1].numel(), slots.shape[-1]

@@ -45,7 +45,7 @@ def stage_chunks(
     row_keys: Sequence[str] = (),
     batch_keys: Sequence[str] = (),
 ) -> list[list[Any]]:
-    """Every rank's part of every mini-batch, made before the first step: ``chunks[mini_batch][rank]``.
+    """Make every rank's part of every mini-batch before the first step: ``chunks[mini_batch][rank]``.
 
     Each mini-batch is padded to a multiple of ``dp_size`` by pad_batch_to_multiple (copies of its first row with
     ``loss_mask`` 0 and ``labels`` -100), and cut into ``dp_size`` chunks of neighbouring rows. A mini-batch whose rows
@@ -104,7 +104,7 @@ def normalize_advantages(
     count_masked_rows: bool = False,
     zscore: bool = False,
 ) -> torch.Tensor:
-    """Advantages scaled so that the sum of ``scaled * loss_mask`` over a mini-batch is its reduction.
+    """Return advantages scaled so that the sum of ``scaled * loss_mask`` over a mini-batch is its reduction.
 
     A policy loss that is linear in the advantages can then be summed over any micro-batches and ranks. Its gradient is
     the gradient of the reduction over the whole mini-batch. DistributedDataParallel and FSDP average the gradients of
@@ -180,8 +180,9 @@ def normalize_advantages(
     counted = torch.ones_like(tokens) if count_masked_rows else (tokens > 0).double()
 
     def mean_over(groups: list[int]) -> torch.Tensor:
-        """``[rows]``, what divides each row's advantages: for a mean, over the groups ``groups[i] : groups[i + 1]`` of
-        rows, of the groups' token means."""
+        """Return ``[rows]``, the divisor of each row's advantages: for a mean, over the groups ``groups[i] :
+        groups[i + 1]`` of rows, of the groups' token means.
+        """
         group_tokens = _sum_over(tokens, groups)
         first_rows = torch.zeros_like(tokens).index_fill_(0, _cu_seqlens(groups, tokens.device)[:-1].long(), 1)
         return _sum_over(first_rows if count_masked_rows else first_rows * (group_tokens > 0), ends) * group_tokens
@@ -217,7 +218,7 @@ def normalize_advantages(
 
 
 def _weights(loss_mask: torch.Tensor) -> torch.Tensor:
-    """The mask, with 0 for negative values and NaN."""
+    """Return the mask, with 0 for negative values and NaN."""
     # On the CPU reading the minimum does not synchronise, and saves two passes.
     if loss_mask.is_cpu and loss_mask.numel() and loss_mask.amin() >= 0:
         return loss_mask
@@ -225,7 +226,9 @@ def _weights(loss_mask: torch.Tensor) -> torch.Tensor:
 
 
 def _where_weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``torch.where(weights > 0, values, 0)`` in one pass, a third of the time. Masked infinities and NaN become 0 too."""
+    """Return ``torch.where(weights > 0, values, 0)`` in one pass, a third of the time. Masked infinities and NaN
+    become 0 too.
+    """
     return torch.ops.aten.threshold_backward(values, weights, 0)
 
 
@@ -239,14 +242,16 @@ def _zscored(values: torch.Tensor, weights: torch.Tensor, total: torch.Tensor) -
 
 
 def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """``function`` of the rows; on the CPU of a few rows at a time, so that the float64 temporaries fit the cache."""
+    """Return ``function`` of the rows; on the CPU of a few rows at a time, so that the float64 temporaries fit the
+    cache.
+    """
     rows, seqlen = tensors[0].shape
     size = max(1, 2**16 // max(1, seqlen) if tensors[0].is_cpu else rows)
     return torch.cat([function(*part) for part in zip(*(tensor.split(size) for tensor in tensors), strict=True)])
 
 
 def _sum_over(values: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """``[rows]``: for each row the sum over its segment ``ends[i] : ends[i + 1]``."""
+    """Return ``[rows]``: for each row the sum over its segment ``ends[i] : ends[i + 1]``."""
     cu_seqlens = _cu_seqlens(ends, values.device)
     return segment_sum(values, cu_seqlens)[seq_idx_from_cu_seqlens(cu_seqlens, values.shape[0])]
 
@@ -256,7 +261,9 @@ def _cu_seqlens(ends: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _row_ends(name: str, boundaries: Boundaries, rows: int, least: int | None = None) -> list[int]:
-    """[0, end of pair 0, end of pair 1, ...], checked: contiguous pairs that reach row ``least`` (1 if there are rows)."""
+    """Return [0, end of pair 0, end of pair 1, ...], checked: contiguous pairs that reach row ``least`` (1 if there
+    are rows).
+    """
     try:
         pairs = [(start, end) for start, end in plain(boundaries)]
     except (TypeError, ValueError):
@@ -275,7 +282,7 @@ def _row_ends(name: str, boundaries: Boundaries, rows: int, least: int | None = 
 
 
 def _micro_ends(ends: list[int], micro_batch_size: int | None) -> list[int]:
-    """[0, end of micro-batch 0, ...], checked: micro_batch_size divides the rows of each mini-batch."""
+    """Return [0, end of micro-batch 0, ...], checked: micro_batch_size divides the rows of each mini-batch."""
     if micro_batch_size is None or integer(micro_batch_size, "micro_batch_size") < 1:
         raise ValueError(f"micro_batch_size: expected at least 1 row for 'token_mean_legacy', got {micro_batch_size}")
     for start, end in pairwise(ends):

@@ -142,7 +142,7 @@ class PackedCollator:
 
     @property
     def alignment(self) -> int:
-        """A document takes a multiple of this many slots."""
+        """Return the multiple of slots that a document takes."""
         if self.document_multiple is not None:
             return self.document_multiple
         return packed_alignment(self.tp_size, self.cp_size, self.fp8)
@@ -199,7 +199,7 @@ class PackedCollator:
         places: tuple[list[int], list[int]],
         size: tuple[int, int],
     ) -> dict[str, Any]:
-        """What is beside the tokens; ``places``: slots and tokens of each document."""
+        """Return the batch's fields other than the tokens; ``places``: slots and tokens of each document."""
         slots, tokens = places
         names = dict.fromkeys((*self.token_fields, *(name for name in OF_TOKENS if name in examples[0])))
         found = token_fields([*names], examples, tokens, slots, math.prod(size))
@@ -215,7 +215,7 @@ class PackedCollator:
         return fields | {name: [own.get(name) for own in images] for name in set[str]().union(*images)}
 
     def context_parallel_split(self, batch: Mapping[str, Any], cp_rank: int) -> dict[str, Any]:
-        """One context-parallel rank's part of a batch, or of some of its rows: two chunks of each document.
+        """Return one context-parallel rank's part of a batch, or of some of its rows: two chunks of each document.
 
         A document's aligned slots are split into ``2 * cp_size`` chunks; rank r holds chunks r and
         ``2 * cp_size - 1 - r`` (the zigzag split of Transformer Engine's thd layout), so that causal attention is equal
@@ -264,7 +264,7 @@ class PackedCollator:
         return {**batch, **shares}
 
     def model_inputs(self, batch: Mapping[str, Any], *, ignore_index: int = -100) -> dict[str, Any]:
-        """A batch, or some of its rows, as keyword arguments of a Hugging Face model: ``model(**inputs)``.
+        """Return a batch, or some of its rows, as keyword arguments of a Hugging Face model: ``model(**inputs)``.
 
         Args:
             batch: what calling this collator returned, also after select_rows, slice_batch or pad_batch_to_multiple, on
@@ -333,7 +333,7 @@ class PackedCollator:
         return input_ids, lengths
 
     def _rows(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Indices of the examples in each row; the rows of rank 0 come first."""
+        """Return the indices of the examples in each row; the rows of rank 0 are first."""
         index: Sequence[int] = range(len(lengths))
         if self.strategy not in ("next_fit", "first_fit"):  # these keep the order of the examples
             index = [i for _, i in sorted(zip(lengths, index, strict=True), reverse=True)]
@@ -353,12 +353,13 @@ class PackedCollator:
         return [[index[i] for i in bin] for bin in bins]
 
     def _aligned_rows(self, sub_seq_lengths: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The aligned length of each document, a list per row."""
+        """Return the aligned length of each document, a list per row."""
         alignment = self.alignment
         return [[aligned(length, alignment) for length in row] for row in sub_seq_lengths]
 
     def packed_metadata(self, batch: Mapping[str, Any]) -> PackedMetadata:
-        """PackedMetadata of the rows flattened into one: aligned documents, and the unused end of each row as one more.
+        """Return PackedMetadata of the rows flattened into one: aligned documents, and the unused end of each row as
+        one more.
 
         Where a slot is padding it has document_tokens.
 
@@ -385,7 +386,9 @@ class PackedCollator:
         return replace(metadata, document_tokens=tokens.to(sequences.device, non_blocking=True))
 
     def _segments(self, sub_seq_lengths: Sequence[Sequence[int]], num_rows: int, width: int) -> list[tuple[int, int]]:
-        """(slots, tokens) of each document and, after those of a row, of its unused end; all rows in one list."""
+        """Return (slots, tokens) of each document and, after those of a row, of its unused end; all rows in one
+        list.
+        """
         if len(sub_seq_lengths) != num_rows:
             raise ValueError(f"sub_seq_lengths: expected {num_rows} lists, one per row, got {len(sub_seq_lengths)}")
         segments: list[tuple[int, int]] = []
@@ -409,7 +412,7 @@ def _checked_weights(values: list[Any], order: list[int]) -> torch.Tensor:
 
 
 def _covered(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
-    """bool ``[total]``, True in the ranges ``starts[i] : starts[i] + lengths[i]``, which do not overlap."""
+    """Return bool ``[total]``, True in the ranges ``starts[i] : starts[i] + lengths[i]``, which do not overlap."""
     edges, one = starts.new_zeros(total + 1, dtype=torch.int8), torch.ones_like(starts, dtype=torch.int8)
     edges.index_add_(0, starts, one).index_add_(0, starts + lengths, one, alpha=-1)
     return edges[:total].cumsum(0, dtype=torch.int8).view(torch.bool)

@@ -157,13 +157,13 @@ class PaddingFreeCollator:
 
     @property
     def _most_slots(self) -> int | None:
-        """Slots of a row: max_seq_length in whole multiples of row_multiple."""
+        """Return the slots of a row: max_seq_length in whole multiples of row_multiple."""
         most = self.max_seq_length
         return None if most is None else whole_rows(most, self.row_multiple, "max_seq_length")
 
     @property
     def _longest(self) -> int | None:
-        """Tokens of the longest example that fits."""
+        """Return the tokens of the longest example that fits."""
         most = self._most_slots
         return None if most is None else most // self.document_multiple * self.document_multiple
 
@@ -200,7 +200,7 @@ class PaddingFreeCollator:
     def _fields(
         self, examples: Sequence[Mapping[str, Any]], documents: Documents, row: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """token_fields and document_fields of the examples in the row."""
+        """Return token_fields and document_fields of the examples in the row."""
         lengths, total = list(map(sum, documents.lengths)), row.shape[1]
         slots = self._slots(lengths)
         found = token_fields(self.token_fields, examples, lengths, slots, total)
@@ -213,7 +213,7 @@ class PaddingFreeCollator:
         return fields
 
     def selection(self, features: Sequence[Mapping[str, Any]]) -> BatchSelection:
-        """Which of the examples a batch would keep, cut, drop or carry over. Nothing is collated.
+        """Say which of the examples a batch would keep, cut, drop or carry over. Nothing is collated.
 
         Args:
             features: as for the collator; only input_ids and attention_mask are read.
@@ -233,7 +233,9 @@ class PaddingFreeCollator:
     def _documents(
         self, features: Sequence[Mapping[str, Any]], known: Collection[str] = ()
     ) -> tuple[list[Documents], list[int]]:
-        """What is kept, for each prefix, and the indices of its examples. ``known``: columns that are read elsewhere."""
+        """Return the kept documents, for each prefix, and the indices of their examples. ``known``: columns that are
+        read elsewhere.
+        """
         sides = [documents_of(features, prefix, known) for prefix in self._prefixes]
         by_example = list(zip(*(map(sum, side.lengths) for side in sides), strict=True))
         if self.document_multiple > 1 and any(len(own) > 1 for side in sides for own in side.lengths):
@@ -247,7 +249,7 @@ class PaddingFreeCollator:
         return sides, [index for index, own in enumerate(kept) if all(own)]
 
     def _kept(self, lengths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """How many tokens of each example are kept, per side (chosen, rejected): 0 on one side is 0 on both."""
+        """Return how many tokens of each example are kept, per side (chosen, rejected): 0 on one side is 0 on both."""
         limit = math.inf if self._most_slots is None else self._most_slots
         most = len(lengths) if self.max_sequences_per_bin is None else self.max_sequences_per_bin
         slots = list(map(self._slots, lengths))
@@ -276,7 +278,7 @@ class PaddingFreeCollator:
         return kept
 
     def _taken(self, lengths: list[tuple[int, ...]], limit: float, most: int) -> list[tuple[int, ...]]:
-        """_kept for overlong="truncate" and "drop"."""
+        """Compute _kept for overlong="truncate" and "drop"."""
         kept: list[tuple[int, ...]] = []
         room = [limit] * len(lengths[0])
         for own in lengths:
@@ -310,7 +312,9 @@ class PaddingFreeCollator:
         separator_id: int | None,
         **gaps: Any,
     ) -> torch.Tensor:
-        """Labels, -100 where a mask says that a token is not trained on, and separator_id at documents' first tokens."""
+        """Return labels, -100 where a mask says that a token is not trained on, and separator_id at documents' first
+        tokens.
+        """
         labels = documents.columns.get("labels")
         targets = tokens
         if labels is not None or gaps.get("gaps") is not None:
@@ -326,7 +330,7 @@ class PaddingFreeCollator:
         return mask_boundary_labels(targets, cu_seqlens, ignore_index=separator_id)
 
     def _check_first_labels(self, targets: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor) -> None:
-        """ValueError for labels that are none of the next token: no token predicts a document's first, which would be lost."""
+        """Raise ValueError where a document's first label is not -100, separator_id or the token: nothing predicts it."""
         first = targets[starts]
         wrong = ((first != -100) & (first != self.separator_id) & (first != tokens[starts])).nonzero()
         if wrong.numel():

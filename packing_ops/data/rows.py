@@ -47,7 +47,7 @@ Fill = Mapping[str, float | str | Callable[..., Any]]
 
 
 def num_rows(batch: Mapping[str, object], *, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()) -> int:
-    """Number of rows of a batch, checked to be the same in all its fields.
+    """Count the rows of a batch, checked to be the same in all its fields.
 
     Args:
         batch, row_keys, batch_keys: see the module's docstring.
@@ -76,7 +76,7 @@ def pad_batch_to_multiple(
     row_keys: Sequence[str] = (),
     batch_keys: Sequence[str] = (),
 ) -> Mapping[str, object]:
-    """A batch padded to a multiple of rows. The dummy rows, at the end, are copies of row 0 that count in no loss.
+    """Pad a batch to a multiple of rows. The dummy rows, at the end, are copies of row 0 that count in no loss.
 
     Every model can run a copy of a real row: it has tokens, and ones in its attention mask.
 
@@ -135,7 +135,7 @@ def pad_batch_to_multiple(
 def slice_batch(
     batch: Mapping[str, object], start: int, end: int, *, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()
 ) -> Mapping[str, object]:
-    """Rows ``start`` to ``end`` (exclusive) of every tensor and list, those of a nested ``metadata`` dict too.
+    """Return rows ``start`` to ``end`` (exclusive) of every tensor and list, those of a nested ``metadata`` dict too.
 
     Args:
         batch, row_keys, batch_keys: see the module's docstring.
@@ -167,7 +167,7 @@ def select_rows(
     row_keys: Sequence[str] = (),
     batch_keys: Sequence[str] = (),
 ) -> Mapping[str, object]:
-    """The rows at ``indices``, in that order: for example one micro-batch of token_budget_microbatches.
+    """Return the rows at ``indices``, in that order: for example one micro-batch of token_budget_microbatches.
 
     Args:
         batch, row_keys, batch_keys: see the module's docstring.
@@ -213,7 +213,7 @@ def empty_like_batch(
     row_keys: Sequence[str] = (),
     batch_keys: Sequence[str] = (),
 ) -> Mapping[str, object]:
-    """A batch without tokens that has every field of ``batch``: for a rank that has no sequences left in a step.
+    """Return a batch without tokens that has every field of ``batch``: for a rank that has no sequences left in a step.
 
     The other ranks wait for its forward and backward (FSDP, expert parallel). On such a batch the model's logits are
     empty, masked_loss and the sum of sequence_logps are 0 with a gradient graph, and every parameter gets a gradient of
@@ -275,7 +275,7 @@ def empty_like_batch(
 
 
 def _without_tokens(fields: Fields, shape: tuple[int, ...], padding: int) -> Mapping[str, object]:
-    """empty_like_batch of packed rows. ``shape``: the first dimensions of every value per token."""
+    """Return empty_like_batch of packed rows. ``shape``: the first dimensions of every value per token."""
     dims, slots = len(shape), (padding,) if len(shape) == 1 else (1, padding)
 
     def emptied(key: str, value: Any) -> Any:

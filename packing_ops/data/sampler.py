@@ -150,7 +150,9 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @property
     def batches_done(self) -> int:
-        """Number of batches of this epoch that the next iteration skips, because they were trained on before a resume."""
+        """Return the number of batches of this epoch that the next iteration skips, because they were trained on
+        before a resume.
+        """
         return self._first
 
     def set_epoch(self, epoch: int) -> None:
@@ -165,7 +167,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             self._batches, self.left_out = self._of_epoch()
 
     def __len__(self) -> int:
-        """Batches of each rank in every epoch, including those already done."""
+        """Count the batches of each rank in every epoch, including those already done."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -175,7 +177,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             yield batches[self._taken - 1]
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, int | str | None]:
-        """The position in the epoch, as ints and strings. The same on every rank: one checkpoint serves all.
+        """Return the position in the epoch, as ints and strings. The same on every rank: one checkpoint serves all.
 
         Args:
             batches_done: batches of this epoch trained on so far. By default the number of batches yielded, which is
@@ -209,7 +211,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @cached_property
     def _identity(self) -> dict[str, int | str | None]:
-        """Everything that determines the batches of an epoch; part of state_dict."""
+        """Return everything that determines the batches of an epoch; part of state_dict."""
         places = torch.arange(1, self.lengths.numel() + 1, device="cpu").view_as(self.lengths)
         return {
             "packing": _PACKING,
@@ -228,7 +230,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         }
 
     def _several_budgets(self, capacity: Mapping[str, int]) -> None:
-        """Counts each budget in such parts that all are equally large, which pack_sequences takes as sides."""
+        """Count each budget in such parts that all are equally large, which pack_sequences takes as sides."""
         mult = self.document_multiple
         slots = (self.lengths[:, 0] + mult - 1) // mult * mult
         sizes = torch.cat([slots[:, None], self.lengths[:, 1:]], 1)
@@ -251,7 +253,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         return None if self.seed is None else random.Random(f"{self.seed}, epoch {epoch}")
 
     def _packing(self, seeds: Iterable[int | None]) -> Packing:
-        """By the first of these seeds, or by that of epoch 0, that gives no more bins than epoch 0 has, and as many."""
+        """Pack by the first of these seeds, or by the seed of epoch 0, that gives no more bins than epoch 0 has, and
+        as many.
+        """
         options: dict[str, Any] = {
             "strategy": self.strategy,
             "alignment": self.document_multiple,
@@ -277,7 +281,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         return pack_sequences(self._units, self._most, bins_multiple_of=self.dp_size if whole else 1, **options)
 
     def _of_epoch(self) -> tuple[list[list[int]], list[int]]:
-        """This rank's batches of the epoch, and the sequences that are in no rank's."""
+        """Return this rank's batches of the epoch, and the sequences that no rank gets."""
         draws = self._draws(self.epoch)
         packing = self._packing([None] if draws is None else (draws.getrandbits(63) for _ in range(_ORDERS)))
         whole, rest = divmod(packing.num_bins, self.dp_size)
@@ -295,7 +299,9 @@ class PackedBatchSampler(Sampler[list[int]]):
 
 
 def _copied(lengths: Any, capacity: Any) -> tuple[torch.Tensor, int | dict[str, int]]:
-    """Lengths on the CPU, which later writes by the caller do not change, ``[num_sequences, budgets]`` of several."""
+    """Return lengths on the CPU, which later writes by the caller do not change, ``[num_sequences, budgets]`` of
+    several.
+    """
     if not isinstance(capacity, Mapping) and not isinstance(lengths, Mapping):
         taken = lengths_tensor(lengths).cpu()
         return taken.clone() if taken is lengths else taken, integer(capacity, "capacity")

@@ -128,7 +128,7 @@ class PackedStream(IterableDataset[Row]):
 
     @property
     def longest(self) -> int:
-        """Most tokens of an example that fits."""
+        """Return the most tokens of an example that fits."""
         return self.slots // self.document_multiple * self.document_multiple
 
     @property
@@ -177,7 +177,7 @@ class PackedStream(IterableDataset[Row]):
         reading.finished = True
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
-        """The position in the epoch: numbers and strings, the examples that wait, and the state of ``examples``.
+        """Return the position in the epoch: numbers and strings, the examples that wait, and the state of ``examples``.
 
         Args:
             batches_done: batches of this epoch trained on so far. By default those that this object has yielded, which
@@ -218,7 +218,7 @@ class PackedStream(IterableDataset[Row]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The arguments that determine the rows; part of state_dict."""
+        """Return the arguments that determine the rows; part of state_dict."""
         names = ("buffer", "seed", "dp_size", "document_multiple", "row_multiple", "overlong", "rows_per_batch")
         budgets = {f"capacity of {name}": most for name, most in self.capacity.items()}
         own = {name: getattr(self, name) for name in names}
@@ -226,8 +226,9 @@ class PackedStream(IterableDataset[Row]):
 
 
 def image_sizes(example: Mapping[str, Any]) -> dict[str, int]:
-    """``images`` and ``patches`` of an example: by its ``image_grid_thw`` and ``video_grid_thw`` (rows of t, h, w), or by
-    ``pixel_values``, an image for each entry. Pixels of ``[images, channels, height, width]`` say no patches.
+    """Count ``images`` and ``patches`` of an example: by its ``image_grid_thw`` and ``video_grid_thw`` (rows of t, h,
+    w), or by ``pixel_values``, an image for each entry. Pixels of ``[images, channels, height, width]`` give no
+    patches.
 
     Example:
         >>> image_sizes({"image_grid_thw": [[1, 4, 6], [1, 2, 2]]})
@@ -260,7 +261,7 @@ def _check_examples(examples: Any) -> None:
 
 
 def budgets_of(capacity: int | Mapping[str, int]) -> dict[str, int]:
-    """By name, tokens first."""
+    """Return the budgets by name, tokens first."""
     if not isinstance(capacity, Mapping):
         return {"tokens": at_least(capacity, "capacity", 1, "token")}
     if "tokens" not in capacity:

@@ -66,7 +66,7 @@ def token_budget_microbatches(
     row_multiple: int = 1,
     return_statistics: bool = False,
 ) -> list[list[list[int]]] | tuple[list[list[list[int]]], MicrobatchStatistics]:
-    """Which sequences each rank runs in each of its micro-batches, none of which has more than ``max_tokens``.
+    """Choose which sequences each rank runs in each of its micro-batches, each of at most ``max_tokens`` tokens.
 
     The number of micro-batches is about the fewest that the budget allows, rounded up to a multiple of ``dp_size``.
     They are balanced in cost, sorted from costly to cheap, and assigned ``dp_size`` at a time: a step gets the
@@ -166,7 +166,7 @@ def _cost(costs: list[float], steps: list[list[int]]) -> float:
 def _dealt(
     lengths: torch.Tensor, indices: torch.Tensor, max_tokens: int, ranks: int, balance: tuple[str, float, float]
 ) -> list[list[list[int]]]:
-    """The sequences at these indices as micro-batches of each rank."""
+    """Return the sequences at these indices as micro-batches of each rank."""
     if not indices.numel():
         return [[] for _ in range(ranks)]
     # Empty sequences: with them there are enough for a multiple of the ranks. They are removed from the result.
@@ -183,7 +183,7 @@ def _dealt(
 def count_within_token_budget(
     features: Sequence[Mapping[str, Any]], max_seq_length: int | None, *, max_sequences_per_bin: int | None = None
 ) -> int:
-    """How many of the first examples fit into a row of max_seq_length tokens, by the rule of ``overlong="own"``.
+    """Count how many of the first examples fit into a row of max_seq_length tokens, by the rule of ``overlong="own"``.
 
     Args:
         features: dicts with ``input_ids``, or a preference pair with ``chosen_input_ids`` and ``rejected_input_ids``.
