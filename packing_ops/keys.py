@@ -79,12 +79,12 @@ class PrefixTree:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that a model computes."""
+        """Return the number of tokens that a model computes."""
         return self.rows.numel()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the samples."""
+        """Return the number of tokens of the samples."""
         return self.row_of_token.numel()
 
     @property
@@ -101,19 +101,23 @@ class PrefixTree:
 
     @property
     def shared_tokens(self) -> int | None:
-        """Tokens that an earlier sample begins with too: num_rows is num_tokens less these, plus what is repeated."""
+        """Return the number of tokens that an earlier sample begins with too: num_rows is num_tokens less these,
+        plus what is repeated.
+        """
         if self.repeated_at_forks is None or self.repeated_by_cuts is None:
             return None
         return self.num_tokens - self.num_rows + self.repeated_at_forks + self.repeated_by_cuts
 
     @property
     def lengths(self) -> torch.Tensor:
-        """int32 ``[num_segments]``."""
+        """Return the segments' lengths, int32 ``[num_segments]``."""
         return self.cu_seqlens.diff()
 
     @property
     def rows_before(self) -> torch.Tensor:
-        """int64 ``[num_rows]``: the row before each row on its path; -1 for a root's first row. No synchronisation."""
+        """Return int64 ``[num_rows]``: the row before each row on its path; -1 for a root's first row. No
+        synchronisation.
+        """
         before = torch.arange(-1, self.num_rows - 1, device=self.rows.device)
         last_rows = F.pad(
             self.cu_seqlens[1:].long() - 1, (0, 1), value=-1
@@ -121,7 +125,7 @@ class PrefixTree:
         return before.index_put((self.cu_seqlens[:-1].long(),), last_rows[self.parents.long()])
 
     def bin(self, index: int) -> "PrefixTree":
-        """The tree of one bin alone, one row of the batch, with the samples that the bin has.
+        """Return the tree of one bin, one row of the batch, with the samples that the bin has.
 
         ``rows`` are still indices of the tokens that were packed, ``samples`` of the samples; the rest counts from 0.
         Take it before ``to``: on a GPU it waits for values.
@@ -161,7 +165,7 @@ class PrefixTree:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "PrefixTree":
-        """The same tree with its tensors on ``device``. A copy to the CPU is always waited for."""
+        """Return the same tree with its tensors on ``device``. A copy to the CPU is always waited for."""
         non_blocking = non_blocking and torch.device(device).type != "cpu"
         fields = dict(vars(self))
         for name, value in fields.items():
@@ -203,7 +207,7 @@ class PrefixPaths(NamedTuple):
         return self.cu_seqlens, self.row_of_key, self.key_offsets, self.keys_of_row
 
     def padded(self, total: int) -> "PrefixPaths":
-        """Of the same tree in a row of ``total`` slots."""
+        """Return the paths of the same tree in a row of ``total`` slots."""
         more = total + 1 - self.key_offsets.shape[0]
         last = self.key_offsets[-1:].expand(more)
         return self._replace(key_offsets=torch.cat([self.key_offsets, last]))
@@ -220,7 +224,7 @@ class PrefixPaths(NamedTuple):
 
 
 def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
-    """The paths of a tree's segments. Tensors on CUDA are copied to the host, which waits for them.
+    """Find the paths of a tree's segments. Tensors on CUDA are copied to the host, which waits for them.
 
     Args:
         cu_seqlens: int32 ``[num_segments + 1]``; a segment with children has a multiple of 128 tokens.
@@ -246,7 +250,7 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
 def paths_of_rows(
     segments: torch.Tensor, cu_seqlens: torch.Tensor, row_of_key: torch.Tensor, total: int
 ) -> PrefixPaths:
-    """The paths of a library that finds their rows itself. No synchronisation.
+    """Return the paths of a library that finds their rows itself. No synchronisation.
 
     Args:
         segments: int32 ``[num_segments + 1]``, the tree's cu_seqlens.
@@ -266,7 +270,7 @@ def paths_of_rows(
 
 
 def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
-    """int64 ``[total]``: each row's distance from its root; the rows after the last segment count from 0."""
+    """Return int64 ``[total]``: each row's distance from its root; the rows after the last segment count from 0."""
     cu_seqlens = paths.segments
     before = F.pad(paths.cu_seqlens.diff() - cu_seqlens.diff(), (0, 1))  # 0 behind the last segment
     segment = gate.seq_idx_from_cu_seqlens(cu_seqlens, total)
@@ -276,7 +280,7 @@ def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
 def kept_paths(
     cu_seqlens: torch.Tensor, parents: torch.Tensor | PrefixPaths, total: int, cache: BatchCache | None
 ) -> PrefixPaths:
-    """prefix_paths, once for the layers of a model; paths that have been found as they are."""
+    """Return prefix_paths, found once for the layers of a model; paths that were given are returned as they are."""
     if isinstance(parents, PrefixPaths):
         return parents
     if is_captured(cu_seqlens):
@@ -299,7 +303,9 @@ class KeyPages(NamedTuple):
 
 
 def key_pages(block_table: torch.Tensor | None, seqused_k: torch.Tensor | None, **others: object) -> KeyPages:
-    """Returns both in one. ValueError names the one that is missing, or the one of ``others`` that cannot stand beside them."""
+    """Return both in one. Raises ValueError that names the missing one, or the one of ``others`` that cannot be
+    combined with them.
+    """
     refuse_beside("block_table", **others)
     for tensor, name, other in ((block_table, "block_table", "seqused_k"), (seqused_k, "seqused_k", "block_table")):
         if tensor is None:
@@ -309,8 +315,9 @@ def key_pages(block_table: torch.Tensor | None, seqused_k: torch.Tensor | None, 
 
 
 def lengths_of(cu_seqlens_k: torch.Tensor) -> torch.Tensor:
-    """seqused_k of calls that tell the lengths by cu_seqlens, -1 where these do not start at 0; the same tensor for the layers
-    of a model."""
+    """Return seqused_k of calls that give the lengths by cu_seqlens, -1 where these do not start at 0; the same
+    tensor for the layers of a model.
+    """
 
     def lengths() -> torch.Tensor:
         return int32_cu_seqlens(cu_seqlens_k).diff().where(cu_seqlens_k[0] == 0, -1)
@@ -319,7 +326,7 @@ def lengths_of(cu_seqlens_k: torch.Tensor) -> torch.Tensor:
 
 
 def lengths_with(lengths: torch.Tensor, new: int) -> torch.Tensor:
-    """``lengths + new``, -1 for lengths below 0; the same tensor for the layers of a model."""
+    """Return ``lengths + new``, -1 for lengths below 0; the same tensor for the layers of a model."""
     return kept_with((lengths,), ("lengths", new), lambda: torch.where(lengths < 0, -1, lengths + new))
 
 
@@ -343,7 +350,8 @@ def keys_of(
     block_table: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
 ) -> Any:
-    """Returns varlen_attention's arguments as attend takes them: Keys, Parents or a PackedMetadata; those of q by default.
+    """Return varlen_attention's arguments as attend takes them: Keys, Parents or a PackedMetadata; those of q by
+    default.
 
     Raises:
         ValueError: arguments of two kinds, or a half of pages.
@@ -358,7 +366,7 @@ def keys_of(
 
 
 def keys_of_tree(parents: torch.Tensor | PrefixPaths) -> Parents | PrefixPaths:
-    """Returns an argument ``parents`` as attend takes it."""
+    """Return an argument ``parents`` as attend takes it."""
     if isinstance(parents, PrefixPaths):
         return parents
     check_tensor(parents, "parents")
@@ -366,7 +374,7 @@ def keys_of_tree(parents: torch.Tensor | PrefixPaths) -> Parents | PrefixPaths:
 
 
 def checked_tree(tree: Parents | PrefixPaths, cu_seqlens: torch.Tensor, rows: int, cache: BatchCache | None) -> Keys:
-    """Returns the paths of a tree's segments; cu_seqlens where they share nothing, and so are documents.
+    """Return the paths of a tree's segments; cu_seqlens if they share nothing, and so are documents.
 
     Raises:
         ValueError: paths of another tree, here or on CUDA in a later call.
@@ -389,7 +397,9 @@ def plan_for(
     options: AttentionOptions,
     cache: BatchCache | None = None,
 ) -> torch.Tensor | None:
-    """Returns the plan of a call, the same one for the layers of a model; None on the CPU, and for shapes that the op refuses."""
+    """Return the plan of a call, the same one for the layers of a model; None on the CPU, and for shapes that the op
+    refuses.
+    """
     if not (q.is_cuda and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None
     pages = keys if isinstance(keys, KeyPages) else None
@@ -413,7 +423,7 @@ def plan_of(
     cu_seqlens_q: torch.Tensor, keys: Keys, geometry: tuple[Any, ...], cache: BatchCache | None = None, *,
     visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Returns the plan of a call: made for the first layer with this geometry, kept with cu_seqlens_q for the others."""
+    """Return the plan of a call: made for the first layer with this geometry, kept with cu_seqlens_q for the others."""
     tensors: tuple[torch.Tensor, ...]
     key: tuple[Any, ...]
     if isinstance(keys, KeyPages):

@@ -85,7 +85,7 @@ class PackedMetadata:
         total: int | None = None,
         device: torch.device | str | None = None,
     ) -> "PackedMetadata":
-        """From tokens per document. Lengths on the CPU cost no synchronisation, CUDA lengths one.
+        """Make it from tokens per document. Lengths on the CPU cost no synchronisation, CUDA lengths one.
 
         Args:
             lengths: int32 or int64 ``[num_documents]`` or a Python sequence.
@@ -113,7 +113,8 @@ class PackedMetadata:
         max_seqlen: int | None = None,
         num_tokens: int | None = None,
     ) -> "PackedMetadata":
-        """From cumulated lengths. On CUDA no synchronisation when max_seqlen and total or num_tokens are given, else one.
+        """Make it from cumulated lengths. On CUDA no synchronisation when max_seqlen and total or num_tokens are given,
+        else one.
 
         Args:
             cu_seqlens: int32 ``[num_documents + 1]``.
@@ -139,7 +140,8 @@ class PackedMetadata:
 
     @classmethod
     def from_position_ids(cls, position_ids: torch.Tensor) -> "PackedMetadata":
-        """From position_ids ``[total]`` or ``[1, total]``; a document starts where they stop growing. CUDA: one sync.
+        """Make it from position_ids ``[total]`` or ``[1, total]``; a document starts where they stop growing. CUDA: one
+        sync.
 
         Example:
             >>> PackedMetadata.from_position_ids(torch.tensor([[0, 1, 0, 1, 2]])).cu_seqlens
@@ -154,14 +156,17 @@ class PackedMetadata:
 
     @classmethod
     def from_attention_mask(cls, attention_mask: torch.Tensor) -> "PackedMetadata":
-        """From a padding mask ``[batch, seqlen]`` (left, right, both sides, holes): the layout of unpad_input. CUDA: one sync."""
+        """Make it from a padding mask ``[batch, seqlen]`` (left, right, both sides, holes): unpad_input's layout.
+        CUDA: one sync.
+        """
         indices, cu_seqlens, _, totals = gate.unpad_layout(attention_mask, None, True)
         total, longest = totals.tolist()
         return cls(cu_seqlens, total, longest, indices[:total], num_tokens=total, seqlen=attention_mask.shape[1])
 
     @classmethod
     def from_prefix_tree(cls, tree: PrefixTree, *, device: torch.device | str | None = None) -> "PackedMetadata":
-        """From pack_prefix_tree's result: cu_seqlens are its segments, num_documents counts them. No synchronisation.
+        """Make it from pack_prefix_tree's result: cu_seqlens are its segments, num_documents counts them. No
+        synchronisation.
 
         varlen_attention and apply_rotary_qk take it, and models by to_transformers. What works sample by sample
         (token_logps, labels, segment sums) refuses it: it takes the samples, see PrefixTree.row_of_token.
@@ -191,7 +196,7 @@ class PackedMetadata:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """int32 ``[num_documents]``."""
+        """Return the documents' lengths, int32 ``[num_documents]``."""
         return self.cu_seqlens.diff()
 
     @property
@@ -205,7 +210,7 @@ class PackedMetadata:
         return gate.seq_idx_from_cu_seqlens(self.cu_seqlens, self.total)
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
-        """The packed row of a padded batch with this layout: unpad_input for one more tensor. Differentiable.
+        """Pack a padded batch with this layout, and return the row: unpad_input for one more tensor. Differentiable.
 
         Args:
             x: ``[batch, seqlen, ...]``, any dtype: shaped as the attention_mask that this was made from, else one row
@@ -234,7 +239,7 @@ class PackedMetadata:
         return gate.gather_rows(x, self._slots(shape[1]), self.total)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """The padded batch of a packed row with this layout, the inverse of unpad: pad_input. Differentiable.
+        """Pad a packed row with this layout, and return the batch: the inverse of unpad, as pad_input. Differentiable.
 
         Args:
             x: ``[total, ...]``, any dtype.
@@ -263,7 +268,7 @@ class PackedMetadata:
         return gate.scatter_rows(x, self._slots(seqlen), self.num_documents, seqlen)
 
     def _slots(self, seqlen: int) -> torch.Tensor:
-        """int64 ``[total]``: each token's slot in the padded batch, -1 for the padding of the row."""
+        """Return int64 ``[total]``: each token's slot in the padded batch, -1 for the padding of the row."""
         if self.indices is not None:
             return self.indices
 
@@ -284,7 +289,8 @@ class PackedMetadata:
         window_size: tuple[int, int] = (-1, -1),
         head_dim_v: int | None = None,
     ) -> torch.Tensor:
-        """The ``plan`` of varlen_attention for this batch: made at first use, the same tensor for every layer after.
+        """Return the ``plan`` of varlen_attention for this batch: made at first use, the same tensor for every layer
+        after.
 
         Do not write into it. While a CUDA graph is captured, each call makes a new plan, and each replay makes it from
         the lengths that cu_seqlens then has.
@@ -299,7 +305,8 @@ class PackedMetadata:
         return plan_of(self.cu_seqlens, keys, geometry, self._cache, visible_end=self.visible_end)
 
     def to_transformers(self) -> dict[str, Any]:
-        """Keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k``, ``max_length_q/k``, for a tree ``segment_parents``.
+        """Return keyword arguments of a Hugging Face forward: ``cu_seq_lens_q/k``, ``max_length_q/k``, for a tree
+        ``segment_parents``.
 
         Also ``num_targets`` where it is known, which the fused loss of apply_packing_ops takes. Padding after the last
         document becomes one more document, since cu_seq_lens must end where the row ends; ``num_tokens`` then says where
@@ -326,7 +333,8 @@ class PackedMetadata:
         }
 
     def to_unsloth(self) -> dict[str, Any]:
-        """Unsloth's ``packed_seq_lengths``: int32 ``[num_documents]`` on the device of cu_seqlens, padding left out.
+        """Return Unsloth's ``packed_seq_lengths``: int32 ``[num_documents]`` on the device of cu_seqlens, padding left
+        out.
 
         Raises:
             ValueError: there is a visible_end, for which lengths have no place.
@@ -335,7 +343,7 @@ class PackedMetadata:
         return {"packed_seq_lengths": self.lengths}
 
     def to_megatron(self) -> dict[str, Any]:
-        """Fields of Megatron-core's PackedSeqParams; padding after the last document is one more document.
+        """Return fields of Megatron-core's PackedSeqParams; padding after the last document is one more document.
 
         For a tree also ``segment_parents``, which is an attribute there and no field: the integration's packed_seq_params
         sets it.
@@ -356,19 +364,21 @@ class PackedMetadata:
         }
 
     def _tokens(self, whole: bool) -> dict[str, Any]:
-        """``num_tokens`` of to_transformers, where a slot is padding; ``whole``: the documents fill the row."""
+        """Return ``num_tokens`` of to_transformers, if a slot is padding; ``whole``: the documents fill the row."""
         if self.document_tokens is None:
             return {} if whole else {"num_tokens": self._num_tokens()}
         return {"num_tokens": self.document_tokens if whole else F.pad(self.document_tokens, (0, 1))}
 
     def _num_tokens(self) -> int:
-        """Slots before the padding; total where that is not known without a synchronisation."""
+        """Return the slots before the padding; total if the number is not known without a synchronisation."""
         if type(self.cu_seqlens) is torch.Tensor and self.cu_seqlens.is_cpu and not torch.compiler.is_compiling():
             return int(self.cu_seqlens[-1])  # neither fake nor traced: reading it is free
         return self.total if self.num_tokens is None else self.num_tokens
 
     def _whole_row(self) -> tuple[torch.Tensor, int]:
-        """cu_seqlens and max_seqlen with the padding as a document, if num_tokens is known. No synchronisation."""
+        """Return cu_seqlens and max_seqlen with the padding as a document, if num_tokens is known. No
+        synchronisation.
+        """
         num_tokens = self._num_tokens()
         if num_tokens >= self.total:
             return self.cu_seqlens, self.max_seqlen
@@ -384,7 +394,7 @@ def metadata_of_segments(
     total: int,
     device: torch.device | str | None = None,
 ) -> PackedMetadata:
-    """PackedMetadata.from_prefix_tree of the segments alone. CUDA: the host reads them, or their longest path.
+    """Return PackedMetadata.from_prefix_tree of the segments only. CUDA: the host reads them, or their longest path.
 
     Example:
         >>> cu_seqlens, parents = torch.tensor([[0, 128, 130], [-1, 0, 0]], dtype=torch.int32)
@@ -398,7 +408,7 @@ def metadata_of_segments(
 
 
 def check_causal(metadata: PackedMetadata) -> None:
-    """ValueError for a visible_end or a prefix tree, where a host or a mask has no place for it.
+    """Raise ValueError for a visible_end or a prefix tree, which a host or a mask cannot express.
 
     Example:
         >>> check_causal(PackedMetadata.from_lengths([2, 1]))
@@ -413,7 +423,7 @@ def check_causal(metadata: PackedMetadata) -> None:
 
 
 def check_no_tree(metadata: PackedMetadata, name: str = "metadata") -> None:
-    """ValueError for a prefix tree, where what works sample by sample would take its segments for samples.
+    """Raise ValueError for a prefix tree, where code that works sample by sample would take its segments for samples.
 
     Example:
         >>> check_no_tree(PackedMetadata.from_lengths([2, 1]))
@@ -428,7 +438,7 @@ def check_no_tree(metadata: PackedMetadata, name: str = "metadata") -> None:
 def cu_seqlens_of(
     documents: PackedMetadata | torch.Tensor, total: int, like: str, name: str = "cu_seqlens", *, tree: bool = False
 ) -> torch.Tensor:
-    """The cu_seqlens of an argument ``name`` that may be a PackedMetadata, for a row of ``total`` slots.
+    """Return the cu_seqlens of an argument ``name`` that may be a PackedMetadata, for a row of ``total`` slots.
 
     Example:
         >>> cu_seqlens_of(PackedMetadata.from_lengths([2, 1]), 3, like="labels")
@@ -451,7 +461,7 @@ def cu_seqlens_of(
 
 
 def _check_values(cu_seqlens: torch.Tensor, total: int | None, max_seqlen: int | None, num_tokens: int | None) -> None:
-    """ValueError for wrong cu_seqlens on the CPU, and for arguments that contradict them."""
+    """Raise ValueError for wrong cu_seqlens on the CPU, and for arguments that contradict them."""
     check_cumulated(cu_seqlens)
     last, longest = _end_and_longest(cu_seqlens)
     _checked_total(total, last)
@@ -462,7 +472,7 @@ def _check_values(cu_seqlens: torch.Tensor, total: int | None, max_seqlen: int |
 
 
 def _end_and_longest(cu_seqlens: torch.Tensor) -> tuple[int, int]:
-    """cu_seqlens[-1] and the longest document, in one transfer."""
+    """Return cu_seqlens[-1] and the longest document, in one transfer."""
     if cu_seqlens.numel() < 2:
         return 0, 0
     end, longest = torch.stack([cu_seqlens[-1], cu_seqlens.diff().amax()]).tolist()

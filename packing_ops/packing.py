@@ -70,31 +70,36 @@ class Packing:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all rows, of all sides: ``capacity`` each, in whole multiples, or the aligned length where a sequence
-        is longer."""
+        """Return the slots of all rows, of all sides: ``capacity`` each, in whole multiples, or the aligned length
+        where a sequence is longer.
+        """
         sides = self.lengths.shape[1] if self.lengths.dim() == 2 else 1
         row = self.capacity // self.row_multiple * self.row_multiple
         return (self.num_bins - self.own.numel()) * row * sides + self.own_slots
 
     @property
     def efficiency(self) -> float:
-        """Share of the slots that hold tokens, 0 to 1; 1 for no bins."""
+        """Return the share of the slots that hold tokens, 0 to 1; 1 for no bins."""
         return self.num_tokens / self.num_slots if self.num_bins else 1.0
 
     @cached_property
     def bins(self) -> list[list[int]]:
-        """Sequence indices per bin; a split sequence is in several. A ``batch_sampler`` for torch's DataLoader as it is."""
+        """Return sequence indices per bin; a split sequence is in several. A ``batch_sampler`` for torch's
+        DataLoader as it is.
+        """
         items, offsets = self.item_indices.tolist(), self.bin_offsets.tolist()
         return [items[begin:end] for begin, end in itertools.pairwise(offsets)]
 
     def pieces(self, bin: int) -> list[tuple[int, int, int]]:
-        """(sequence, start, length) of every piece of one bin: what to copy from where; a list of lengths of sides."""
+        """Return (sequence, start, length) of every piece of one bin: what to copy from where; a list of lengths of
+        sides.
+        """
         begin, end = self.bin_offsets[bin : bin + 2].tolist()
         columns = (self.item_indices, self.starts, self.lengths)
         return list(zip(*(column[begin:end].tolist() for column in columns), strict=True))
 
     def rows_for_rank(self, rank: int, world_size: int) -> list[int]:
-        """Bins of one rank, dealt in turn: ``rank, rank + world_size, ...``, the same number for every rank.
+        """Return the bins of one rank, dealt in turn: ``rank, rank + world_size, ...``, the same number for every rank.
 
         Raises:
             ValueError: rank outside 0 to world_size - 1, or bins that do not divide (see ``bins_multiple_of``).
@@ -252,7 +257,7 @@ def pack_sequences(
 
 
 def document_multiple_of(document_multiple: int, alignment: int) -> int:
-    """The one of the two that is given: alignment is the earlier name."""
+    """Return the given one of the two: alignment is the earlier name."""
     multiple, earlier = integer(document_multiple, "document_multiple"), integer(alignment, "alignment")
     if multiple != 1 and earlier not in (1, multiple):
         raise ValueError(f"alignment: expected document_multiple={multiple} alone, got {earlier} too")
@@ -263,7 +268,7 @@ def document_multiple_of(document_multiple: int, alignment: int) -> int:
 
 
 def whole_rows(capacity: int, row_multiple: int, name: str) -> int:
-    """Slots of the longest row that is a multiple of row_multiple.
+    """Return the slots of the longest row that is a multiple of row_multiple.
 
     Example:
         >>> whole_rows(100, 16, "capacity")
@@ -277,7 +282,7 @@ def whole_rows(capacity: int, row_multiple: int, name: str) -> int:
 
 
 def _slots_of(lengths: torch.Tensor, document_multiple: int, row_multiple: int, least: int) -> int:
-    """Slots of rows with one sequence each, on all sides, none shorter than ``least``."""
+    """Return the slots of rows with one sequence each, on all sides, none shorter than ``least``."""
     for multiple in (document_multiple, row_multiple):
         lengths = (lengths.long() + multiple - 1) // multiple * multiple
     return int(lengths.clamp(min=least).sum())
@@ -286,7 +291,8 @@ def _slots_of(lengths: torch.Tensor, document_multiple: int, row_multiple: int, 
 def pack_ffd(
     lengths: torch.Tensor, capacity: int, *, alignment: int = 1, ties: Ties = "first"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """First-fit decreasing with results of fixed size on the device of ``lengths``: no synchronisation, capturable.
+    """Pack by first-fit decreasing, with results of fixed size on the device of ``lengths``: no synchronisation,
+    capturable.
 
     For lengths on the GPU that the host must not wait for, above all in a CUDA graph. First fit is sequential: where
     waiting is allowed, a copy to the host and pack_sequences is several times faster (docs/performance.md).
@@ -314,7 +320,7 @@ def pack_ffd(
 
 
 def lengths_tensor(lengths: object) -> torch.Tensor:
-    """``[num_sequences]``, or ``[num_sequences, sides]`` of sequences of sequences."""
+    """Return ``[num_sequences]``, or ``[num_sequences, sides]`` of sequences of sequences."""
     if isinstance(lengths, torch.Tensor):
         return lengths
     rows = plain(lengths)
@@ -341,7 +347,7 @@ def _name(value: object, name: str) -> str:
 
 
 def cost_coefficients(cost: str | tuple[str, float, float] | None, name: str) -> tuple[float, float]:
-    """(per token, per token squared) of ``cost``, an argument called ``name``."""
+    """Return (per token, per token squared) of ``cost``, an argument called ``name``."""
     if cost is None or cost == "tokens":
         return 1.0, 0.0
     if cost == "flops":

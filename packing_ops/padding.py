@@ -30,7 +30,8 @@ def unpad_input(
     total: int | None = None,
     max_seqlen: int | None = None,
 ) -> Packed:
-    """The real rows of a padded batch, packed: the 5-tuple of flash_attn.bert_padding.unpad_input. Differentiable.
+    """Pack the real rows of a padded batch, and return the 5-tuple of flash_attn.bert_padding.unpad_input.
+    Differentiable.
 
     Args:
         hidden_states: ``[batch, seqlen, ...]``, any dtype. Read in place when each ``[...]`` row is contiguous
@@ -72,7 +73,7 @@ def unpad_input(
 
 
 def pad_input(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """Packed rows back in a padded batch: the inverse of unpad_input. Differentiable.
+    """Put packed rows back into a padded batch: the inverse of unpad_input. Differentiable.
 
     Args:
         packed: ``[total, ...]``, any dtype.
@@ -102,7 +103,8 @@ def unpad_inputs(
     total: int | None = None,
     max_seqlen: int | None = None,
 ) -> PackedDict:
-    """unpad_input for several tensors (ids, positions, labels, hidden states) with one layout. Differentiable.
+    """Pack several tensors (ids, positions, labels, hidden states) with one layout, as unpad_input does.
+    Differentiable.
 
     Args:
         tensors: name to ``[batch, seqlen, ...]``; dtypes and trailing dimensions may differ.
@@ -133,7 +135,7 @@ def unpad_inputs(
 def pad_inputs(
     packed: Mapping[str, torch.Tensor], indices: torch.Tensor, batch: int, seqlen: int
 ) -> dict[str, torch.Tensor]:
-    """pad_input for several tensors; padding is zero in all of them. Differentiable.
+    """Pad several tensors as pad_input does; padding is zero in all of them. Differentiable.
 
     Args:
         packed: name to ``[total, ...]``.
@@ -159,7 +161,7 @@ def _layout(
     total: int | None,
     max_seqlen: int | None,
 ) -> Layout:
-    """indices [batch * seqlen] (-1 after total), cu_seqlens, seqused, total, max_seqlen."""
+    """Return indices [batch * seqlen] (-1 after total), cu_seqlens, seqused, total, max_seqlen."""
     indices, cu_seqlens, seqused, totals = gate.unpad_layout(
         attention_mask, unused_mask, lengths is None and total is None
     )
@@ -189,7 +191,7 @@ def _totals_of(lengths: torch.Tensor | Sequence[int], cu_seqlens: torch.Tensor) 
 def _unpad_many(
     tensors: Mapping[str, torch.Tensor], attention_mask: torch.Tensor, unused_mask: torch.Tensor | None
 ) -> PackedDict:
-    """One call for the layout and the first group of tensors, one more where only some of them require grad."""
+    """Call once for the layout and the first group of tensors, and once more if only some of them require grad."""
     first = next(iter(tensors.values())).requires_grad
     now = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad == first}
     moved, indices, cu_seqlens, seqused, totals = past_autograd(
@@ -206,7 +208,7 @@ def _unpad_many(
 def _many(
     op: Callable[..., Sequence[torch.Tensor]], tensors: Mapping[str, torch.Tensor], *arguments: Any
 ) -> dict[str, torch.Tensor]:
-    """op over a dict. Outputs of one call require grad together, so tensors without grad go in a call of their own."""
+    """Run op over a dict. Outputs of one call require grad together, so tensors without grad go in a separate call."""
     for name, tensor in tensors.items():
         check_tensor(tensor, name)
     moved: dict[str, torch.Tensor] = {}
@@ -300,7 +302,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor
 def _gather_many_backward(
     ctx: Any, grads: Sequence[torch.Tensor | None], *others: torch.Tensor | None
 ) -> tuple[list[torch.Tensor | None], None, None]:
-    """Of gather_rows_many, and of unpad_rows, whose other outputs are integers."""
+    """Compute the gradient of gather_rows_many, and of unpad_rows, whose other outputs are integers."""
     (indices,) = ctx.saved_tensors
     return _needed(ctx, grads, gate.scatter_rows_many, indices, ctx.batch, ctx.seqlen), None, None
 
@@ -315,7 +317,7 @@ def _scatter_many_backward(
 def _needed(
     ctx: Any, grads: Sequence[torch.Tensor | None], op: Callable[..., list[torch.Tensor]], *arguments: Any
 ) -> list[torch.Tensor | None]:
-    """op over the grads that someone asks for, None for the others (integer tensors, constants)."""
+    """Run op over the grads that someone asks for; return None for the others (integer tensors, constants)."""
     needed = [need and grad is not None for grad, need in zip(grads, ctx.needs_input_grad[0], strict=True)]
     moved = iter(op([grad for grad, need in zip(grads, needed, strict=True) if need], *arguments))
     return [next(moved) if need else None for need in needed]

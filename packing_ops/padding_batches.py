@@ -27,7 +27,8 @@ def trim_padding(
     min_length: int = 1,
     multiple_of: int = 1,
 ) -> Mapping[str, object]:
-    """A batch without the columns that are padding in every row. The mask says what is padding; token ids are not read.
+    """Return a batch without the columns that are padding in every row. The mask says what is padding; token ids are
+    not read.
 
     ``torch.ops.packing_ops.trim_padding_range`` finds the columns to keep, and reads the mask alone; on CUDA it
     synchronises once. The values are sliced by torch: views of the batch, through which gradients flow, nothing is
@@ -74,7 +75,7 @@ def iter_microbatches(
     *,
     pad_values: Mapping[str, float],
 ) -> Iterator[dict[str, Any]]:
-    """Micro-batches of examples, in order, each padded on the right to its own longest example.
+    """Yield micro-batches of examples, in order, each padded on the right to its longest example.
 
     Args:
         examples: iterable of dicts with the same names, read as needed. Names in ``pad_values`` are sequences of the
@@ -132,7 +133,7 @@ def _microbatches(
 def _pad_group(
     group: Sequence[Mapping[str, Any]], first: int, pad_values: Mapping[str, float]
 ) -> dict[str, torch.Tensor | list[str]]:
-    """One micro-batch; ``first`` is the number of its first example, for messages."""
+    """Return one micro-batch; ``first`` is the number of its first example, for messages."""
     for i, example in enumerate(group, first):
         if not isinstance(example, Mapping):
             raise TypeError(f"examples: expected dicts, got {type(example).__name__} as example {i}")
@@ -171,8 +172,9 @@ def _pad_group(
 
 
 def _rows(sequences: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
-    """The sequences of one example. ``[1, length]`` becomes ``[length]``, unless a 1-D sequence beside it has length 1:
-    then it is one token with ``length`` values."""
+    """Return the sequences of one example. ``[1, length]`` becomes ``[length]``, unless a 1-D sequence next to it
+    has length 1: then it is one token with ``length`` values.
+    """
     tensors = {name: _tensor(name, value, "a sequence of numbers", index) for name, value in sequences.items()}
     length = next((len(tensor) for tensor in tensors.values() if tensor.dim() == 1), None)
     for name, tensor in tensors.items():

@@ -161,7 +161,7 @@ def prefix_token_logps(
     allowed_ids: torch.Tensor | None = None,
     allowed_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """token_logps of the samples, from the hidden states of a prefix tree's rows. Differentiable.
+    """Compute token_logps of the samples from the hidden states of a prefix tree's rows. Differentiable.
 
     Each row but a root's first is predicted once, by the row before it: the last row of a shared prompt predicts the first
     of each answer. The samples' slots are then looked up, so that losses, advantages and masks of packed samples apply as

@@ -20,7 +20,7 @@ def compute_prompt_end_indices(uids: Sequence[Any]) -> list[int]: ...
 
 
 def compute_prompt_end_indices(uids: torch.Tensor | Sequence[Any]) -> torch.Tensor | list[int]:
-    """Exclusive end of each run of equal uids.
+    """Return the exclusive end of each run of equal uids.
 
     Args:
         uids: one per row, equal ones next to each other: a list of strings or integers, or an integer tensor.
@@ -54,7 +54,7 @@ def compute_prompt_boundaries(uids: Sequence[Any]) -> list[tuple[int, int]]: ...
 
 
 def compute_prompt_boundaries(uids: torch.Tensor | Sequence[Any]) -> torch.Tensor | list[tuple[int, int]]:
-    """(start, end) of each run of equal uids.
+    """Return (start, end) of each run of equal uids.
 
     Args:
         uids: as compute_prompt_end_indices.
@@ -83,7 +83,8 @@ def compute_prompt_mini_batch_boundaries(
     is_stepwise: bool | None = None,
     n_samples_per_prompt: int | None = None,
 ) -> list[tuple[int, int]]:
-    """Rows of each mini-batch of whole prompts: their number depends on the prompts alone, not on turns or samples.
+    """Return the rows of each mini-batch of whole prompts: their number depends on the prompts only, not on turns or
+    samples.
 
     Args:
         prompts: exclusive ends of the prompts' rows (compute_prompt_end_indices); with ``train_batch_size`` the uid of

@@ -73,7 +73,7 @@ class invariant:
 
 
 def is_invariant() -> bool:
-    """Whether the mode is on: within ``with invariant():``, or for a model that apply_packing_ops was given.
+    """Return whether the mode is on: within ``with invariant():``, or for a model that apply_packing_ops was given.
 
     Example:
         >>> is_invariant()
@@ -128,19 +128,19 @@ class Invariance:
 
     @property
     def packs(self) -> bool:
-        """Same bits alone, in any pack and micro-batch."""
+        """Return whether the bits are the same in any pack and micro-batch."""
         return not self.refused and all(layer.packs == 0 for layer in self.layers)
 
     @property
     def prefixes(self) -> bool:
-        """Same bits also where a document ends earlier."""
+        """Return whether the bits are also the same where a document ends earlier."""
         return not self.refused and all(layer.packs + layer.prefixes == 0 for layer in self.layers)
 
     def __bool__(self) -> bool:
         return self.packs
 
     def why_not(self) -> list[str]:
-        """A sentence for each layer that differs or was refused."""
+        """Return a sentence for each layer that differs or was refused."""
         told = [f"{name or 'the model'}: {reason}" for name, reason in self.refused.items()]
         for layer in self.layers:
             if layer.packs or layer.prefixes:
@@ -157,7 +157,7 @@ def check_invariance(
     rows: Sequence[int] | None = None,
     gradients: bool = True,
 ) -> Invariance:
-    """Runs a model on the same documents in many rows and compares the bits of every module's output, slot by slot.
+    """Run a model on the same documents in many rows and compare the bits of every module's output, slot by slot.
 
     Each document alone, several in other orders and company, and prefixes of the longest. A module that was given the
     same bits and gave others is named. Compiled layers run as they are, as part of the module around them. It shows
@@ -201,7 +201,7 @@ def check_with_progress(
     gradients: bool,
     advance: Callable[[float], None],
 ) -> Invariance:
-    """check_invariance, which says how much more of 1 is done."""
+    """Run check_invariance, and report how much more of 1 is done."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     first = next((t for t in model.parameters()), torch.empty(0, device="cpu"))
@@ -226,7 +226,9 @@ def check_with_progress(
 
 
 def _no_limit_of_compilations(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Compiled layers run these rows beside those that they have run: none may end as eager code, as past torch's limit."""
+    """Raise torch's limit of compilations for a compiled model: past it, layers that have run other rows would run
+    these as eager code.
+    """
     if not any(map(is_compiled, model.modules())):
         return nullcontext()  # nor is torch._dynamo imported
     return torch._dynamo.config.patch(recompile_limit=mode.recompile_limit())

@@ -22,7 +22,7 @@ LOGPS, GRADIENTS = "token_logps", "gradient of the embeddings"
 
 
 def bits_of_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 ``[rows]``: sums of a row's bits, each times an odd number of its own. Integers: no order matters."""
+    """Return int64 ``[rows]``: sums of a row's bits, each times a different odd number. Integers: no order matters."""
     flat = tensor.detach().reshape(tensor.shape[0], -1)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     odd = _odd_numbers(flat.shape[1], flat.device)
@@ -36,7 +36,9 @@ def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def rows_in(value: Any, total: int) -> list[torch.Tensor]:
-    """The tensors in arguments or an output that have one entry for each slot of the row: [total, ...], [1, total, ...]."""
+    """Return the tensors in arguments or an output that have one entry for each slot of the row: [total, ...], [1,
+    total, ...].
+    """
     if isinstance(value, torch.Tensor):
         if value.dim() > 1 and value.shape[:2] == (1, total):
             return [value[0]]
@@ -49,7 +51,7 @@ def rows_in(value: Any, total: int) -> list[torch.Tensor]:
 
 
 def bits_in(value: Any, total: int) -> torch.Tensor | None:
-    """int64 ``[total, tensors]``"""
+    """Return int64 ``[total, tensors]``, the bits of each tensor's rows."""
     found = [bits_of_rows(rows) for rows in rows_in(value, total)]
     return torch.stack(found, 1).cpu() if found else None
 
@@ -70,7 +72,9 @@ Calls = dict[str, list[Call]]
 
 @contextmanager
 def recorded(model: torch.nn.Module, total: int) -> Iterator[Calls]:
-    """The calls of every module in the block, by its name. Those in a compiled layer are left out, as its graph has no hooks."""
+    """Record the calls of every module in the block, by its name. Calls in a compiled layer are left out, as its
+    graph has no hooks.
+    """
     calls: Calls = {}
     hooks = []
 
@@ -154,13 +158,13 @@ def _module(model: torch.nn.Module, method: str) -> torch.nn.Module | None:
 
 
 def longest_of(host: torch.nn.Module) -> float:
-    """How long a document of a model of transformers may be."""
+    """Return how long a document of a model of transformers may be."""
     longest = getattr(getattr(host, "config", None), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else float("inf")
 
 
 def run_of_transformers(model: torch.nn.Module) -> Run:
-    """Calls a language model of transformers with a packed row: position_ids that restart with each document."""
+    """Call a language model of transformers with a packed row: position_ids that restart with each document."""
     hosts = [host for host in model.modules() if hasattr(host, "config")]
     parameters = inspect.signature((hosts[0] if hosts else model).forward).parameters
     options = {"use_cache": False} if "use_cache" in parameters else {}
@@ -196,7 +200,9 @@ class Comparison:
         self.first = self.calls_of([(i, len(document)) for i, document in enumerate(documents)])
 
     def calls_of(self, parts: list[tuple[int, int]]) -> Calls:
-        """Of a row of documents, each given as (its index, how many of its first tokens)."""
+        """Run a row of documents, each given as (its index, how many of its first tokens), and return the recorded
+        calls.
+        """
         row = torch.cat([self.documents[i][:n] for i, n in parts])
         cu_seqlens = torch.tensor([0, *itertools.accumulate(n for _, n in parts)], dtype=torch.int32, device=row.device)
         total, head = len(row), self.head
@@ -214,7 +220,7 @@ class Comparison:
         return calls
 
     def compare(self, way: str, parts: list[tuple[int, int]]) -> None:
-        """way: "packs" or "prefixes", where differences are counted."""
+        """Compare the rows of two calls. way: "packs" or "prefixes", where differences are counted."""
         calls, start = self.calls_of(parts), 0
         for document, length in parts:
             self._compare_document(way, calls, start, document, length)
@@ -241,7 +247,9 @@ class Comparison:
 
 
 def _rows_that_differ(calls: list[Call], first: list[Call], here: slice, there: slice) -> int | None:
-    """None where nothing can be said: its rows are no slots, or it was given other bits."""
+    """Return the rows that differ. None if nothing can be said: the rows are not slots, or the inputs had other
+    bits.
+    """
     total, judged = 0, False
     for one, other in zip(calls, first, strict=False):
         if one.out is None or other.out is None or one.given is None or other.given is None:
@@ -253,7 +261,9 @@ def _rows_that_differ(calls: list[Call], first: list[Call], here: slice, there: 
 
 
 def rows_to_compare(lengths: list[int]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """(way, documents of a row): each alone, in other orders and company, and prefixes of the longest."""
+    """Yield (way, documents of a row): each in a row with no other, in other orders and company, and prefixes of the
+    longest.
+    """
     whole = list(enumerate(lengths))
     for part in whole:
         yield "packs", [part]

@@ -43,7 +43,7 @@ def active() -> bool:
 
 
 def hold(holder: object) -> None:
-    """The mode is on until every holder is released or gone."""
+    """Switch the mode on until every holder is released or gone."""
     if holder in _holders:
         return
     other = next(iter(_holders.values()), None)
@@ -101,7 +101,7 @@ def _restore(library: Any, size: int | None, of_compiler: OfCompiler) -> None:
 
 
 def _set_compiler(inductor: dict[str, bool], limit: int) -> OfCompiler:
-    """The values before, of those that this torch has."""
+    """Set the compiler's options that this torch has, and return their values before."""
     import torch._dynamo
     from torch._inductor import config
 
@@ -113,14 +113,14 @@ def _set_compiler(inductor: dict[str, bool], limit: int) -> OfCompiler:
 
 
 def recompile_limit() -> int:
-    """torch's recompile_limit, raised to COMPILATIONS where it is lower."""
+    """Return torch's recompile_limit, raised to COMPILATIONS where it is lower."""
     import torch._dynamo
 
     return max(COMPILATIONS, torch._dynamo.config.recompile_limit)
 
 
 def has_setter() -> bool:
-    """Newer torch sets the workspace while it runs; older ones read the environment once."""
+    """Return whether torch sets the workspace while it runs; older versions read the environment once."""
     return hasattr(torch.backends.cuda, "cublaslt_workspace_size")
 
 
@@ -128,8 +128,8 @@ def has_setter() -> bool:
 
 
 def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
-    """Sums over the last dimension ``[..., 1]`` of float32 or float64: the largest term, and the sum of all as integers of up
-    to 62 bits in units of it. torch.compile picks an order by the number of rows; no order changes either.
+    """Sum over the last dimension ``[..., 1]`` of float32 or float64 with the same bits in any order: the largest term,
+    and the sum of all as integers of up to 62 bits in units of it. torch.compile picks an order by the number of rows.
 
     A term is rounded once to the dtype, and by less than ``2**-46`` of the largest in rows of up to 65,536. inf, -inf and NaN
     come out as from any sum.
@@ -146,7 +146,9 @@ def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm_in_any_order(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """torch.nn.functional.rms_norm over the last dimension: the same bits, forward and backward, whatever order a kernel sums in."""
+    """Compute torch.nn.functional.rms_norm over the last dimension with the same bits, forward and backward, in any
+    order of summation.
+    """
     # index: a number, also where a trace has other sizes. torch before 2.13 cannot trace a Function with such a size.
     return _RmsNorm.apply(x.reshape(-1, operator.index(x.shape[-1])), weight, eps).view(x.shape)
 
@@ -180,20 +182,22 @@ _Result = TypeVar("_Result")
 
 
 def rows_of_product(rows: int, like: torch.Tensor) -> int:
-    """What ``rows`` of a product are padded to: on the CPU a multiple of ROWS, in float32 on a GPU at least FLOAT32_ROWS."""
+    """Return the number that ``rows`` of a product are padded to: on the CPU a multiple of ROWS, in float32 on a GPU
+    at least FLOAT32_ROWS.
+    """
     if like.is_cpu:
         return -(-rows // ROWS) * ROWS
     return torch.sym_max(rows, FLOAT32_ROWS) if like.is_cuda and like.dtype == torch.float32 else rows
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """x ``[rows, size]`` with rows of zeros up to rows_of_product; x itself where it has these."""
+    """Return x ``[rows, size]`` with rows of zeros up to rows_of_product; x itself if it has as many."""
     missing = rows_of_product(x.shape[0], x) - x.shape[0]
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def whole_pairs(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and weight, with one column of zeros more where they are of a half type and have an odd number of columns.
+    """Return x and weight, with one column of zeros more if they are of a half type and have an odd number of columns.
 
     On a CPU with AMX torch's product pairs the last term of an odd row with the first of the next row, times 0. A NaN or an
     inf there makes the result of the row before it NaN.
@@ -204,12 +208,12 @@ def whole_pairs(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def at_once(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *others: torch.Tensor) -> list[_Result]:
-    """[product] of the tensors and others, with all rows."""
+    """Return [product] of the tensors and others, with all rows."""
     return [product(*tensors, *others)]
 
 
 def by_blocks(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *others: torch.Tensor) -> list[_Result]:
-    """product of each block of ROWS rows of the tensors, and of all of the others; float32 in one thread.
+    """Return the product of each block of ROWS rows of the tensors, and of all of the others; float32 in one thread.
 
     The tensors' rows are a multiple of ROWS. MKL splits a float32 product of few rows among many threads by where a row stands.
     """
@@ -219,7 +223,9 @@ def by_blocks(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Products of the calling thread run in it alone. torch.set_num_threads would do it for every thread that starts meanwhile too."""
+    """Run products of the calling thread in one thread. torch.set_num_threads would also change every thread that
+    starts meanwhile.
+    """
     set_threads = _setter_of_threads()
     before = set_threads(1)
     try:
@@ -230,7 +236,9 @@ def _one_thread() -> Iterator[None]:
 
 @functools.cache
 def _setter_of_threads() -> Callable[[int], int]:
-    """Sets the calling thread's number of threads, and gives the one before: MKL's, or OpenMP's in a torch without MKL."""
+    """Return a function that sets the calling thread's number of threads and returns the one before: MKL's, or
+    OpenMP's in a torch without MKL.
+    """
     torch_cpu = _torch_cpu()
     if hasattr(torch_cpu, "MKL_Set_Num_Threads_Local"):
         return torch_cpu.MKL_Set_Num_Threads_Local
@@ -246,7 +254,7 @@ def _setter_of_threads() -> Callable[[int], int]:
 
 
 def _torch_cpu() -> Any:
-    """torch's library of CPU functions as it is loaded, with those that it is linked to; None where it has another name."""
+    """Return torch's library of CPU functions as it is loaded, with its dependencies; None if it has another name."""
     try:
         return ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOLOAD | os.RTLD_LAZY)
     except (AttributeError, OSError):
@@ -268,7 +276,7 @@ class ProductsByBlocks(TorchFunctionMode):
 
 
 def _has_rows(given: list[Any], dims: int | None = None) -> bool:
-    """Whether the operands are those of a product by blocks; not what torch refuses."""
+    """Return whether the operands are those of a product by blocks, and nothing that torch refuses."""
     operands = given[:2]
     for each in operands:
         if type(each) not in (torch.Tensor, torch.nn.Parameter) or not each.is_cpu or each.layout != torch.strided:
@@ -321,7 +329,7 @@ def _matmul(x: torch.Tensor, other: torch.Tensor, out: torch.Tensor | None = Non
 
 
 def _by_groups(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """torch.nn.functional.grouped_mm of rows that lie group by group: a product for each."""
+    """Compute torch.nn.functional.grouped_mm of rows that are ordered by group: a product for each."""
     ends = offs.tolist()
     groups = zip([0, *ends], ends, weights, strict=False)
     out = [_matmul(x[start:end], weight) for start, end, weight in groups if end > start]

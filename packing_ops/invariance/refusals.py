@@ -15,7 +15,9 @@ _CAPACITY = ("expert_capacity", "capacity_factor", "drop_tokens")
 
 
 def refusals(model: torch.nn.Module, training: bool = False) -> dict[str, str]:
-    """{name: a sentence}. training: of what acts in training alone too, such as dropout."""
+    """Return {name: a sentence} of modules that give other bits. training: also modules that act in training only,
+    such as dropout.
+    """
     found = {}
     for name, module in model.named_modules():
         reason = _random(module, training) or _batch_norm(module) or _quantised(module) or _capacity(module)
@@ -74,7 +76,7 @@ def _tensor_parallel(module: torch.nn.Module) -> str | None:
 
 
 def _ranks(module: torch.nn.Module) -> int:
-    """Of a layer of Megatron-core."""
+    """Return the number of ranks of a layer of Megatron-core."""
     config = getattr(module, "config", None)
     return int(getattr(config, "tensor_model_parallel_size", 1) or 1)
 
@@ -104,7 +106,7 @@ def _compiled(module: torch.nn.Module) -> str | None:
 
 
 def reason_of(module: torch.nn.Module | None, like: torch.Tensor) -> str:
-    """Why a module that is not refused gives other bits, or what to set."""
+    """Return why a module that is not refused gives other bits, or what to set."""
     if not mode.active():
         return "run it within packing_ops.invariant()"
     if module is not None and any(map(is_compiled, module.modules())):

@@ -72,7 +72,7 @@ def model_of(arguments: argparse.Namespace) -> torch.nn.Module:
 
 
 def check(arguments: argparse.Namespace, apply: Callable[[torch.nn.Module], Any]) -> Invariance:
-    """apply: puts packing_ops into the model."""
+    """Run check_invariance for the command line's arguments. apply: puts packing_ops into the model."""
     if arguments.json and not arguments.json.parent.is_dir():  # before minutes of work
         raise ValueError(f"--json: expected a file in a folder that exists, got {arguments.json}")
 
@@ -104,7 +104,7 @@ def show(found: Invariance) -> None:
 
 
 def grouped(layers: tuple[LayerInvariance, ...]) -> list[LayerInvariance]:
-    """Layers of equal name but for numbers, kind and outcome become one."""
+    """Group layers of equal name but for numbers, and of equal kind and outcome, into one."""
     found: dict[tuple[Any, ...], LayerInvariance] = {}
     for layer in layers:
         name = re.sub(r"\.\d+(?=\.|$)", ".*", layer.name)

@@ -44,7 +44,8 @@ def check_agreement(
     *,
     keep_keys: bool | None = None,
 ) -> None:
-    """Under PACKING_OPS_CHECK, ValueError on every rank where one has other options, heads, dtypes, rows or documents.
+    """Raise ValueError on every rank, under PACKING_OPS_CHECK, if one has other options, heads, dtypes, rows or
+    documents.
 
     It names what differs. It comes before the checks of one rank's own arguments: a rank that raises alone leaves the
     others waiting. It waits for the GPU.
@@ -95,7 +96,7 @@ def _numbers(
     documents: PackedMetadata | torch.Tensor | None,
     given: Mapping[str, Any],
 ) -> dict[str, float]:
-    """The call as numbers, in the same order and under the same names on every rank."""
+    """Return the call as numbers, in the same order and under the same names on every rank."""
     numbers: dict[str, float] = {}
     # options
     for name, value in given.items():
@@ -121,7 +122,9 @@ def _numbers(
 
 
 def _sent(value: Any) -> float:
-    """A number as float64 holds it. What is no number is refused by its name after this check: no rank may raise here."""
+    """Return a number as float64 holds it. What is not a number is refused by its name after this check: no rank may
+    raise here.
+    """
     if value is None:
         return float("nan")
     try:
@@ -131,7 +134,7 @@ def _sent(value: Any) -> float:
 
 
 def _checksum(numbers: torch.Tensor) -> float:
-    """Weighted by index, so that the order counts; below 2**53, which float64 holds exactly."""
+    """Return a sum weighted by index, so that the order counts; below 2**53, which float64 holds exactly."""
     weights = torch.arange(1, len(numbers) + 1, device=numbers.device) * 2_654_435_761 % 1_000_003
     return float((numbers.long() * weights).sum().remainder(2**52))
 

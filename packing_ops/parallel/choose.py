@@ -29,7 +29,7 @@ def ulysses_attention(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """varlen_attention over documents whose rows lie on all ranks of ``group``, each rank with a part of the heads.
+    """Compute varlen_attention over documents whose rows are spread over ``group``, each rank with a part of the heads.
 
     Every rank of the group calls it, forward and backward, in the same order. Differentiable as varlen_attention.
 
@@ -84,7 +84,7 @@ def gathered_attention(
     return_lse: bool = False,
     keep_keys: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """varlen_attention over documents whose rows lie on all ranks of ``group``, each rank with its own queries.
+    """Compute varlen_attention over documents whose rows are spread over ``group``, each rank with its queries.
 
     Only the keys that a rank's documents need are moved to it. Every rank of the group calls it, forward and backward, in
     the same order. Differentiable as varlen_attention.
@@ -150,7 +150,7 @@ def choose_attention(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Choice:
-    """Ulysses attention where the ranks divide the heads, else gathered attention; and why.
+    """Choose Ulysses attention if the ranks divide the heads, else gathered attention, and return it with the reason.
 
     Ulysses has the bits of one GPU and equal work on all ranks. Gathered attention takes any number of heads, and moves less
     where documents are shorter than a rank's rows: call gathered_attention itself there.
@@ -185,7 +185,7 @@ def choose_attention(
 
 
 def _not_gathered(documents: PackedMetadata | torch.Tensor, causal: bool, window_size: tuple[int, int]) -> str:
-    """Why gathered_attention cannot serve these; empty where it can."""
+    """Return why gathered_attention cannot serve these; empty if it can."""
     if isinstance(documents, PackedMetadata) and documents.visible_end is not None:
         return "documents: expected no visible_end for gathered keys"
     if isinstance(documents, PackedMetadata) and documents.paths is not None:
@@ -211,7 +211,7 @@ def varlen_attention_over(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """ulysses_attention or gathered_attention, as choose_attention picks.
+    """Compute ulysses_attention or gathered_attention, as choose_attention picks.
 
     Args:
         group, q, k, v, documents: as ulysses_attention.
@@ -245,7 +245,7 @@ def attend_over(
     *,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Choice]:
-    """varlen_attention_over of checked options: (out, lse if asked for, choice)."""
+    """Compute varlen_attention_over of checked options; return (out, lse if asked for, choice)."""
     documents = check_rows(q, k, v, documents)
     if group.size() > 1:  # ranks whose heads or masks differ would choose differently
         check_agreement("varlen_attention_over", scheme, q, k, v, documents, group, options)

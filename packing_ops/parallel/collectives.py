@@ -38,7 +38,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_process(group: dist.ProcessGroup) -> None:
-    """Threads and connections of a group do not survive a fork: a collective would wait for ever, past its timeout."""
+    """Raise in a forked process: threads and connections of a group do not survive a fork, and a collective would
+    wait for ever, past its timeout.
+    """
     if not torch.compiler.is_compiling() and _of_parent and group in _of_parent:
         raise RuntimeError(
             "group: expected a process group that this process has made, got one of the process that it is a fork of, "
@@ -47,7 +49,9 @@ def check_process(group: dist.ProcessGroup) -> None:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """A process group, the one of a DeviceMesh of one dimension, or for None that of all processes, or of the plan."""
+    """Return a process group: the one given, that of a DeviceMesh of one dimension, for None that of all processes,
+    or of the plan.
+    """
     if group is None and planned:
         return planned[-1]
     if group is None:
@@ -67,8 +71,9 @@ def process_group(group: object) -> dist.ProcessGroup:
 
 
 def as_16_byte_elements(rows: torch.Tensor) -> torch.Tensor:
-    """A view of the same memory in elements of 16 bytes (complex128) where strides allow, else ``rows``: torch copies
-    element by element, which with 2 bytes has a third of the speed."""
+    """Return a view of the same memory in elements of 16 bytes (complex128) if strides allow, else ``rows``: torch
+    copies element by element, which with 2 bytes has a third of the speed.
+    """
     if torch.compiler.is_compiling() or rows.stride(-1) != 1:
         return rows
     step = 16 // rows.element_size()
@@ -78,12 +83,12 @@ def as_16_byte_elements(rows: torch.Tensor) -> torch.Tensor:
 
 
 def dense(rows: torch.Tensor) -> torch.Tensor:
-    """rows.contiguous(), copied 16 bytes at a time where strides allow."""
+    """Return rows.contiguous(), copied 16 bytes at a time if strides allow."""
     return rows if rows.is_contiguous() else as_16_byte_elements(rows).contiguous().view(rows.dtype)
 
 
 def rows_at(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """rows.index_select(0, index), copied 16 bytes at a time where strides allow."""
+    """Return rows.index_select(0, index), copied 16 bytes at a time if strides allow."""
     return as_16_byte_elements(rows).index_select(0, index).view(rows.dtype)
 
 
@@ -93,7 +98,7 @@ def start_all_to_all(
     receive: Sequence[int] | None = None,
     send: Sequence[int] | None = None,
 ) -> Received:
-    """Rows ``[sum(send), ...]`` to the ranks, in their order; equal parts without ``receive`` and ``send``."""
+    """Send rows ``[sum(send), ...]`` to the ranks, in their order; equal parts without ``receive`` and ``send``."""
     rows = dense(rows)
     of_ranks, to_ranks = (None if each is None else list(each) for each in (receive, send))
     if torch.compiler.is_compiling():
@@ -115,7 +120,9 @@ def _exchange_with_others(
     receive: Sequence[int] | None,
     send: Sequence[int] | None,
 ) -> dist.Work:
-    """NCCL would send this rank's own part to itself, at the speed of a link and in the time of the others."""
+    """Exchange with the other ranks only: NCCL would send this rank's part to itself, at the speed of a link and in
+    the time of the others.
+    """
     ranks, own = group.size(), group.rank()
     to, of = (
         list(
@@ -134,7 +141,9 @@ def _exchange_with_others(
 
 
 def start_all_gather(rows: torch.Tensor, group: dist.ProcessGroup) -> Received:
-    """The rows of all ranks, in their order: ``[ranks * rows, ...]``. This rank's are copied here, not by the collective."""
+    """Gather the rows of all ranks, in their order: ``[ranks * rows, ...]``. This rank's are copied here, not by the
+    collective.
+    """
     if torch.compiler.is_compiling():
         return _wait(functional.all_gather_tensor(rows.contiguous(), 0, group))
     check_process(group)
@@ -147,7 +156,7 @@ def start_all_gather(rows: torch.Tensor, group: dist.ProcessGroup) -> Received:
 
 
 def start_sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> Received:
-    """This rank's part of ``[ranks * rows, ...]``, summed over the ranks in their order, in float32 inside.
+    """Sum this rank's part of ``[ranks * rows, ...]`` over the ranks in their order, in float32 inside.
 
     A reduce-scatter would round to the dtype after each addition, in an order that the library picks.
     """
@@ -161,8 +170,8 @@ def start_sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> Received
 
 
 def no_second_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For the backward of an autograd.Function of collectives: torch cannot differentiate them, and would take the
-    gradients for constants without a word.
+    """Refuse a second derivative through an autograd.Function of collectives: torch cannot differentiate them, and
+    would silently take the gradients for constants.
 
     Args:
         name: of the public function.
@@ -201,7 +210,9 @@ def _wait(tensor: torch.Tensor) -> Received:
 
 
 def _finish(work: dist.Work, received: torch.Tensor) -> Received:
-    """torch holds what is sent and received until ``work`` is done; wait() lets the current stream wait, not the host."""
+    """Return a function that waits for ``work`` and returns ``received``: the current stream waits, not the host.
+    torch holds what is sent and received until then.
+    """
 
     def wait() -> torch.Tensor:
         work.wait()

@@ -59,7 +59,7 @@ def attend_to_gathered(
     *,
     keep_keys: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """gathered_attention of checked options: (out, lse)."""
+    """Compute gathered_attention of checked options; return (out, lse)."""
     documents = check_rows(q, k, v, documents)
     if group.size() == 1:
         return attend(q, k, v, documents, documents, options)
@@ -101,7 +101,9 @@ def layout_of(
     causal: bool,
     left: int,
 ) -> KeyLayout:
-    """Kept with the documents for all layers. In a CUDA graph all keys are gathered, and each replay makes it again."""
+    """Return the layout, kept with the documents for all layers. In a CUDA graph all keys are gathered, and each
+    replay makes it again.
+    """
     ranks, rank = group.size(), group.rank()
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
 
@@ -124,7 +126,7 @@ def attention_over_keys(
     *,
     keep_keys: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of this rank's queries over the keys of a layout, which come from the ranks of ``group``."""
+    """Return (out, lse) of this rank's queries over the keys of a layout, sent by the ranks of ``group``."""
     return _Attention.apply(q, k, v, options.sinks, layout, group, options._replace(sinks=None), keep_keys)
 
 
@@ -144,7 +146,7 @@ class _Attention(torch.autograd.Function):
         options: AttentionOptions,
         keep_keys: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``sinks`` come beside the options, for their gradient."""
+        """Return (out, lse). ``sinks`` are passed next to the options, for their gradient."""
         ctx.options = options
         options = options._replace(sinks=sinks)
         parts = _parts(q, k, v, layout)
@@ -190,7 +192,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KeyLayout) -> list[tuple[slice, slice]]:
-    """The heads of q and of k of each part."""
+    """Return the heads of q and of k of each part."""
     heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
     parts = gathered_parts(layout.received, q.shape[0], heads, q.element_size())
     return list(zip(slices(q.shape[1], parts), slices(k.shape[1], parts), strict=True))
@@ -199,7 +201,7 @@ def _parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KeyLayout)
 def _start_keys(
     k: torch.Tensor, v: torch.Tensor, layout: KeyLayout, group: dist.ProcessGroup
 ) -> Callable[[], list[torch.Tensor]]:
-    """The keys and values of the call, from all ranks."""
+    """Start to gather the keys and values of the call from all ranks."""
     exchange = layout.exchange
     # Every rank needs most rows.
     if exchange is None:
@@ -227,7 +229,7 @@ def _start_keys(
 def _start_gradients(
     dkeys: torch.Tensor, dvalues: torch.Tensor, rows: int, layout: KeyLayout, group: dist.ProcessGroup
 ) -> Callable[[], list[torch.Tensor]]:
-    """The gradients of this rank's rows, summed over the ranks. A received key is in the call once or twice."""
+    """Start to sum the gradients of this rank's rows over the ranks. A received key is in the call once or twice."""
     exchange, under_way = layout.exchange, []
     if exchange is not None and exchange.to_others is not None:
         return _start_gradients_in_order((dkeys, dvalues), rows, layout.received, exchange, group)
@@ -258,7 +260,7 @@ def _start_gradients(
 def _start_gradients_in_order(
     gradients: tuple[torch.Tensor, torch.Tensor], rows: int, received: int, exchange: Exchange, group: dist.ProcessGroup
 ) -> Callable[[], list[torch.Tensor]]:
-    """_start_gradients where the keys lie as the ranks have them: this rank's are a part of the gradients."""
+    """Do as _start_gradients where the keys are in the ranks' order: this rank's are a part of the gradients."""
     own, send, receive = _without_own(exchange, group.rank())
     lower, under_way = sum(receive[: group.rank()]), []
     if received:
@@ -277,14 +279,14 @@ def _start_gradients_in_order(
 
 
 def _without_own(exchange: Exchange, rank: int) -> tuple[int, list[int], list[int]]:
-    """(rows that stay here, send, receive) where to_others is sent."""
+    """Return (rows that stay here, send, receive) of a call that sends to_others."""
     send, receive = list(exchange.send), list(exchange.receive)
     own, send[rank], receive[rank] = send[rank], 0, 0
     return own, send, receive
 
 
 def _with_others(total: torch.Tensor, parts: Iterable[torch.Tensor], exchange: Exchange) -> torch.Tensor:
-    """This rank's own part, in place, and on it those of the others in their order. A rank got a row at most once."""
+    """Add the others' parts, in their order, to this rank's part, in place. A rank got a row at most once."""
     parts = list(parts)
     wide = total.index_select(0, exchange.shared).to(torch.promote_types(total.dtype, torch.float32))
     for part, index in zip(parts, exchange.shared_index.split([len(part) for part in parts]), strict=True):

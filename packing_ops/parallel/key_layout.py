@@ -79,18 +79,22 @@ class RowSpans:
 
     @classmethod
     def of(cls, cu_tokens: torch.Tensor, cu_slots: torch.Tensor, rows: int, ranks: int, scheme: str) -> "RowSpans":
-        """cu_tokens, cu_slots: cu_seqlens of the tokens, and of the slots that they lie in."""
+        """Make it from cu_tokens and cu_slots: cu_seqlens of the tokens, and of the slots that hold them."""
         starts = F.pad(cu_slots.long(), (0, 1), value=ranks * rows)
         return cls(starts, F.pad(cu_tokens.long().diff(), (0, 1)), rows, ranks, scheme)
 
     def queries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(first, last, slots) ``[ranks, chunks, num_documents]``: the tokens first:last of a chunk, and its slots."""
+        """Return (first, last, slots) ``[ranks, chunks, num_documents]``: the tokens first:last of a chunk, and its
+        slots.
+        """
         begin, end = chunks_of_ranks(self.starts, self.rows, self.ranks, self.scheme)
         last = end.minimum(self.lengths)
         return begin.minimum(last), last, end - begin
 
     def keys(self, causal: bool, left: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(first, last) ``[ranks, chunks, num_documents]`` of the keys that each chunk sees; both 0 for none."""
+        """Return (first, last) ``[ranks, chunks, num_documents]`` of the keys that each chunk sees; both 0 if it
+        sees no key.
+        """
         first, last, _ = self.queries()
         if not causal:  # both chunks together
             any_query = (last > first).any(1, keepdim=True)
@@ -100,7 +104,7 @@ class RowSpans:
 
 
 def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exchange: bool = True) -> KeyLayout:
-    """The layout of ``rank``.
+    """Return the layout of ``rank``.
 
     Args:
         spans: of the row.
@@ -158,12 +162,14 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
 
 
 def rows_received(most: int, others: int) -> int:
-    """By the neediest rank, which needs ``most`` of the ``others`` that it does not hold."""
+    """Count the rows that the rank with the most missing keys receives: ``most`` of the ``others`` that it does not
+    hold.
+    """
     return most if most <= (1 - WORTH_CHOOSING) * others else others
 
 
 def needed_rows(spans: RowSpans, key_first: torch.Tensor, key_last: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """bool ``[ranks, slots]``: which of these slots of the row each rank's queries see."""
+    """Return bool ``[ranks, slots]``: which of these slots of the row each rank's queries see."""
     document = _document_of(spans, slots)
     position = slots - spans.starts[document]
     return ((position >= key_first[:, :, document]) & (position < key_last[:, :, document])).any(1)
@@ -185,7 +191,9 @@ class _Counts(NamedTuple):
 
 
 def _counts(spans: RowSpans, needed: torch.Tensor, cu_seqlens_k: torch.Tensor, rank: int) -> _Counts:
-    """All that waits for the GPU, at once. Before it nothing is used as an index that the documents could make wrong."""
+    """Read at once all that waits for the GPU. Before it nothing is used as an index that the documents could make
+    wrong.
+    """
     starts, ranks, rows = spans.starts, spans.ranks, spans.rows
     from_to = needed.view(ranks, ranks, rows).sum(2).T
     shared = _needed_by_others(spans, needed, rank).sum()
@@ -203,7 +211,7 @@ def _counts(spans: RowSpans, needed: torch.Tensor, cu_seqlens_k: torch.Tensor, r
 
 
 def _needed_by_others(spans: RowSpans, needed: torch.Tensor, rank: int) -> torch.Tensor:
-    """bool ``[rows]``, of this rank's rows."""
+    """Return bool ``[rows]`` of this rank's rows: whether another rank needs them."""
     mine = needed[:, rank * spans.rows : (rank + 1) * spans.rows]
     return torch.cat([mine[:rank], mine[rank + 1 :]]).any(0)
 
@@ -220,13 +228,15 @@ def _exchange(spans: RowSpans, needed: torch.Tensor, counts: _Counts, rank: int)
 
 
 def _nonzero(flags: torch.Tensor, count: int) -> torch.Tensor:
-    """flags.nonzero()[:, 0] for ``count`` true flags: with the count given, the host does not wait for the GPU."""
+    """Return flags.nonzero()[:, 0] for ``count`` true flags: with the count given, the host does not wait for the
+    GPU.
+    """
     place = torch.where(flags, flags.cumsum(0) - 1, count)
     return place.new_zeros(count + 1).scatter_(0, place, torch.arange(len(flags), device=flags.device))[:count]
 
 
 def _most_keys(spans: RowSpans, chunks: int, rank: int) -> int:
-    """An upper bound of the keys of a call, from sizes alone.
+    """Return an upper bound of the keys of a call, from sizes only.
 
     One chunk (contiguous, or no mask): each token once, ``total = ranks * rows``.
     Two chunks (zigzag, causal): chunks r and 2 * ranks - 1 - r of a document of L tokens see the keys before their ends. For
@@ -243,7 +253,7 @@ def _most_keys(spans: RowSpans, chunks: int, rank: int) -> int:
 
 
 def gathered_slots(spans: RowSpans) -> torch.Tensor:
-    """int64 ``[ranks * rows]``: the row's slot of each row that an all-gather gives."""
+    """Return int64 ``[ranks * rows]``: the row's slot of each row that an all-gather gives."""
     begin, end = chunks_of_ranks(spans.starts, spans.rows, spans.ranks, spans.scheme)
     parts = (slots_of_chunks(spans.starts, begin[r], end[r], spans.rows)[0] for r in range(spans.ranks))
     return torch.cat(list(parts))
@@ -254,6 +264,6 @@ def _document_of(spans: RowSpans, slots: torch.Tensor) -> torch.Tensor:
 
 
 def cumulated(*lengths: torch.Tensor) -> torch.Tensor:
-    """cu_seqlens of documents that come in turn: the first of each tensor, the second of each, ..."""
+    """Return cu_seqlens of documents in turn: the first of each tensor, the second of each, ..."""
     ends = torch.stack(lengths, dim=1).flatten().cumsum(0)
     return int32_cu_seqlens(F.pad(ends, (1, 0)))

@@ -17,7 +17,7 @@ LEAST_SHARE = 0.2
 
 
 def head_parts(heads: int, received: int, *, merged: int = 0) -> int:
-    """How many parts to send ``heads`` key heads in: a divisor of ``heads``.
+    """Return how many parts to send ``heads`` key heads in: a divisor of ``heads``.
 
     Args:
         heads: what is divided, evenly.
@@ -31,7 +31,7 @@ def head_parts(heads: int, received: int, *, merged: int = 0) -> int:
 
 
 def ulysses_parts(ranks: int, rows: int, heads: Sequence[tuple[int, int]], element_size: int) -> int:
-    """How many parts ulysses_attention sends the heads in.
+    """Return how many parts ulysses_attention sends the heads in.
 
     Args:
         heads: (number, head_dim) of q, k and v.
@@ -42,14 +42,18 @@ def ulysses_parts(ranks: int, rows: int, heads: Sequence[tuple[int, int]], eleme
 
 
 def gathered_parts(received: int, rows: int, heads: Sequence[tuple[int, int]], element_size: int) -> int:
-    """How many parts gathered_attention sends the key heads in, by the rows of keys of the rank that receives most."""
+    """Return how many parts gathered_attention sends the key heads in, by the rows of keys of the rank that receives
+    most.
+    """
     (num_heads, _), (num_kv_heads, head_dim), (_, head_dim_v) = heads
     keys = received * num_kv_heads * (head_dim + head_dim_v) * element_size
     return head_parts(num_kv_heads, keys, merged=rows * num_heads * head_dim_v * element_size)
 
 
 def keeps_keys(received: int, rows: int, num_heads: int, num_kv_heads: int) -> bool:
-    """Whether received rows of k and v take no more memory than q and out of a rank, which backward needs anyway."""
+    """Return whether received rows of k and v take no more memory than q and out of a rank, which backward needs
+    anyway.
+    """
     return received * num_kv_heads <= rows * num_heads
 
 

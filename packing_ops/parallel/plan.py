@@ -72,7 +72,7 @@ class StepPlan:
 
 @functools.lru_cache(maxsize=1)
 def _groups(world: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
-    """{size: this rank's group}: every rank makes all of them, in one order."""
+    """Make {size: this rank's group}: every rank makes all of them, in one order."""
     ranks, found, size = dist.get_world_size(world), {}, 1
     while size <= ranks:
         for first in range(0, ranks, size):
@@ -143,7 +143,7 @@ def plan_step(
 
 
 def _ranks_for(length: int, max_tokens: int) -> int:
-    """The smallest power of two."""
+    """Return the smallest power of two that suffices."""
     return 1 << max(0, (-(-length // max_tokens) - 1).bit_length())
 
 
@@ -160,7 +160,7 @@ class _Costs:
         return self.per_token * ROW
 
     def of(self, documents: Sequence[int], size: int) -> float:
-        """Of a row on each of its ranks."""
+        """Return the cost of a row on each of its ranks."""
         per_token = self.per_token * (1 + SENT if size > 1 else 1)
         lengths = [self.lengths[i] for i in documents]
         return (per_token * sum(lengths) + self.per_square * sum(each * each for each in lengths)) / size + self.row
@@ -169,14 +169,14 @@ class _Costs:
         return sum(max(self.of(share.documents, share.size) for share in shares) for shares in steps)
 
     def rows(self, documents: list[int], size: int, ranks: int) -> list["_Row"]:
-        """Rows of groups of ``size``, as many as groups or a multiple, balanced, the costliest first."""
+        """Return rows of groups of ``size``, as many as groups or a multiple, balanced, the costliest first."""
         lengths = [self.lengths[i] for i in documents]
         found = token_budget_microbatches(lengths, self.max_tokens * size, dp_size=ranks // size, cost=self.cost)
         rows = [_Row([documents[i] for i in row], size) for of_rank in found for row in of_rank if row]
         return sorted(rows, key=lambda row: -self.of(row.documents, size))
 
     def filled(self, documents: list[int], size: int, most: float) -> "_Row":
-        """A row that costs at most so much, of documents that it takes out of these, the longest first."""
+        """Return a row that costs at most a limit, of documents that it takes out of these, the longest first."""
         row, room = _Row([], size), self.max_tokens * size
         left = (most - self.row) * size
         for i in list(documents):
@@ -198,7 +198,9 @@ class _Row(NamedTuple):
 
 
 def _laid_out(costs: _Costs, sizes: Sequence[int], least: int, ranks: int, more: float) -> Steps:
-    """Documents on groups of these sizes: the costliest rows first, beside them short ones that cost up to so many times as much."""
+    """Lay out documents on groups of these sizes: the costliest rows first, and with them short ones that cost up to
+    a multiple of it.
+    """
     by_size: dict[int, list[int]] = {}
     for i in sorted(range(len(sizes)), key=lambda i: (-costs.lengths[i], i)):
         by_size.setdefault(sizes[i], []).append(i)
@@ -221,7 +223,7 @@ def _laid_out(costs: _Costs, sizes: Sequence[int], least: int, ranks: int, more:
 
 
 def _shares(rows: list[_Row], ranks: int) -> tuple[Share, ...]:
-    """By rank. The largest groups first, so that each starts at a multiple of its size."""
+    """Return the shares by rank. The largest groups are first, so that each starts at a multiple of its size."""
     shares: list[Share] = []
     for documents, size in sorted(rows, key=lambda row: -row.size):
         shares += [Share(tuple(documents), len(shares), size)] * size

@@ -62,7 +62,7 @@ def shard_packed(
     pad_token_id: int = 0,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
-    """This rank's slots of a packed row. Every rank of the group calls it with the same batch; nothing is sent.
+    """Return this rank's slots of a packed row. Every rank of the group calls it with the same batch; nothing is sent.
 
     The row is padded at its end to a multiple of the ranks, by at most ``ranks - 1`` slots; documents are not padded.
     Labels are shifted before the split, so that no target is lost where ranks meet.
@@ -119,7 +119,7 @@ def shard_of(
     pad_token_id: int = 0,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
-    """shard_packed for a rank that is named, without a process group.
+    """Return what shard_packed returns on rank ``rank``, without a process group.
 
     Example:
         >>> batch = {"input_ids": torch.arange(6), "metadata": PackedMetadata.from_lengths([6])}
@@ -166,7 +166,7 @@ def shard_indices(
     scheme: str = "contiguous",
     total: int | None = None,
 ) -> torch.Tensor:
-    """The slots of the whole row that one rank holds, in its order.
+    """Return the slots of the whole row that one rank holds, in its order.
 
     Args:
         documents: PackedMetadata of the row, or its cu_seqlens, int32 ``[num_documents + 1]``.
@@ -210,7 +210,7 @@ def unshard(
     scheme: str = "contiguous",
     total: int | None = None,
 ) -> torch.Tensor:
-    """The whole row of what each rank has for its slots. Every rank of the group calls it. Differentiable.
+    """Gather the whole row from the slots of each rank. Every rank of the group calls it. Differentiable.
 
     Args:
         rows: ``[rows, ...]`` of this rank, any dtype; ``[1, rows, ...]`` must be given without its first dimension.
@@ -258,7 +258,7 @@ class _Gather(torch.autograd.Function):
 
 
 def count_targets(shift_labels: torch.Tensor, group: Group | None = None, *, ignore_index: int = -100) -> torch.Tensor:
-    """Targets of all ranks of the group: what the loss is divided by. Every rank of the group calls it.
+    """Count the targets of all ranks of the group: the divisor of the loss. Every rank of the group calls it.
 
     Args:
         shift_labels: any shape, of this rank: next-token targets, ``ignore_index`` for none.
@@ -286,7 +286,7 @@ def sharded_loss(
     dp_size: int = 1,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """This rank's share of the loss: its sum over its targets, divided by the targets of all ranks.
+    """Return this rank's share of the loss: its sum over its targets, divided by the targets of all ranks.
 
     Args:
         losses: one per slot of this rank, floating: cross-entropy with ``reduction="none"``, -log p.
@@ -324,7 +324,7 @@ def check_scheme(scheme: str) -> str:
 
 
 def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
-    """Before ranks compare it."""
+    """Check the window before ranks compare it."""
     left, right = window_sides(window_size)
     return integer(left, "window_size[0]"), integer(right, "window_size[1]")
 
@@ -332,7 +332,7 @@ def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
 def check_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: PackedMetadata | torch.Tensor
 ) -> PackedMetadata | torch.Tensor:
-    """The documents. ValueError for tensors of which no rank could tell the others what they are."""
+    """Return the documents. Raises ValueError for tensors that no rank could describe to the others."""
     for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
         check_tensor(tensor, name)
         if tensor.dim() != 3 or tensor.shape[0] != q.shape[0]:
@@ -344,7 +344,7 @@ def check_rows(
 
 
 def whole_row(documents: PackedMetadata | torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
-    """int32 cu_seqlens of a row, from the number of slots of each rank."""
+    """Return int32 cu_seqlens of a row, from the number of slots of each rank."""
     cu_seqlens = cu_seqlens_of(documents, ranks * rows, like=f"the rows of {ranks} ranks", name="documents", tree=True)
     check_cu_seqlens(cu_seqlens, "documents")
     if cu_seqlens.dtype == torch.int32:
@@ -358,7 +358,7 @@ def whole_row(documents: PackedMetadata | torch.Tensor, rows: int, ranks: int) -
 
 
 def _of_row(batch: Mapping[str, Any], total: int) -> dict[str, torch.Tensor]:
-    """The tensors with a value for each slot."""
+    """Return the tensors with a value for each slot."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     row = {name: tensor for name, tensor in tensors.items() if name not in _OF_DOCUMENTS and _is_of_row(tensor, total)}
     for name in _PER_SLOT:
@@ -383,7 +383,7 @@ def _is_of_row(value: torch.Tensor, total: int) -> bool:
 
 
 def _padded(documents: PackedMetadata, total: int) -> PackedMetadata:
-    """The same documents in a row of ``total`` slots, or more than it had."""
+    """Return the same documents in a row of ``total`` slots, or more than it had."""
     visible_end = documents.visible_end
     if visible_end is not None:
         visible_end = F.pad(visible_end, (0, total - documents.total))
@@ -424,7 +424,7 @@ def _documents_of(batch: Mapping[str, Any], total: int) -> PackedMetadata:
 
 
 def _cut(value: torch.Tensor, padding: int, own: torch.Tensor, fill: int) -> torch.Tensor:
-    """This rank's slots of a tensor of the row, which is padded only where it must be."""
+    """Return this rank's slots of a tensor of the row, which is padded only if it must be."""
     own = own.to(value.device)
     dim = 0 if value.dim() == 1 else 1
     if padding:

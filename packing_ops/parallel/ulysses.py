@@ -48,7 +48,7 @@ def attend_by_heads(
     *,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """ulysses_attention of checked options: (out, lse), lse only if asked for."""
+    """Compute ulysses_attention of checked options; return (out, lse), lse only if asked for."""
     documents = check_rows(q, k, v, documents)
     ranks, rows = group.size(), q.shape[0]
     if ranks == 1:
@@ -86,7 +86,7 @@ def attend_by_heads(
 
 
 def head_refusal(num_heads: int, num_kv_heads: int, ranks: int) -> str:
-    """Why these heads cannot be dealt to the ranks; empty where they can."""
+    """Return why these heads cannot be dealt to the ranks; empty if they can."""
     if num_heads % ranks:
         return f"num_q_heads: expected a multiple of the {ranks} ranks, got {num_heads}"
     if num_kv_heads % ranks and ranks % max(num_kv_heads, 1):
@@ -102,7 +102,7 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) 
 
 
 def _order(cu_seqlens: torch.Tensor, rows: int, ranks: int, documents: PackedMetadata | torch.Tensor) -> Order:
-    """(row_of, gathered_of): the row's slot of each row that an all-gather gives, and the other way round."""
+    """Return (row_of, gathered_of): the row's slot of each row that an all-gather gives, and the other way round."""
     cache = documents._cache if isinstance(documents, PackedMetadata) else None
 
     def make() -> Order:
@@ -139,7 +139,7 @@ class _Attention(torch.autograd.Function):
         return_lse: bool,
         parts: int,
     ) -> tuple[torch.Tensor, ...]:
-        """out, and with return_lse lse, whose rows come first here."""
+        """Return out, and with return_lse lse, whose rows are the first dimension here."""
         size, ctx.options = group.size(), options
         keys = cu_seqlens if paths is None else paths
         options = options._replace(sinks=sinks, visible_end=visible_end)
@@ -191,13 +191,14 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_parts(options: AttentionOptions, parts: int, heads: int) -> list[AttentionOptions]:
-    """The options of each part of this rank's ``heads``."""
+    """Return the options of each part of this rank's ``heads``."""
     return [of_heads(options, part) for part in slices(heads, parts)]
 
 
 def _by_head(rows: torch.Tensor, ranks: int, part: int, parts: int) -> torch.Tensor:
-    """``[ranks, rows, heads of that rank, ...]`` of ``[rows, heads, ...]``, of one of their parts; too few heads are
-    repeated."""
+    """Return ``[ranks, rows, heads of that rank, ...]`` of ``[rows, heads, ...]``, of one of their parts; too few
+    heads are repeated.
+    """
     heads = rows.shape[1]
     if heads < ranks:
         return rows.transpose(0, 1).repeat_interleave(ranks // heads, 0)[:, :, None]
@@ -205,7 +206,7 @@ def _by_head(rows: torch.Tensor, ranks: int, part: int, parts: int) -> torch.Ten
 
 
 def _by_rank(rows: torch.Tensor, ranks: int, order: Order | None) -> torch.Tensor:
-    """``[ranks, rows of that rank, heads, ...]`` of all rows."""
+    """Return ``[ranks, rows of that rank, heads, ...]`` of all rows."""
     if order is not None:
         rows = rows_at(rows, order[0])
     return rows.unflatten(0, (ranks, rows.shape[0] // ranks))
@@ -216,7 +217,7 @@ def _in_row_order(gathered: torch.Tensor, order: Order | None) -> torch.Tensor:
 
 
 def _whole(parts: Sequence[Sequence[Received]], num_heads: Sequence[int]) -> list[torch.Tensor]:
-    """What the ranks gave, for all parts of each tensor."""
+    """Return what the ranks gave, for all parts of each tensor."""
     return [
         _heads_together([received() for received in of_tensor], heads)
         for of_tensor, heads in zip(zip(*parts, strict=True), num_heads, strict=True)
@@ -224,7 +225,9 @@ def _whole(parts: Sequence[Sequence[Received]], num_heads: Sequence[int]) -> lis
 
 
 def _heads_together(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
-    """``[rows, heads, ...]`` of ``[ranks, rows, heads of that rank, ...]``; gradients of repeated heads are summed."""
+    """Return ``[rows, heads, ...]`` of ``[ranks, rows, heads of that rank, ...]``; gradients of repeated heads are
+    summed.
+    """
     ranks, received = parts[0].shape[0], parts
     if heads < ranks:
         received = [part.unflatten(0, (heads, ranks // heads)).sum(1) for part in parts]

@@ -21,7 +21,7 @@ def varlen_attention(
     sinks: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in the dtype of the inputs; give float64 for an oracle."""
+    """Return (out, lse) in the dtype of the inputs; give float64 for an oracle."""
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     outs, lses = [], []
@@ -47,7 +47,7 @@ def paged_attention(
     seqused_k: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) over the keys of pages [num_pages, page_size, num_kv_heads, head_dim], put end to end."""
+    """Return (out, lse) over the keys of pages [num_pages, page_size, num_kv_heads, head_dim], put end to end."""
     page_size, used = k.shape[1], seqused_k.tolist()
     tables = [row[: -(-keys // page_size)].long() for row, keys in zip(block_table, used, strict=True)]
 
@@ -71,7 +71,7 @@ def prefix_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) over a prefix tree whose segments are cu_seqlens, by one mask of the whole row."""
+    """Return (out, lse) over a prefix tree whose segments are cu_seqlens, by one mask of the whole row."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     seen = visible_in_tree(cu_seqlens, parents, q.shape[0], window_size[0])
     out, lse = _document(q, k, v, seen, scale, softcap, sinks)
@@ -80,7 +80,7 @@ def prefix_attention(
 
 
 def visible_in_tree(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int, window_left: int) -> torch.Tensor:
-    """bool [total, total]: a token sees its segment's ancestors, and the segment up to itself."""
+    """Return bool [total, total]: a token sees its segment's ancestors, and the segment up to itself."""
     seen = torch.zeros(total, total, dtype=torch.bool, device=cu_seqlens.device)
     paths: list[list[int]] = []
     for (start, end), parent in zip(itertools.pairwise(cu_seqlens.tolist()), parents.tolist(), strict=True):
@@ -101,7 +101,7 @@ def visible(
     *,
     visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """bool [num_q, num_k]: query i stands at key i + num_k - num_q. visible_end [num_q] takes the place of causality."""
+    """Return bool [num_q, num_k]: query i is at key i + num_k - num_q. visible_end [num_q] replaces causality."""
     key_pos = torch.arange(num_q, device=device)[:, None] + num_k - num_q
     key = torch.arange(num_k, device=device)[None, :]
     left, right = window_size

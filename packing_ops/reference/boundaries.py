@@ -6,7 +6,7 @@ import torch
 
 
 def documents(cu_seqlens: torch.Tensor, total: int | None = None) -> list[tuple[int, int]]:
-    """(start, end) per document; with ``total`` the padding after the last one too."""
+    """Return (start, end) per document; with ``total`` the padding after the last one too."""
     bounds = cu_seqlens.tolist()
     pairs = list(itertools.pairwise(bounds))
     return pairs if total is None else [*pairs, (bounds[-1], total)]

@@ -14,7 +14,7 @@ def causal_conv1d(
     activation: str | None = None,
     initial_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, final_state); see packing_ops.causal_conv1d."""
+    """Return (out, final_state); see packing_ops.causal_conv1d."""
     channels, width = weight.shape
     bounds = cu_seqlens.tolist()
     outs, states = [], []

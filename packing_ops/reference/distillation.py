@@ -22,7 +22,7 @@ def token_kl(
     teacher_bias: torch.Tensor | None = None,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """The divergence ``[total]``; of half types as a model has them: logits in their dtype."""
+    """Return the divergence ``[total]``; of half types as a model has them: logits in their dtype."""
     student = _log_softmax(hidden, weight, bias, temperature)
     teacher = _log_softmax(
         teacher_hidden,
@@ -49,7 +49,7 @@ def _log_softmax(
 
 
 def _kl(logp: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """Entries without weight add nothing, whatever their logarithms."""
+    """Return the divergence. Entries without weight add nothing, whatever their logarithms."""
     p = logp.exp()
     gap = torch.where(p == 0, 0, logp) - torch.where(p == 0, 0, of)
     return (p * gap).sum(-1)

@@ -17,7 +17,7 @@ def token_logps(
     bias: torch.Tensor | None = None,
     ignore_index: int = -100,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probabilities, entropies), both [total]; of half types as a model has them: logits in their dtype."""
+    """Return (log-probabilities, entropies), both [total]; of half types as a model has them: logits in their dtype."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     logps = logits.log_softmax(-1)
@@ -42,7 +42,7 @@ def token_outputs(
     allowed_ids: torch.Tensor | None = None,
     allowed_offsets: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All outputs of token_logps by their names, each [total]."""
+    """Return all outputs of token_logps by their names, each [total]."""
     z = torch.nn.functional.linear(hidden, weight, bias)
     z = scale * (z if z.dtype == torch.float64 else z.float())
     z = softcap * torch.tanh(z / softcap) if softcap else z

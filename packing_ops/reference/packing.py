@@ -33,7 +33,7 @@ def pack_sequences(
     ties: str = "first",
     seed: int | None = None,
 ) -> list[list[tuple[int, int, int | list[int]]]]:
-    """Bins of (item, start, length)."""
+    """Return bins of (item, start, length)."""
     most_units, most_pieces = capacity // alignment, max_sequences_per_bin or len(lengths) + 1
     a, b = balance[1:] if isinstance(balance, tuple) else COSTS[balance]
 
@@ -72,7 +72,7 @@ def pack_sequences(
 
 
 def shuffled(count: int, seed: int | None) -> list[int]:
-    """Fisher-Yates with splitmix64."""
+    """Shuffle by Fisher-Yates with splitmix64."""
     order, state, mask = list(range(count)), seed or 0, 2**64 - 1
     for i in range(count, 1, -1) if seed is not None else ():
         state = (state + 0x9E3779B97F4A7C15) & mask
@@ -108,7 +108,9 @@ def make_pieces(
 
 
 def fit(pieces: list[Piece], most_units: int, most_pieces: int, choose: Callable[[list[Bin]], int]) -> list[Bin]:
-    """Each piece into the bin that ``choose`` picks among those with room, in the order in which they were opened."""
+    """Put each piece into the bin that ``choose`` picks among those with room, in the order in which they were
+    opened.
+    """
     bins: list[Bin] = []
     for piece in pieces:
         fitting = [bin for bin in bins if has_room(bin, piece, most_units) and len(bin.pieces) < most_pieces]
@@ -142,7 +144,7 @@ def next_fit(pieces: list[Piece], most_units: int, most_pieces: int) -> list[Bin
 def balanced(
     by_length: list[Piece], count: int, most_units: int, most_pieces: int, cost: Callable[[int], float]
 ) -> list[Bin]:
-    """Each piece into the cheapest bin; of equal ones the one that came to that cost last.
+    """Put each piece into the cheapest bin; of equal ones the one that reached that cost last.
 
     A bin without room for it is set aside until lengths have shrunk to its room, and then counts as just arrived.
     """
@@ -197,7 +199,9 @@ def wanted_bins(count: int, min_bins: int, multiple: int, most: int) -> int:
 
 
 def add_missing(rows: list[list[Piece]], wanted: int) -> None:
-    """The row with the most pieces (the later of equals) gives its last ones until it has one left."""
+    """Add missing rows: the row with the most pieces (the later of equals) gives its last ones until it has one
+    left.
+    """
     givers = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
     while len(rows) < wanted:
         giver = givers.pop()

@@ -23,7 +23,9 @@ class Piece:
 
 
 def even(rows: list[list[Piece]], most_units: int, cost: Callable[[int], float]) -> None:
-    """Pass after pass: from the costliest row down, each swaps with a cheap one the two pieces that even them most."""
+    """Even the costs pass after pass: from the costliest row down, each swaps with a cheap one the two pieces that
+    even them most.
+    """
     costs = [list(itertools.accumulate(cost(piece.units) for piece in row))[-1] for row in rows]
     room = [most_units - sum(piece.units for piece in row) for row in rows]
     swapped, work = True, 0
@@ -57,7 +59,7 @@ def even(rows: list[list[Piece]], most_units: int, cost: Callable[[int], float])
 
 
 def deal(rows: list[Row], ranks: int, cost: Callable[[Row], float]) -> list[Row]:
-    """Costly to cheap, ``ranks`` at a time, the costliest to the rank with the least so far."""
+    """Distribute bins, costly to cheap, ``ranks`` at a time, the costliest to the rank with the least so far."""
     rows = sorted(rows, key=lambda row: -cost(row))
     totals = [0.0] * ranks
     dealt: list[Row] = []

@@ -8,7 +8,7 @@ import torch
 def unpad_layout(
     attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-    """indices, cu_seqlens, seqused, total, max_seqlen."""
+    """Return indices, cu_seqlens, seqused, total, max_seqlen."""
     attended = attention_mask != 0
     real = attended if unused_mask is None else attended | (unused_mask != 0)
     indices = real.flatten().nonzero().flatten()
@@ -47,7 +47,7 @@ def pad_input(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: i
 def kept_columns(
     attention_mask: torch.Tensor, side: str = "right", min_length: int = 1, multiple_of: int = 1
 ) -> tuple[int, int]:
-    """The narrowest allowed span of columns that holds every real slot, found by trying all."""
+    """Find the narrowest allowed span of columns that holds every real slot, by trying all."""
     width = attention_mask.shape[1]
     real = [column for column in range(width) if (attention_mask[:, column] != 0).any()]
     for kept in range(min(min_length, width), width + 1):

@@ -50,7 +50,7 @@ def pack_prefix_tree(
     capacity: float = math.inf,
     min_shared: int = FORK_ALIGNMENT,
 ) -> dict[str, Any]:
-    """The fields of PrefixTree as lists; ``rows`` as (sample, depth)."""
+    """Return the fields of PrefixTree as lists; ``rows`` as (sample, depth)."""
     samples = [tuple(sample) for sample in given]
     groups = [0] * len(samples) if groups is None else groups
     first_block = -(-min_shared // FORK_ALIGNMENT) * FORK_ALIGNMENT
@@ -76,7 +76,9 @@ def pack_prefix_tree(
 
 
 def branches(samples: Sequence[Tokens], members: list[int], depth: int, block: int) -> list[list[int]]:
-    """Samples that are equal up to ``depth`` by their next block; a shorter rest goes with the first that it begins."""
+    """Group samples that are equal up to ``depth`` by their next block; a shorter rest goes with the first that it
+    begins.
+    """
     rests = sorted({samples[i][depth : depth + block] for i in members})
     goes_with = {rest: rest for rest in rests}
     for after, rest in itertools.pairwise(reversed(rests)):
@@ -105,7 +107,7 @@ def grow(samples: Sequence[Tokens], members: list[int], depth: int, block: int) 
 
 
 def pieces(node: Node, capacity: float) -> list[Piece]:
-    """The node with all that is below it, or copies of the node with parts of that."""
+    """Return the node with all that is below it, or copies of the node with parts of that."""
     if node.begin + node.rows <= capacity:
         return [whole(node)]
     parts = [piece for child in node.children for piece in pieces(child, capacity)]
@@ -129,7 +131,7 @@ def emit(
     found: dict[str, Any],
     row_of: dict[tuple[int, int], int],
 ) -> list[int]:
-    """Adds the piece's segments, and returns its samples."""
+    """Add the piece's segments, and return its samples."""
     first_row, segment = len(found["rows"]), parent
     if piece.end > piece.begin:
         segment = len(found["parents"])
@@ -150,7 +152,7 @@ def emit(
 
 
 def distinct_prefixes(samples: Sequence[Tokens], groups: Sequence[int]) -> int:
-    """Tokens of the tries that fork anywhere."""
+    """Count the tokens of the tries that fork anywhere."""
     tries: dict[int, Any] = {}
     count = 0
     for group, sample in zip(groups, samples, strict=True):

@@ -13,19 +13,21 @@ def rotary_tables(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin caches ``[max_positions, rotary_dim / 2]``: position times theta ** (-2 i / rotary_dim)."""
+    """Return cos and sin caches ``[max_positions, rotary_dim / 2]``: position times theta ** (-2 i / rotary_dim)."""
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / max(rotary_dim, 1)
     angles = torch.arange(max_positions, dtype=torch.float64, device=device)[:, None] / theta**exponent
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def full_table(table: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """``[..., rotary_dim / 2]`` as an entry per element: transformers' cat, or repeated for interleaved pairs."""
+    """Return ``[..., rotary_dim / 2]`` as an entry per element: transformers' cat, or repeated for interleaved
+    pairs.
+    """
     return table.repeat_interleave(2, -1) if interleaved else torch.cat([table, table], -1)
 
 
 def pick_sections(table: torch.Tensor, sections: Sequence[int]) -> torch.Tensor:
-    """``[rows, ..., entries]`` to ``[..., entries]``: chunk i of each run of pairs comes from row ``i % rows``."""
+    """Return ``[..., entries]`` of ``[rows, ..., entries]``: chunk i of each run of pairs is from row ``i % rows``."""
     half = sum(sections)
     runs = table.split(half, -1)  # one run of pairs, or two in a half-split full table
     chunks = [c[i % table.shape[0]] for run in runs for i, c in enumerate(run.split(list(sections), -1))]
@@ -45,7 +47,9 @@ def rotate_interleaved(x: torch.Tensor) -> torch.Tensor:
 def transformers_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula of transformers' models, in the dtypes given: full tables ``[batch, seqlen, rotary_dim]``."""
+    """Rotate by the formula of transformers' models, in the dtypes given: full tables ``[batch, seqlen,
+    rotary_dim]``.
+    """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 

@@ -8,7 +8,7 @@ import torch
 def router_statistics(
     probabilities: torch.Tensor, cu_seqlens: torch.Tensor, top_k: int, copies: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(tokens of each expert, sums of probabilities, tokens), by document."""
+    """Return (tokens of each expert, sums of probabilities, tokens), by document."""
     experts = probabilities.shape[1]
     weights = probabilities.new_ones(probabilities.shape[0]) if copies is None else copies
     weights = weights.double()

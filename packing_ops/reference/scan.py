@@ -29,8 +29,9 @@ def gated_delta_rule(
     use_qk_l2norm: bool = False,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, final_state); see packing_ops.gated_delta_rule. With ``chunk`` in chunks of so many tokens, whose products are
-    in the dtype of v. Everything else is in the dtype of g, which is that of the states."""
+    """Return (out, final_state); see packing_ops.gated_delta_rule. With ``chunk`` it goes in chunks of that many
+    tokens, whose products are in the dtype of v. Everything else is in the dtype of g, which the states have too.
+    """
     heads = v.shape[1] // q.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k = (x.to(g.dtype) for x in (q, k))
@@ -63,7 +64,7 @@ def _by_token(given: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _by_chunk(given: Tokens, state: torch.Tensor, chunk: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula of transformers' torch_chunk_gated_delta_rule, its products in ``dtype``."""
+    """Compute the formula of transformers' torch_chunk_gated_delta_rule, its products in ``dtype``."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a.to(dtype) @ b.to(dtype)).to(state.dtype)
@@ -101,8 +102,9 @@ def mamba2_scan(
     initial_state: torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, final_state); see packing_ops.mamba2_scan. With ``chunk`` in chunks of so many tokens, whose products are in the
-    dtype of x. Everything else is in the dtype of dt, which is that of the states."""
+    """Return (out, final_state); see packing_ops.mamba2_scan. With ``chunk`` it goes in chunks of that many tokens,
+    whose products are in the dtype of x. Everything else is in the dtype of dt, which the states have too.
+    """
     heads = x.shape[1] // B.shape[1]
     step = dt if dt_bias is None else dt + dt_bias
     step = (softplus(step) if dt_softplus else step).clamp(*dt_limit)
@@ -132,7 +134,7 @@ def _scan_by_token(given: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, to
 def _scan_by_chunk(
     given: Tokens, state: torch.Tensor, chunk: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula of transformers' mamba2_chunk_scan, its products in ``dtype`` as mamba_ssm's are."""
+    """Compute the formula of transformers' mamba2_chunk_scan, its products in ``dtype`` as mamba_ssm's are."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a.to(dtype) @ b.to(dtype)).to(state.dtype)

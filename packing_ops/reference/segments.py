@@ -32,7 +32,7 @@ def gae(
     mask: torch.Tensor | None = None,
     bootstrap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64: the recurrence as papers write it, over the slots that are kept."""
+    """Compute the recurrence in float64 as papers write it, over the slots that are kept."""
     reward, value = (tensor.double().flatten().tolist() for tensor in (rewards, values))
     keep = [True] * len(reward) if mask is None else (mask.flatten() != 0).tolist()
     advantages, returns = [0.0] * len(reward), [0.0] * len(reward)
