@@ -5,7 +5,7 @@ are; PackedMetadata holds it with all that is made from it.
 
 Subpackages, imported at their first use:
     data: collators, samplers, mini-batches and losses.
-    parallel: rows that lie on several ranks, and attention over them.
+    parallel: rows spread over several ranks, and attention over them.
     integrations: transformers, trl, megatron, unsloth, flash_attn, ring_flash_attn, open_instruct.
     reference: the ops in plain torch, which the tests compare with.
 
@@ -58,7 +58,7 @@ from packing_ops.varlen.visible_ends import (
     visible_end_from_prefix_lengths,
 )
 
-__version__ = VERSION  # that of the library, which is checked
+__version__ = VERSION  # the library's, which is checked
 __getattr__, __dir__ = lazy.lazy_modules(
     globals(), dict.fromkeys(("data", "integrations", "parallel", "reference"), "torch")
 )

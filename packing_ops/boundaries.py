@@ -2,7 +2,7 @@
 
 cu_seqlens (cumulated lengths) is int32 ``[num_documents + 1]``: document ``i`` owns slots
 ``cu_seqlens[i] : cu_seqlens[i + 1]`` of the row. Slots from ``cu_seqlens[-1]`` to ``total`` are padding and count as a
-document of their own. int64 cu_seqlens are taken everywhere too, and copied.
+separate document. int64 cu_seqlens are taken everywhere too, and copied.
 """
 
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tenso
         cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
 
     Returns:
-        int64 ``[num_documents]``. One synchronisation on CUDA, to see that documents start at 0 and none is empty; a compiled or captured
+        int64 ``[num_documents]``. One synchronisation on CUDA, to see that documents start at 0 and are not empty; a compiled or captured
         graph asserts it on the device.
 
     Example:
@@ -248,7 +248,7 @@ def shift_values(
         tensor([[ 6, -1,  8,  9, -1]])
 
     Raises:
-        ValueError: values of another shape, cu_seqlens that are none or end past the values, a fill_value that the
+        ValueError: values of another shape, wrong cu_seqlens, or cu_seqlens that end past the values, a fill_value that the
             dtype of the values does not hold.
     """
     check_tensor(values, "values")

@@ -23,7 +23,7 @@ PRODUCTS = {
     _aten.addmm.default: 1,
     _aten.baddbmm.default: 1,
 }
-# Of each, the arguments whose rows and whose last dimension its out has; beside it are as many float32 numbers as rows.
+# Of each, the arguments whose rows and whose last dimension its out has; next to it are as many float32 numbers as rows.
 ATTENTION = dict.fromkeys(
     (
         _aten._flash_attention_forward.default,
@@ -46,7 +46,7 @@ def checkpoint_policy(
 ) -> Callable[[], Contexts]:
     """Return a ``context_fn`` for torch.utils.checkpoint that keeps what is dear to compute again, within a budget.
 
-    Attention's out and lse come first. Then matrix products, those that sum over the most features first: a byte of them
+    Attention's out and lse are first. Then matrix products, those that sum over the most features first: a byte of them
     takes as many multiplications. All else is computed again, and a layer's last product, before which torch stops.
     Losses and gradients have the bits that they have with full checkpointing.
 
@@ -62,9 +62,9 @@ def checkpoint_policy(
         A function for ``checkpoint(..., use_reentrant=False, context_fn=...)`` and for transformers'
         ``gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ...})``. Use it for every layer of this model.
         Its attribute ``explain`` is a function that says in a sentence what the last layer keeps. The first layer of each
-        kind keeps attention alone: it shows which products the next ones have. Under torch.compile, where the checkpoint is
+        kind keeps only attention: it shows which products the next ones have. Under torch.compile, where the checkpoint is
         in the graph, they are known when the graph is made, and a graph for rows of any length keeps what fits for the row
-        that it is made with: give it the longest first. Around a compiled layer torch shows no products, and attention alone
+        that it is made with: give it the longest first. Around a compiled layer torch shows no products, and only attention
         is kept (pytorch issue 161889).
 
     Raises:
@@ -95,7 +95,7 @@ def checkpoint_policy(
         )
     policy = _Policy(weakref.ref(model), budget, layers)
 
-    def context_fn() -> Contexts:  # torch.compile takes functions alone
+    def context_fn() -> Contexts:  # torch.compile takes only functions
         return create_selective_checkpoint_contexts(policy.region())
 
     context_fn.explain = policy.explain  # type: ignore[attr-defined]

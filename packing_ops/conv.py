@@ -65,8 +65,8 @@ def causal_conv1d(
 
     Returns:
         (out, final_state or None). out is ``[total, channels]``, 0 in the padding after the last document. Sums are
-        float32 (float64 for float64). A row's bits depend on its document's rows up to it alone: they are the same in
-        any pack, and where a document comes in several calls, each with the final state of the one before. So one row
+        float32 (float64 for float64). A row's bits depend only on its document's rows up to it: they are the same in
+        any pack, and if a document is passed in several calls, each with the final state of the one before. So one row
         for each document, with its state, is the step of decoding.
 
     Gradients:

@@ -1,7 +1,7 @@
-"""Where the keys of attention lie: end to end by cu_seqlens, along the paths of a prefix tree, or in pages.
+"""Where the keys of attention are: end to end by cu_seqlens, along the paths of a prefix tree, or in pages.
 
 A prefix tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then its
-own. In pages key j of document i is row ``j % page_size`` of page ``block_table[i, j // page_size]``.
+rows. In pages key j of document i is row ``j % page_size`` of page ``block_table[i, j // page_size]``.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class PrefixTree:
         samples: int64 ``[num_samples]``, ascending: which of the samples that were packed. All of them, except in the
             tree of one bin.
         sample_bins: int64 ``[num_samples]``, the bin that has all rows of a sample.
-        sample_cu_seqlens: int32 ``[num_samples + 1]``, where the samples lie in row_of_token.
-        repeated_at_forks: rows that hold again what a segment beside them holds, since a fork is at a multiple of
+        sample_cu_seqlens: int32 ``[num_samples + 1]``, where the samples are in row_of_token.
+        repeated_at_forks: rows that hold again what a sibling segment holds, since a fork is at a multiple of
             FORK_ALIGNMENT and no earlier than min_shared. None in the tree of one bin.
         repeated_by_cuts: rows that bins hold again of a tree that capacity cut. None in the tree of one bin.
 
@@ -191,7 +191,7 @@ class PrefixPaths(NamedTuple):
         keys_of_row: ``[paths]``.
         shares: whether a segment has a parent. Without, the segments are documents.
         in_blocks: whether in every FORK_ALIGNMENT keys of a path, counted from its start, the rows follow each other.
-            Then the forward of attention reads k and v where they lie, else it gathers them along the paths.
+            Then the forward of attention reads k and v in place, else it gathers them along the paths.
     """
 
     segments: torch.Tensor
@@ -296,7 +296,7 @@ def kept_paths(
 
 
 class KeyPages(NamedTuple):
-    """Where the keys of documents lie: int32 ``[num_documents, pages]`` and int32 ``[num_documents]``."""
+    """Where the keys of documents are: int32 ``[num_documents, pages]`` and int32 ``[num_documents]``."""
 
     block_table: torch.Tensor
     seqused_k: torch.Tensor

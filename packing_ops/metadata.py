@@ -1,4 +1,4 @@
-"""PackedMetadata: where the documents of a packed batch lie, computed once and used by every layer."""
+"""PackedMetadata: where the documents of a packed batch are, computed once and used by every layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ class PackedMetadata:
         Args:
             lengths: int32 or int64 ``[num_documents]`` or a Python sequence.
             total: slots of the row, if it is longer than the documents.
-            device: of the tensors; that of ``lengths`` by default.
+            device: of the tensors; by default the device of ``lengths``.
 
         Raises:
             ValueError: a negative length, or more tokens than ``total``.
@@ -173,7 +173,7 @@ class PackedMetadata:
 
         Args:
             tree: of one row of the batch (PrefixTree.bin), on the CPU; one on CUDA is read by the host, which waits.
-            device: of the tensors; that of the tree by default.
+            device: of the tensors; by default the tree's.
 
         Example:
             >>> from packing_ops import pack_prefix_tree

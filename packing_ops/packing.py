@@ -169,11 +169,11 @@ def pack_sequences(
             bin with the most sequences (the last of equals) gives its last sequences to new bins, one to each, until it
             has one left. No bin is ever empty.
         overlong: what is done with a sequence whose aligned length is over the capacity: ``"error"``; ``"own"`` puts it
-            alone into a bin that is longer than the capacity; ``"split"`` cuts it into pieces, all but the last as long
+            into a longer bin without others; ``"split"`` cuts it into pieces, all but the last as long
             as the capacity allows; ``"truncate"`` keeps the first of these pieces; ``"drop"``. The result lists these
             sequences and counts the tokens lost.
         balance: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``: a sequence of L aligned tokens costs L, or
-            a * L + b * L**2 (a = 12 * hidden_size, b = 1 for a dense causal decoder; "flops" alone takes hidden_size
+            a * L + b * L**2 (a = 12 * hidden_size, b = 1 for a dense causal decoder; only "flops" takes hidden_size
             4096). Bins are then ordered from costly to cheap and dealt so that ``rows_for_rank`` gives every one of
             ``bins_multiple_of`` ranks near-equal cost: the difference is never over that between two bins.
         ties: among sequences of equal aligned length, ``"first"`` takes the lower index first, ``"last"`` the higher.
@@ -204,7 +204,7 @@ def pack_sequences(
 
     Deterministic. O(n log n) time at most, linear where lengths or capacity are not much larger than n; O(n) memory;
     one core, the GIL released. Johnson 1973 for the fits: ffd needs at most 11/9 of the fewest bins plus 1. With
-    several sides a search may come back from bins that have room on one side alone, which makes ffd and first_fit
+    several sides a search may return from bins that have room only on one side, which makes ffd and first_fit
     quadratic at worst: 100,000 pairs took 0.9 s and 0.2 s, next_fit 0.03 s.
     """
     capacity, alignment = integer(capacity, "capacity"), document_multiple_of(document_multiple, alignment)
@@ -282,7 +282,7 @@ def whole_rows(capacity: int, row_multiple: int, name: str) -> int:
 
 
 def _slots_of(lengths: torch.Tensor, document_multiple: int, row_multiple: int, least: int) -> int:
-    """Return the slots of rows with one sequence each, on all sides, none shorter than ``least``."""
+    """Return the slots of rows with one sequence each, on all sides, each at least ``least`` long."""
     for multiple in (document_multiple, row_multiple):
         lengths = (lengths.long() + multiple - 1) // multiple * multiple
     return int(lengths.clamp(min=least).sum())
@@ -312,7 +312,7 @@ def pack_ffd(
 
     Raises:
         ValueError: as pack_sequences. On CUDA a length that is negative or over the capacity is raised in the next
-            call; it has a bin of its own meanwhile.
+            call; it has a separate bin meanwhile.
     """
     if ties not in ("first", "last"):
         raise ValueError(f"ties: expected 'first' or 'last', got {ties!r}")

@@ -45,8 +45,8 @@ def unpad_input(
 
     Returns:
         packed ``[total, ...]``; indices int64 ``[total]``; cu_seqlens int32 ``[batch + 1]``; max_seqlen, a Python
-        int; seqused int32 ``[batch]``, real slots of attention_mask alone. New tensors. One synchronisation on CUDA,
-        none with ``lengths`` or ``total`` (torch.compile needs one of those, or capture_scalar_outputs). Reads and
+        int; seqused int32 ``[batch]``, real slots of attention_mask only. New tensors. One synchronisation on CUDA,
+        no synchronisation with ``lengths`` or ``total`` (torch.compile needs one of those, or capture_scalar_outputs). Reads and
         writes ``total`` rows once. Deterministic, backward too.
 
     Example:
@@ -111,7 +111,7 @@ def unpad_inputs(
         Others: as unpad_input.
 
     Returns:
-        As unpad_input, with a dict of ``[total, ...]`` tensors in front. At most one synchronisation on CUDA, none
+        As unpad_input, with a dict of ``[total, ...]`` tensors in front. At most one synchronisation on CUDA, zero
         with ``lengths`` or ``total``.
 
     Example:

@@ -30,7 +30,7 @@ def trim_padding(
     """Return a batch without the columns that are padding in every row. The mask says what is padding; token ids are
     not read.
 
-    ``torch.ops.packing_ops.trim_padding_range`` finds the columns to keep, and reads the mask alone; on CUDA it
+    ``torch.ops.packing_ops.trim_padding_range`` finds the columns to keep, and reads only the mask; on CUDA it
     synchronises once. The values are sliced by torch: views of the batch, through which gradients flow, nothing is
     copied. Meant for the CPU, before the batch goes to the device.
 
@@ -80,14 +80,14 @@ def iter_microbatches(
     Args:
         examples: iterable of dicts with the same names, read as needed. Names in ``pad_values`` are sequences of the
             same length within an example: a tensor ``[length]``, a Python list, or ``[1, length]``, whose one row is
-            taken. Beside a 1-D one, ``[length, ...]`` is allowed too. Other names have one value per example.
+            taken. With a 1-D one, ``[length, ...]`` is allowed too. Other names have one value per example.
         microbatch_size: examples per micro-batch; the last one may have fewer.
         pad_values: name to its padding value, for example ``{"input_ids": 0, "labels": -100}``.
 
     Yields:
         A dict of ``[group, longest, ...]`` for sequences and ``[group]`` for single values (a list for strings), with
         group = number of examples; and ``attention_mask`` int64 ``[group, longest]``, 1 for tokens, unless the examples
-        have their own.
+        have separate values.
 
     Example:
         >>> examples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 4]}]
@@ -204,7 +204,7 @@ def _tensor(name: str, value: Any, wanted: str, index: int) -> torch.Tensor:
 
 
 def _sequences(name: str, values: list[Any], tensors: list[torch.Tensor], first: int) -> list[torch.Tensor]:
-    # An empty Python list has no dtype of its own.
+    # An empty Python list has no dtype.
     like = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
     for i, tensor in enumerate(tensors):
         if tensor.dim() == 0:

@@ -38,12 +38,12 @@ def pack_prefix_tree(
     capacity: int | None = None,
     min_shared: int = FORK_ALIGNMENT,
 ) -> PrefixTree:
-    """Find what samples share from their first token on, and lay them out as trees that hold it once.
+    """Find what samples share from their first token on, and arrange them as trees that hold it once.
 
     Args:
         tokens: int32 or int64 ``[total]`` or ``[1, total]``, the samples end to end. A CUDA tensor is copied to the CPU,
             which synchronises once; so are cu_seqlens and groups.
-        cu_seqlens: int32 or int64 ``[num_samples + 1]``, a Python sequence, or a PackedMetadata: where the samples lie,
+        cu_seqlens: int32 or int64 ``[num_samples + 1]``, a Python sequence, or a PackedMetadata: where the samples are,
             from 0 to total. A sample of no tokens has no rows, and is in bin 0.
         groups: int32 or int64 ``[num_samples]``, or a Python sequence: only samples of the same number are compared.
             They need not be next to each other. None: all are compared.
@@ -57,7 +57,7 @@ def pack_prefix_tree(
         PrefixTree on the CPU. Trees and the children of a segment are in the order of their first sample.
 
     Samples fork at the last multiple of FORK_ALIGNMENT that they share; what they share beyond it is once in each child,
-    at most 127 tokens. A sample that is the beginning of another, or equal to it, has no rows of its own, however short.
+    at most 127 tokens. A sample that is the beginning of another, or equal to it, has no extra rows, however short.
     If it is the beginning of several, it ends in the first of them in lexicographic order.
 
     Example:
@@ -172,7 +172,7 @@ def prefix_token_logps(
         weight, chunk, entropy, bias, outputs, scale, softcap, keep_logits: as token_logps.
         temperature: as token_logps; a tensor is ``[num_rows]``, of what each row predicts.
         labels: int64 or int32 ``[num_rows]`` or ``[1, num_rows]``, not shifted: ``tokens[tree.rows]``. ``ignore_index``
-            where nothing counts, in none of a row's samples; where it depends on the sample, mask the result.
+            where nothing counts in any of a row's samples; where it depends on the sample, mask the result.
         tree: on the device of hidden.
         max_targets: rows that are predicted, or an upper bound, as in token_logps; on CUDA num_rows by default.
         allowed_ids, allowed_offsets: as token_logps, of each row, ``[num_rows + 1]`` offsets: what its token was drawn from.
@@ -181,7 +181,7 @@ def prefix_token_logps(
         ``[num_tokens]``, in the order of the samples' tokens, float32 (float64 for float64): slot t holds
         log p(token t + 1), 0 at the last slot of each sample. With ``outputs`` a tuple of such, likewise 0 there (top1:
         -1). Nothing synchronises. One row is multiplied with weight for each row that is predicted. Within
-        packing_ops.invariant() a token has the bits that token_logps gives its sample alone.
+        packing_ops.invariant() a token has the bits that token_logps gives its sample in a row without others.
 
     Example:
         >>> tokens = torch.tensor([5, 6, 7, 5, 6])  # the second sample is the beginning of the first

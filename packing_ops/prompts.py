@@ -33,7 +33,7 @@ def compute_prompt_end_indices(uids: torch.Tensor | Sequence[Any]) -> torch.Tens
         [2, 3, 5]
 
     Raises:
-        ValueError: a uid that comes back after another one; names it and its index.
+        ValueError: a uid that returns after another one; names it and its index.
         TypeError: uids that are one string, a uid that is a list, or a tensor of several numbers.
     """
     if isinstance(uids, torch.Tensor):

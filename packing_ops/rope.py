@@ -86,7 +86,7 @@ def apply_rotary_qk(
     Returns:
         (q, k) rotated, or (q, None): new tensors in the memory order of the inputs (as torch.empty_like), or q and k
         themselves with ``inplace``. Computed in float32 (float64 for float64). The result of a head depends on its
-        values and angles alone, so its bits are the same in any layout, batch or packing. Deterministic.
+        values and angles only, so its bits are the same in any layout, batch or packing. Deterministic.
 
     Gradients:
         The gradient is rotated back, in the same pass; it may be expanded or strided. Second derivatives and forward

@@ -41,14 +41,14 @@ def router_statistics(
         metadata: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
         top_k: experts of a token, those with the largest probabilities.
         routed: in place of top_k what the router chose, bool ``[total, experts]`` (Megatron's routing_map).
-        copies: ``[total]``, bool, integer or floating: how many tokens a slot stands for, such as a PrefixTree's copies; 0
+        copies: ``[total]``, bool, integer or floating: how many tokens a slot counts for, such as a PrefixTree's copies; 0
             for one that does not count. By default 1.
 
     Returns:
         (tokens_per_expert, probability_sums, tokens): ``[num_documents, experts]`` twice and ``[num_documents]``,
         float64 for float64, else float32. Slots after the last document are left out, even if they are NaN; an empty
         document has zeros. No synchronisation. Deterministic: the order of additions depends on the document's length
-        alone. Memory: two copies of probabilities in the dtype of the results.
+        only. Memory: two copies of probabilities in the dtype of the results.
 
     Example:
         >>> probabilities = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0]])
@@ -111,13 +111,13 @@ def load_balancing_loss(
         probabilities: as router_statistics, or one such tensor for each layer, over which the means are taken too, as
             transformers does: ``[logits.softmax(-1) for logits in output.router_logits]``.
         routed: as router_statistics; one for each layer where probabilities are.
-        metadata, top_k, copies: as router_statistics. With a prefix tree's copies the loss is that of its samples, one
+        metadata, top_k, copies: as router_statistics. With a prefix tree's copies the loss is the one of its samples, one
             after the other.
-        by_document: the loss of each document, as if it were alone: Megatron's sequence-wise loss is their mean.
+        by_document: the loss of each document, as if the row held no other: Megatron's sequence-wise loss is their mean.
 
     Returns:
         A scalar, the loss over the tokens of all documents, or with ``by_document`` ``[num_documents]``. float64 for
-        float64, else float32; 0 where there are no tokens. The gradient is of P; f has none.
+        float64, else float32; 0 without tokens. The gradient is of P; f has none.
 
     Example:
         >>> probabilities = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0]])

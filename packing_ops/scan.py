@@ -85,8 +85,8 @@ def gated_delta_rule(
         (out, final_state or None). out is ``[total, num_v_heads, head_dim_v]`` in the dtype of v, 0 in the padding after the
         last document; final_state is like initial_state. States and sums are float32 (float64 for float64).
 
-        On CUDA a document is walked in chunks of 64 tokens, counted from its first. A row's bits depend on its document's
-        tokens up to it alone: they are the same in any pack, and where a document comes in several calls that begin at
+        On CUDA a document is walked in chunks of 64 tokens, counted from its first. A row's bits depend only on its document's
+        tokens up to it: they are the same in any pack, and if a document is passed in several calls that begin at
         multiples of 64, each with the final state of the one before. To decode with these bits, keep the state at the start
         of the open chunk, and run the rows since then again. NaN and infinity stay in their document.
 
@@ -206,7 +206,7 @@ def mamba2_scan(
         initial_state. Sums, steps and states are float32 (float64 for float64). mamba_ssm's ``z`` is left to the caller:
         ``out * silu(z)``.
 
-        Bits are those of gated_delta_rule: of a document alone, in chunks of 64 tokens counted from its first on CUDA.
+        Bits are as in gated_delta_rule: those of a document in a row without others, in chunks of 64 tokens counted from its first on CUDA.
         NaN and infinity stay in their document.
 
     Gradients:

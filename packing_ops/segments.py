@@ -100,9 +100,9 @@ def segment_std(
             deviation of the population.
 
     Returns:
-        ``[num_documents]``, float64 for float64 values, else float32. 0 where there are no more than ``correction``
+        ``[num_documents]``, float64 for float64 values, else float32. 0 for no more than ``correction``
         values (torch.std gives NaN), and where all are equal; the gradient is 0 there too. Computed in float64.
-        No synchronisation. Deterministic: the order of additions depends on the document's own length alone.
+        No synchronisation. Deterministic: the order of additions depends only on the document's length.
 
     Example:
         Advantages of GRPO, for two prompts of three and two samples: rewards normalized within each prompt's group.
@@ -162,7 +162,7 @@ def segment_broadcast(
     Returns:
         ``[total, ...]`` of the same dtype: slot t has the value of its document; 0 (False) in the padding after the
         last one. Differentiable any number of times. A document's gradient is the sum over its slots, in an order that
-        depends on its own length alone.
+        depends only on its length.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
@@ -240,7 +240,7 @@ def gae(
 
     Args:
         rewards: float32, float64, bfloat16 or float16 ``[total]`` or ``[1, total]``. rewards[t] is the reward of the
-            token in slot t. The reward of a whole document stands in its last slot, which is
+            token in slot t. The reward of a whole document is in its last slot, which is
             ``last_token_indices(metadata)``; with a mask, in its last slot that is not masked, since rewards of masked
             slots are ignored. Nothing is shifted.
         values: the critic's, of the same shape, any of these dtypes. values[t] is the value before the token in slot t.
@@ -254,7 +254,7 @@ def gae(
     Returns:
         (advantages, returns), shaped like rewards; float64 if rewards or values are, else float32. 0 in masked slots (verl
         has other numbers there, which its loss masks) and after the last document. No synchronisation; one kernel for
-        any number and length of documents. Deterministic: a document gets the same bits alone and packed. Not
+        any number and length of documents. Deterministic: a document gets the same bits in any row. Not
         differentiable, since PPO's losses take both as constants: backward through them raises NotImplementedError.
 
     Example:

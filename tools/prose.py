@@ -87,7 +87,7 @@ def dialect(folder: str) -> tuple[int, list[str]]:
     words, found = 0, []
     for path in files(folder):
         for number, line in prose(path):
-            line = re.sub(r"`[^`]*`", " code ", line)
+            line = re.sub(r"``.*?``|`[^`]*`", " code ", line)
             words += len(re.findall(r"[A-Za-z][\w'-]*", line))
             found += [f"{path.relative_to(ROOT)}:{number}: {word}: {line.strip()}" for word in DIALECT.findall(line)]
     return words, found

@@ -98,7 +98,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# --- what came, in words ---
+# --- what was passed, in words ---
 
 
 def wrong_type(name: str, wanted: str, value) -> TypeError:

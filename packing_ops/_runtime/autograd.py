@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from packing_ops._runtime import library
 
 _registrations = torch.library.Library("packing_ops", "IMPL")
-# What torch's own registration is made of. A torch that has renamed it gets that one, and the gate refuses tangents.
+# What torch's registration is made of. A torch that has renamed it gets that one, and the gate refuses tangents.
 _PARTS = (
     "torch._C._AutoDispatchBelowAutograd",
     "torch._C._after_autograd_keyset",
@@ -85,18 +85,18 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
     """Register gradients as torch.library.register_autograd does, and forward-mode derivatives and torch.func.
 
     Args:
-        name: of the op, without its namespace: it has no keyword-only arguments, and its first argument alone may be a list
+        name: of the op, without its namespace: it has no keyword-only arguments, and only its first argument may be a list
             of tensors.
-        backward, setup_context: as torch has them; gradients that there are none of come as None.
-        linear: leading arguments in which the op is linear: its tangent is the op of theirs. 0: it has none.
+        backward, setup_context: as torch has them; gradients that do not exist are None.
+        linear: leading arguments in which the op is linear: its tangent is the op of theirs. 0: it is not linear.
     """
     if library.MISSING:
-        return None  # plain torch has its own
+        return None  # plain torch has it
     op = getattr(torch.ops.packing_ops, name).default
     if not OWN:
         if (
             op._schema.is_mutable
-        ):  # torch's takes none that writes. Ours are backwards, called where nothing is recorded.
+        ):  # torch's refuses ops that write. Ours are backwards, called where nothing is recorded.
             return None
         return torch.library.register_autograd(f"packing_ops::{name}", backward, setup_context=setup_context)
     names = [argument.name for argument in op._schema.arguments]
@@ -176,7 +176,7 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
         if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or in_forward_mode():
             if not torch._C._are_functorch_transforms_active():
                 return recorded(below, keyset, args)
-            # The dispatcher has come to one level of torch.func: this is its autograd, as the ops of torch have it.
+            # The dispatcher has reached one level of torch.func: this is its autograd, as the ops of torch have it.
             with torch._functorch.utils.enable_single_level_autograd_function():
                 return recorded(below_level, keyset, args)
         return below(keyset, *args)

@@ -112,7 +112,7 @@ class BatchCache:
 
 
 class _TensorCache(BatchCache):
-    """The entries of cu_seqlens that come without a PackedMetadata; dropped when the tensor is freed."""
+    """The entries of cu_seqlens that were passed without a PackedMetadata; dropped when the tensor is freed."""
 
     __slots__ = ("first",)
 
@@ -171,7 +171,7 @@ def kept_with(
         forward: the call of the model that asks, as an object that nothing else is asked with. In it the values are not
             compared again.
         checked_by_kernel: the kernel that uses the result compares the values itself, as attention does with its plan.
-        cache: that of the PackedMetadata that ``tensors[0]`` belongs to.
+        cache: the one of the PackedMetadata that ``tensors[0]`` belongs to.
 
     Raises:
         ValueError: on CUDA, in a later call: values changed unseen by torch. All entries are dropped.

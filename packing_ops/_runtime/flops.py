@@ -1,6 +1,6 @@
 """What torch.utils.flop_counter.FlopCounterMode counts for the ops that multiply, forward and backward.
 
-The products alone, as torch counts its own attention: q k^T and p v of 2 * head_dim operations each (v's own in the
+Only the products, as torch counts its attention: q k^T and p v of 2 * head_dim operations each (v's head_dim in the
 second) for each query head and each pair of a query and a key that it sees; in backward q k^T once more, dq and dk, and
 dout v^T and dv with v's head_dim. Documents, paths of a prefix tree, keys in pages, causality, the window and visible_end
 are counted as they are, from their values, which synchronises on CUDA. Fake tensors have no values: one document of all
@@ -25,7 +25,7 @@ _COUNTER = "torch.utils.flop_counter"
 def visible_pairs(num_q: int, num_k: int, left: int, right: int) -> int:
     """Count pairs of a query and a key that it sees, in one document. Sides as in varlen_attention."""
     left, right = (num_q + num_k if side < 0 else side for side in (left, right))
-    first = num_k - num_q  # where the first query stands
+    first = num_k - num_q  # the first query's position
     return _below(num_q, num_k, first + right + 1) - _below(num_q, num_k, first - left)
 
 
@@ -203,7 +203,7 @@ def _mamba_backward(*args, out_val):
 def register_flop_formulas() -> None:
     """Let torch's FlopCounterMode count attention, convolutions, layers with a state, token_logps and token_kl.
 
-    Attention is that of documents, of prefix trees and of keys in pages. A tree counts the pairs of its rows: what the samples share
+    Attention is counted over documents, prefix trees and keys in pages. A tree counts the pairs of its rows: what the samples share
     counts once as queries, and as keys for each segment that sees it.
 
     Call it before the counter is used. A program that imports torch.utils.flop_counter before packing_ops need not call it.

@@ -5,9 +5,9 @@ of them (up to 2.13 a std::invalid_argument of C++ is a ValueError, later the st
     ValueError: what C++ found wrong. Its text says so: it starts with the arguments' names and ": expected".
     TypeError: what is no tensor, integer, ... to C++, by name instead of the schema.
 Integers and columns of NumPy, pandas and pyarrow that the dispatcher does not know are taken. All of this costs nothing
-where the op does not raise. Everything else (NotImplementedError, torch.OutOfMemoryError, CUDA's own) is as torch has it.
+where the op does not raise. Everything else (NotImplementedError, torch.OutOfMemoryError, CUDA's errors) is as torch has it.
 
-Without a compiled library ``gate.shift_labels`` is that of _runtime/plain.py, and an op that is not there raises ImportError.
+Without a compiled library ``gate.shift_labels`` is the one of _runtime/plain.py, and an op that is not there raises ImportError.
 """
 
 import functools

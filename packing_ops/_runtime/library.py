@@ -1,4 +1,4 @@
-"""Finds the compiled library, loads it and says what it is; or why there is none."""
+"""Finds the compiled library, loads it and says what it is; or why it is missing."""
 
 import json
 import re
@@ -77,7 +77,7 @@ def load_library() -> frozenset[str]:
         _check_whole(LIBRARY)
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
-        why = error.__cause__ or error  # the loader's message; since 2.13 torch's own names the file alone
+        why = error.__cause__ or error  # the loader's message; since 2.13 torch's names only the file
         raise ImportError(
             f"packing_ops: {LIBRARY} does not load in torch {torch.__version__}: {why}; "
             f"build it again with: {BUILD_COMMAND}"
@@ -211,7 +211,7 @@ def _asks_for_info() -> bool:
     )
 
 
-# Without a library the import goes on: packing_ops.data needs none, and every other op says what is missing (_runtime/gate.py). A
+# Without a library the import goes on: packing_ops.data works without it, and every other op says what is missing (_runtime/gate.py). A
 # library that is there and does not load is an error of the import.
 MISSING, NOT_LOADED = why_missing(), False
 without_cuda_kernel: frozenset[str] = frozenset()

@@ -221,7 +221,7 @@ def trim_padding_range(attention_mask, side, min_length, multiple_of):
     end = width if side == "left" else last
     kept = max(end - start, min_length)
     kept = min(-(-kept // multiple_of) * multiple_of, width)
-    # Columns that min_length and multiple_of add come from the side that is cut; with "both" from the right first.
+    # Columns that min_length and multiple_of add are kept on the side that is cut; with "both" from the right first.
     end = width if side == "left" else min(start + kept, width)
     return torch.tensor([end - kept, end], dtype=torch.int64, device="cpu")
 

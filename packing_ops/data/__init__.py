@@ -8,7 +8,7 @@ and used in:
     rows.py                      select, slice, pad rows of a batch that is there
     context_parallel.py          the slots of each context-parallel rank
     mini_batches.py, losses.py, counts.py   RL mini-batches, losses, counts of tokens
-    async_collator.py            collation beside the training step
+    async_collator.py            collation during the training step
 """
 
 from packing_ops.data.async_collator import AsyncBatchCollator, AsyncBatchCollatorMisuse, prefetch

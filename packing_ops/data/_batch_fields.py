@@ -33,7 +33,7 @@ class Fields:
 
     def _walk(self, batch: Mapping) -> Iterator[tuple[str, object]]:
         if isinstance(getattr(batch, "batch_size", None), torch.Size):
-            # tensordict's, which its fields alone do not make.
+            # tensordict's, which its fields do not show.
             raise TypeError(
                 f"batch: expected a Mapping without a batch_size of its own, got {type(batch).__name__} of "
                 f"{list(batch.batch_size)}, which has slices itself; a dict of its fields is taken"

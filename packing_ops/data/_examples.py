@@ -15,7 +15,7 @@ import torch
 from packing_ops._runtime.arguments import as_tensor, buffer_tensor, described, integer, plain
 
 _CODES = {torch.int64: "q", torch.float32: "f"}
-_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them beside no other dtype
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them with no other dtype
 
 
 def check_examples(examples: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -91,10 +91,10 @@ def optional_column(
     return values
 
 
-# --- columns beside input_ids: docs/columns.md ---
+# --- columns next to input_ids: docs/columns.md ---
 
 TARGETS = ("loss_mask", "completion_mask", "assistant_masks")  # 1 where a token is trained on
-OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # models get them beside their tokens
+OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # models get them with their tokens
 OF_IMAGES = (  # rows of images, videos or sounds, in the order of the examples
     "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes",
     "pixel_attention_mask", "spatial_shapes", "image_position_ids", "video_position_ids", "num_frames_per_video",
@@ -351,9 +351,9 @@ def flattened(
     """Return ``values`` end to end, as one tensor of ``dtype``, on the tensors' device, or on the CPU for lists.
 
     Args:
-        order: which value comes when; as they are by default.
-        gaps: how many slots of ``fill`` come after each value of that order.
-        places: what stands in front of ``name`` in an error about a value, and the example that it is of.
+        order: the order of the values; as they are by default.
+        gaps: how many slots of ``fill`` follow each value in that order.
+        places: what is in front of ``name`` in an error about a value, and the example that it is of.
 
     Example:
         >>> flattened([[1, 2], [3]], "input_ids", order=[1, 0], gaps=[2, 0])

@@ -1,4 +1,4 @@
-"""Fields beside the tokens that a collator is asked for: one value for each token, or one for each document."""
+"""Fields other than the tokens that a collator is asked for: one value for each token, or one for each document."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def token_fields(
         total: slots of the row.
 
     Returns:
-        Integers as int64, all others as float32, 0 where there is no token. ``routed_experts`` is int16, -1 there.
+        Integers as int64, all others as float32, 0 in slots without a token. ``routed_experts`` is int16, -1 there.
         ``allowed_ids`` become two: int64 end to end, and ``allowed_offsets`` int64 ``[total + 1]``, as token_logps takes
         them.
 

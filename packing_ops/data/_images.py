@@ -58,7 +58,7 @@ def axes_of_documents(
         names: the columns of images. ``rope_index`` gets those that it has a parameter for.
         lengths, slots: tokens of each that are in the row, the first ones of the example, and what it takes in the row.
         positions: int64 ``[1, total]``, those of text. In front of three axes they are a fourth, by which models find
-            documents; they stand in slots without a token, too.
+            documents; slots without a token have them, too.
     """
     takes = inspect.signature(rope_index).parameters
     has = set[str]().union(*examples) & takes.keys()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 class Waiting(NamedTuple):
     """An example that waits.
 
-    number: how many examples of the stream came before it.
+    number: how many examples of the stream precede it.
     sizes: what it takes of each budget; the first are slots of tokens.
     tokens: without those that align it.
     """
@@ -23,7 +23,7 @@ class Waiting(NamedTuple):
 
 
 class WaitingExamples:
-    """Those that were read and are in no row yet, in the order in which they came and sorted by slots.
+    """Those that were read and are in no row yet, in order of arrival and sorted by slots.
 
     Example:
         >>> waiting = WaitingExamples((10,))
@@ -52,7 +52,7 @@ class WaitingExamples:
         """Return the next row: examples in order, or as ``draws`` says, up to the first without room; then the largest
         that fit.
 
-        One over a budget is alone in its row.
+        One over a budget is the only one in its row.
         """
         room, row = list(self.budgets), list[Waiting]()
         while self._arrived:

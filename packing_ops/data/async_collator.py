@@ -23,7 +23,7 @@ class AsyncBatchCollator:
 
     Args:
         compute: function from a step number to its batch. It runs in the worker, with the worker's torch thread-local
-            state (grad mode, default device, current CUDA device and stream). Random numbers must come from a generator
+            state (grad mode, default device, current CUDA device and stream). Random numbers must be drawn from a generator
             that ``compute`` seeds by the step. Ops of torch and packing_ops release the GIL.
         thread_name_prefix: of the worker thread's name.
 
@@ -141,7 +141,7 @@ class AsyncBatchCollator:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.shutdown()  # raises no error of the worker, which would hide that of the with block
+        self.shutdown()  # raises no error of the worker, which would hide the with block's error
 
     def _start_worker(self) -> None:
         self._process = os.getpid()

@@ -1,4 +1,4 @@
-"""Where documents lie under tensor and context parallelism, and which tokens of a row each rank of a group holds.
+"""Where documents are placed under tensor and context parallelism, and which tokens of a row each rank of a group holds.
 
 Zigzag: a document is cut into ``2 * ranks`` chunks and rank r holds chunks r and ``2 * ranks - 1 - r``, one from either
 end, so that a causal mask gives all ranks equal work. A rank's row holds those two chunks of every document, one
@@ -58,7 +58,7 @@ def packed_alignment(
 
     Raises:
         ValueError: a size below 1, an unknown recipe.
-        TypeError: a size that is no integer; tp beside tp_size, cp beside cp_size.
+        TypeError: a size that is no integer; tp together with tp_size, cp together with cp_size.
     """
     sizes = []
     for name, size, short in (("tp", tp_size, tp), ("cp", cp_size, cp)):

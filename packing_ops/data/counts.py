@@ -37,11 +37,11 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
 
     The first of these fields that the batch has decides what is a token:
         ``sub_seq_lengths``: PackedCollator's lengths of the documents of each row.
-        ``num_tokens`` beside ``cu_seq``: the slots before the padding, or the tokens of each document.
+        ``num_tokens`` next to ``cu_seq``: the slots before the padding, or the tokens of each document.
         a PackedMetadata, under any name, or the first field with ``cu_seq`` in its name: slots before its end, except
             those where an ``attention_mask`` is 0, and except documents of padding.
         ``attention_mask``: slots where it is not 0; each row with a token is a sequence.
-        none of them: every slot is a token, every row a sequence.
+        without these fields every slot is a token, every row a sequence.
 
     Returns:
         TokenCounts, on the device of the tokens.

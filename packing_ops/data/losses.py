@@ -36,7 +36,7 @@ def sequence_logps(
             of ``[batch, seqlen]`` is one document.
         attention_mask: ``[batch, seqlen]``, nonzero for tokens; needed with left padding, where the slot before the
             first token is padding.
-        average: mean over the labels that are not ignored, instead of the sum; 0 where there are none.
+        average: mean over the labels that are not ignored, instead of the sum; 0 without any.
 
     Returns:
         ``[num_documents]``, float64 for float64 logits, else float32. No synchronisation. Half precision logits are
@@ -87,7 +87,7 @@ def masked_loss(
     Args:
         losses: one per slot, floating ``[batch, seqlen]``, or packed ``[1, total]`` or ``[total]``: cross-entropy with
             ``reduction="none"``, a policy loss, a KL term. Values where the mask is 0 do not matter.
-        loss_mask: bool, integer or floating weights of the same shape, slot by slot. Where losses stand at the slot
+        loss_mask: bool, integer or floating weights of the same shape, slot by slot. Where losses are at the slot
             that predicts, shift the mask there too (see shift_values).
         num_items_in_batch: the denominator, over all micro-batches of all ranks of this optimizer step. "token_mean":
             the sum of their loss masks (count_target_tokens). "sequence_mean": the number of sequences with loss

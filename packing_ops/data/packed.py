@@ -62,7 +62,7 @@ class PackedCollator:
             row up is a document at its end, which counts nowhere.
         strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced". Those that sort do it by raw
             length, the later of two equal examples first, which is SkyRL's order. Aligned lengths then fall too.
-        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, alone in a row. All rows are
+        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, in a row without others. All rows are
             then as wide as this row.
         round_capacity: round the capacity up to a multiple of the alignment.
         token_fields, document_fields: as PaddingFreeCollator's, in the shapes ``[rows, width, ...]`` and a list of the
@@ -76,13 +76,13 @@ class PackedCollator:
     collator returns on the CPU
 
         sequences: int64 ``[rows, width]``; the width is the number of slots in the fullest row.
-        attention_mask: int64 ``[rows, width]``, 1 where there is a token.
+        attention_mask: int64 ``[rows, width]``, 1 for tokens.
         loss_mask: float32 ``[rows, width - 1]``. Slot p has the weight of token p + 1, divided by the sum of the
             weights of the whole batch, so that a sum over all rows is a mean. 0 at the last token of each document,
             since the first token of a document is no target.
         sub_seq_lengths: tokens of each document, a list per row, not aligned.
         response_length: width - 1, an int.
-        order: index of the example that each document came from, row by row. slice_batch, select_rows,
+        order: index of each document's example, row by row. slice_batch, select_rows,
             pad_batch_to_multiple and stage_chunks keep its entries with their rows.
 
     Example:
@@ -160,7 +160,7 @@ class PackedCollator:
         order = [index for row in rows for index in row]
         sub_seq_lengths = [[lengths[index] for index in row] for row in rows]
 
-        # slots: from the start of a document to that of the next one, or to the end of the row.
+        # slots: from the start of a document to the start of the next one, or to the end of the row.
         slots_of_rows = self._aligned_rows(sub_seq_lengths)
         width = aligned(max(map(sum, slots_of_rows)), self._width_multiple)
         for row in slots_of_rows:

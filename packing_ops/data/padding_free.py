@@ -40,14 +40,14 @@ class PaddingFreeCollator:
         return_position_ids: return ``position_ids``.
         return_seq_idx: return ``seq_idx``.
         return_packed_metadata: return ``packed_metadata``, the PackedMetadata of the row, for code that calls
-            packing_ops itself; models of transformers take none.
-        return_num_targets: beside cu_seq_lens and in packed_metadata return ``num_targets``: the losses of packing_ops
+            packing_ops itself; models of transformers do not take it.
+        return_num_targets: next to cu_seq_lens and in packed_metadata return ``num_targets``: the losses of packing_ops
             multiply no more rows. Whoever puts other labels in their place counts them again or drops it. A padded row
             has ``num_tokens`` too. False for exactly the keys of DataCollatorWithFlattening.
         separator_id: label of each document's first token, which nothing predicts. None leaves the labels as they are:
             those of the tokens themselves, for masked language models and tags.
         max_seq_length: tokens of the row, None for as many as there are. A shorter row is padded: input_ids with
-            pad_token_id, labels with -100. The padding is a document of its own in position_ids, seq_idx and
+            pad_token_id, labels with -100. The padding is a separate document in position_ids, seq_idx and
             cu_seq_lens, so that no other attends to it.
         overlong: what happens to examples, taken in order, that exceed max_seq_length or max_sequences_per_bin:
             ``"error"``;
@@ -55,7 +55,7 @@ class PaddingFreeCollator:
             ``"drop"``: an example that does not fit whole is dropped; later ones that fit are kept;
             ``"carry"``: the first examples that fit are kept. The caller puts the others,
             ``selection(features).carried``, at the front of the next batch;
-            ``"own"``: like carry, but a first example that is longer than max_seq_length is kept whole, alone in a
+            ``"own"``: like carry, but a first example that is longer than max_seq_length is kept whole, the only one in a
             longer row. Truncate and drop warn with the number of lost tokens.
         pad_token_id: see max_seq_length.
         max_sequences_per_bin: maximum number of examples in the row, or None.
@@ -63,18 +63,18 @@ class PaddingFreeCollator:
             padding behind them; the row is padded to a multiple of the second, or to the largest one in max_seq_length.
             ``packed_alignment(tp=, cp=, fp8=)`` gives both.
         token_fields: columns with a value for each token, of any shape behind it, such as ``"old_logps"``: returned as
-            ``[1, total, ...]``, int64 or float32, 0 where there is no token. ``"routed_experts"`` (of each layer) are
+            ``[1, total, ...]``, int64 or float32, 0 in slots without a token. ``"routed_experts"`` (of each layer) are
             int16 ``[1, total, layers, k]``, -1 there. ``"allowed_ids"``, a list of ids for each token, or all end to end
-            beside ``allowed_offsets``, become allowed_ids and allowed_offsets as token_logps takes them.
+            with ``allowed_offsets``, become allowed_ids and allowed_offsets as token_logps takes them.
         document_fields: columns with one number for each example, such as ``"advantage"``: float32
             ``[num_documents]``, 0 for the padding.
         image_fields: ``{name: axis}`` of columns of images, videos and sounds: the rows of all examples are joined along the
             axis. Those of docs/columns.md are known, along axis 0.
         rope_index: ``model.model.get_rope_index`` of a model whose positions have several axes. It is asked for those of
-            each example alone; position_ids are ``[4, 1, total]``, those of text in front. A model after
+            each example in a separate call; position_ids are ``[4, 1, total]``, text positions in front. A model after
             apply_packing_ops asks by itself, except where torch.compile makes one graph of it.
 
-    Called with a list of examples, dicts of ``input_ids`` and, in all of them or in none, ``labels`` (input_ids by
+    Called with a list of examples, dicts of ``input_ids`` and, in all of them or nowhere, ``labels`` (input_ids by
     default, not shifted), ``attention_mask`` (must be all 1: examples have no padding) and the columns of
     docs/columns.md: masks of what is trained on, documents within an example, images. Each is a list, array or tensor
     ``[length]`` or ``[1, length]``. The collator returns
@@ -84,7 +84,7 @@ class PaddingFreeCollator:
         cu_seq_lens_q, cu_seq_lens_k: one int32 tensor ``[num_documents + 1]``.
         max_length_q, max_length_k: longest document, an int.
         num_targets: labels that are not -100, an int, where the examples are on the CPU.
-        num_tokens: slots before the padding, an int, where there is padding; where document_multiple pads documents the
+        num_tokens: slots before the padding, an int, if there is padding; where document_multiple pads documents the
             tokens of each, int32 ``[num_documents]``.
 
     on the device of the examples.
@@ -374,7 +374,7 @@ class PaddingFreeCollator:
             given.pop("num_tokens", None)
         if self.return_flash_attn_kwargs:
             batch.update(given)
-        elif "num_tokens" in given:  # positions alone do not say that the last document is padding
+        elif "num_tokens" in given:  # positions do not say that the last document is padding
             batch["num_tokens"] = given["num_tokens"]
         if self.return_packed_metadata:
             batch["packed_metadata"] = metadata
@@ -385,7 +385,7 @@ class PaddingFreeCollator:
 class PaddingFreeDPOCollator(PaddingFreeCollator):
     """PaddingFreeCollator for preference pairs: examples with ``chosen_*``, ``rejected_*`` and optionally ``index``.
 
-    max_seq_length limits each side on its own. A pair without room on one side is left out of both, so that pairs stay
+    max_seq_length limits each side separately. A pair without room on one side is left out of both, so that pairs stay
     pairs. ``overlong="own"`` is the rule of open-instruct's loader: the first pairs that fit, at least one, whole.
     selection and count_within_token_budget give their number without collating. To batch a whole dataset, pass the
     lengths of both sides to pack_sequences or PackedBatchSampler.
@@ -404,7 +404,7 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
             segment_parents: int32 ``[num_segments]``.
             row_of_token: int64 ``[num_tokens]``: hidden states or logits of the row, indexed by it, are those of the
                 documents end to end.
-            sample_cu_seqlens: int32 ``[2 * num_pairs + 1]``, where each document lies in row_of_token and labels.
+            sample_cu_seqlens: int32 ``[2 * num_pairs + 1]``, where each document is in row_of_token and labels.
             labels: ``[1, num_tokens]``, of the documents and not of the row: keep them from the model, for the loss.
             prefix_tree: with return_packed_metadata the PrefixTree, which prefix_token_logps takes.
 

@@ -21,7 +21,7 @@ they were computed for, and are copied whole.
 A field with as many entries as there are rows is an error where it may be rows or boundaries:
 
 - a list of (start, end) pairs that ends at the last row, under another name;
-- boundaries that do not start at 0, have gaps, or are ends alone;
+- boundaries that do not start at 0, have gaps, or are only ends;
 - a tuple of tensors or lists.
 
 Every function takes two arguments that overrule these rules:
@@ -237,7 +237,7 @@ def empty_like_batch(
           "targets", else 0;
         - values per document: ``[0, ...]``, and empty lists;
         - cu_seqlens ``[0]``, ``max_length*`` and ``max_seqlen*`` 0, a PackedMetadata of no documents. In transformers'
-          own ``cu_seq_lens*`` and ``max_length*`` the padding is a document, as in PackedMetadata.to_transformers.
+          ``cu_seq_lens*`` and ``max_length*`` the padding is a document, as in PackedMetadata.to_transformers.
 
     Example:
         >>> row = {"input_ids": torch.tensor([[5, 6, 7]]), "cu_seq_lens_q": torch.tensor([0, 2, 3]), "max_length_q": 2}

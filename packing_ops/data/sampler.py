@@ -31,7 +31,7 @@ _BEFORE = {"row_multiple": 1}  # what states say that are older than the argumen
 class PackedBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for torch's DataLoader: the sequences of a batch fit into one packed row of ``capacity`` tokens.
 
-    Each epoch is shuffled and packed from the seed and the epoch number alone, so ranks agree without communication.
+    Each epoch is shuffled and packed only from the seed and the epoch number, so ranks agree without communication.
     Each sequence occurs once in an epoch. All ranks have the same number of batches, and all epochs, as transformers'
     Trainer takes it: it finds the epoch of a checkpoint from the number of its steps. Batches are sorted by cost before
     they are dealt to the ranks, so batch i costs nearly the same on each rank. Over a whole epoch ranks wait for each
@@ -54,10 +54,10 @@ class PackedBatchSampler(Sampler[list[int]]):
             first, a batch its sum rounded up to a multiple of the second.
         alignment: document_multiple by its earlier name.
         overlong: what is done with a sequence over the capacity: ``"error"``; ``"drop"``; ``"own"`` makes it a longer
-            batch alone; ``"truncate"`` counts it as cut, and the collator must cut it (not for pairs
+            batch of one sequence; ``"truncate"`` counts it as cut, and the collator must cut it (not for pairs
             and several budgets).
         max_sequences_per_bin: maximum number of sequences in a batch.
-        drop_last: False: where there are too few sequences for a multiple of dp_size batches, some ranks have an empty
+        drop_last: False: with too few sequences for a multiple of dp_size batches, some ranks have an empty
             batch ``[]`` in the last step, which they still have to run (see empty_like_batch). True: such a step is
             left out of the epoch.
 
@@ -192,7 +192,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         return {"epoch": self.epoch, "batches_done": done, **self._identity}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Make the next iteration yield the remaining batches of the epoch, in the same order; none if it was finished.
+        """Make the next iteration yield the remaining batches of the epoch, in the same order; no batch if it was finished.
 
         Raises:
             ValueError: the state of a sampler with other batches: another seed, capacity, dp_size, lengths, ...; names

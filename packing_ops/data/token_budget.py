@@ -78,7 +78,7 @@ def token_budget_microbatches(
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence, or a Python sequence.
         max_tokens: per micro-batch, a hard cap. Padding is not counted: micro-batches are meant to be packed.
         document_multiple, row_multiple: as pack_sequences: a sequence counts with its length rounded up to the first,
-            in ``cost`` too, a micro-batch with its sum rounded up to the second, in the cap alone.
+            in ``cost`` too, a micro-batch with its sum rounded up to the second, only in the cap.
         dp_size: number of data-parallel ranks; with ``sp_size`` the number of sequence groups.
         cost: what is balanced: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``: a * L + b * L**2 for a sequence of L
             tokens (a = 12 * hidden_size, b = 1 for a dense causal decoder; "flops" assumes hidden_size 4096).
@@ -89,11 +89,11 @@ def token_budget_microbatches(
 
     Returns:
         ``result[rank][step]``, a list of indices into ``lengths``, longest first. Each index occurs once; all ranks
-        have the same number of steps. Where there are too few sequences, each one is a micro-batch, and some ranks have
+        have the same number of steps. With too few sequences, each one is a micro-batch, and some ranks have
         an empty list in the last step. They must run that step too, since the other ranks wait for them: with
         empty_like_batch, or with any row whose loss_mask is 0. Without lengths there are no steps. With ``sp_size``
         there are ``dp_size * sp_size`` ranks. Group g has ``sp_size`` of them, from rank ``g * sp_size`` on. Shared
-        steps come first. With ``return_statistics`` (that, MicrobatchStatistics).
+        steps are first. With ``return_statistics`` (that, MicrobatchStatistics).
 
     Example:
         >>> token_budget_microbatches([820, 410, 520, 110, 250, 700, 50], 1024, dp_size=2)
@@ -103,7 +103,7 @@ def token_budget_microbatches(
         >>> token_budget_microbatches([600], 1024, dp_size=2)
         [[[0]], [[]]]
 
-        Two groups of two ranks; the document of 1900 tokens is shared by the first, that of 1500 by the second.
+        Two groups of two ranks; the document of 1900 tokens is shared by the first, the one of 1500 by the second.
 
         >>> ranks, statistics = token_budget_microbatches(
         ...     [1900, 410, 520, 1500, 900, 700], 1024, dp_size=2, sp_size=2, return_statistics=True
@@ -142,7 +142,7 @@ def token_budget_microbatches(
     of_groups = _dealt(lengths, long.nonzero()[:, 0], sp_size * max_tokens, dp_size, balance)
     of_ranks = _dealt(lengths, (~long).nonzero()[:, 0], max_tokens, dp_size * sp_size, balance)
     costs, shared = (per_token * lengths.double() + per_pair * lengths.double() ** 2).tolist(), len(of_groups[0])
-    if shared:  # the costliest alone to those whose group has the cheapest together
+    if shared:  # the costliest to those whose group has the cheapest together
         by_cost = sorted(range(len(of_ranks)), key=lambda rank: -_cost(costs, of_groups[rank // sp_size]))
         cheapest = dict(zip(by_cost, sorted(of_ranks, key=lambda steps: _cost(costs, steps)), strict=True))
         of_ranks = [cheapest[rank] for rank in range(len(of_ranks))]

@@ -1,1 +1,1 @@
-"""Gives a row the same bits whatever is in the batch beside it: the mode, the check, the table of a model's layers."""
+"""Gives a row the same bits whatever else is in the batch: the mode, the check, the table of a model's layers."""

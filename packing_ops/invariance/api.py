@@ -1,4 +1,4 @@
-"""The same bits, however a row is computed: a mode for one's own model, and a proof on its own layers."""
+"""The same bits, however a row is computed: a mode for a model, and a proof on its layers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,9 +16,9 @@ from packing_ops.invariance.refusals import is_compiled, reason_of, refusals
 
 
 class invariant:
-    """A mode in which a token's results have the same bits alone, in any pack and in any micro-batch.
+    """A mode in which a token's results have the same bits in any pack and in any micro-batch.
 
-    A context manager and a decorator, for the forward and the backward of one's own model. apply_packing_ops with
+    A context manager and a decorator, for the forward and the backward of your model. apply_packing_ops with
     ``invariant=True`` does the same for a transformers model until it is reverted, swaps its RMSNorm on a GPU, and runs
     the check. What the mode sets, for the process:
 
@@ -26,7 +26,7 @@ class invariant:
       ``torch.backends.cuda.cublaslt_workspace_size`` reads the size from the environment at its first product: there
       ``CUBLASLT_WORKSPACE_SIZE=1`` must be set before it, and entering the mode sets it where it is not too late.
     - torch.compile for CUDA: code that is compiled in the mode rounds as eager code does (``emulate_precision_casts``), and
-      from torch 2.13 on most sums over a row go by its size alone (``batch_invariant``). A function is compiled up to 64
+      from torch 2.13 on most sums over a row depend only on its size (``batch_invariant``). A function is compiled up to 64
       times (``recompile_limit``).
     - CPU: each product of the calling thread has 16 rows; more rows are split; products of float32 run in one thread.
     - token_logps, chunked_cross_entropy and token_kl: sums and products go by 4,096 entries of the vocabulary, whatever the
@@ -159,7 +159,7 @@ def check_invariance(
 ) -> Invariance:
     """Run a model on the same documents in many rows and compare the bits of every module's output, slot by slot.
 
-    Each document alone, several in other orders and company, and prefixes of the longest. A module that was given the
+    Each document in a row without others, several in other orders and company, and prefixes of the longest. A module that was given the
     same bits and gave others is named. Compiled layers run as they are, as part of the module around them. It shows
     what the model does as it is called here: within packing_ops.invariant() with the mode, elsewhere without. Equal bits on
     these rows are a proof by example, for this device and torch.

@@ -102,7 +102,7 @@ def recorded(model: torch.nn.Module, total: int) -> Iterator[Calls]:
 
 
 class Head:
-    """The embeddings and the head of a language model, as its own methods tell: what a run shows of them."""
+    """The embeddings and the head of a language model, as its methods return them, and what a run shows of them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.embeddings = _module(model, "get_input_embeddings")
@@ -228,7 +228,7 @@ class Comparison:
 
     def _compare_document(self, way: str, calls: Calls, start: int, document: int, length: int) -> None:
         blamed: set[str] = set()
-        # The children of a module first: what they break is not its own fault.
+        # The children of a module first: what they break is not the module's fault.
         for name in sorted(calls, key=lambda name: -name.count(".") - bool(name)):
             rows = length
             if length < len(self.documents[document]):

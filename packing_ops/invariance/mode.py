@@ -25,15 +25,15 @@ FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other
 ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are sum_in_any_order under torch.compile
 
 # Of torch._inductor.config, where it has them. emulate_precision_casts: elementwise code rounds as eager code does, without fused
-# multiply-adds, however a graph is cut into kernels. batch_invariant, from torch 2.13 on: most sums over a row go by its size alone.
+# multiply-adds, however a graph is cut into kernels. batch_invariant, from torch 2.13 on: most sums over a row depend only on its size.
 INDUCTOR = ("emulate_precision_casts", "batch_invariant")
-# Of one function, that torch allows in the mode, at least. Past its limit of 8 a function runs eagerly, with other bits. That of a
+# Of one function, that torch allows in the mode, at least. Past its limit of 8 a function runs eagerly, with other bits. The limit of a
 # layer is compiled for the first layer and the others, each with and without gradients, for one size, for dynamic sizes and for
 # one token.
 COMPILATIONS = 64
 
 OfCompiler = tuple[dict[str, bool], int]  # of torch._inductor.config, and torch._dynamo.config.recompile_limit
-Before = tuple[Any, int | None, OfCompiler] | None  # torch's settings before the mode; None where it sets none
+Before = tuple[Any, int | None, OfCompiler] | None  # torch's settings before the mode; None if it sets nothing
 # {holder: (the settings before the mode, what ends it when the holder goes)}
 _holders: "weakref.WeakKeyDictionary[object, tuple[Before, Callable[[], object]]]" = weakref.WeakKeyDictionary()
 
@@ -132,7 +132,7 @@ def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
     and the sum of all as integers of up to 62 bits in units of it. torch.compile picks an order by the number of rows.
 
     A term is rounded once to the dtype, and by less than ``2**-46`` of the largest in rows of up to 65,536. inf, -inf and NaN
-    come out as from any sum.
+    are as in any sum.
     """
     bits = 62 - (int(x.shape[-1]) - 1).bit_length()  # a number in a trace of other sizes too
     highest, lowest = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
@@ -176,7 +176,7 @@ class _RmsNorm(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-# --- products: rows of zeros beside few, and on the CPU blocks of rows ---
+# --- products: rows of zeros next to few, and on the CPU blocks of rows ---
 
 _Result = TypeVar("_Result")
 
@@ -215,7 +215,7 @@ def at_once(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *o
 def by_blocks(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *others: torch.Tensor) -> list[_Result]:
     """Return the product of each block of ROWS rows of the tensors, and of all of the others; float32 in one thread.
 
-    The tensors' rows are a multiple of ROWS. MKL splits a float32 product of few rows among many threads by where a row stands.
+    The tensors' rows are a multiple of ROWS. MKL splits a float32 product of few rows among many threads by the row's position.
     """
     with _one_thread() if tensors[0].element_size() > 2 else contextlib.nullcontext():
         return [product(*blocks, *others) for blocks in zip(*(each.split(ROWS) for each in tensors), strict=True)]
@@ -302,7 +302,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     bias = None if bias is None else bias.expand(weight.shape[0])
     rows, weight, bias = as_autocast(x.reshape(-1, x.shape[-1]), weight, bias)  # all leading dims are rows
     (count, size), columns = rows.shape, weight.shape[0]
-    # MKL has other kernels for some rows of a block where there are few columns, or an odd number of terms. Columns too: they
+    # MKL has other kernels for some rows of a block with few columns, or an odd number of terms. Columns too: they
     # are the terms of the gradient of x.
     multiple = ROWS if rows.element_size() > 2 else PAIR
     if size % multiple or columns % multiple:

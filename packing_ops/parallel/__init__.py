@@ -1,8 +1,8 @@
-"""Attention over packed rows that lie on several ranks of a torch.distributed group.
+"""Attention over packed rows that are spread over several ranks of a torch.distributed group.
 
 sharding.py     A packed row over the ranks, and back; the loss over all ranks' targets.
 ulysses.py      All-to-all to whole documents with a part of the heads: the bits of one GPU.
-gathered.py     Queries stay, the keys that they need come: any number of heads. key_layout.py says which keys.
+gathered.py     Queries stay, the keys that they need are sent: any number of heads. key_layout.py says which keys.
 overlap.py      How many parts the heads travel in, and whether received keys are kept.
 choose.py       Both as functions, and which of the two, by heads and ranks, and why.
 plan.py         Which documents of a step go over which ranks.

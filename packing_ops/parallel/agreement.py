@@ -1,7 +1,7 @@
 """Under PACKING_OPS_CHECK: whether all ranks of a group call the same attention over the same documents.
 
-Ranks that differ hang, or exchange rows of different heads and keys. The check is a collective of its own, so all ranks
-make it or none does: the environment decides, not what one rank has called before.
+Ranks that differ hang, or exchange rows of different heads and keys. The check is an extra collective, so all ranks
+make it or no rank does: the environment decides, not what one rank has called before.
 """
 
 import sys
@@ -47,13 +47,13 @@ def check_agreement(
     """Raise ValueError on every rank, under PACKING_OPS_CHECK, if one has other options, heads, dtypes, rows or
     documents.
 
-    It names what differs. It comes before the checks of one rank's own arguments: a rank that raises alone leaves the
+    It names what differs. It precedes the checks of one rank's arguments: a rank that raises without the others leaves the
     others waiting. It waits for the GPU.
 
     Args:
         attention: the function that is called, one of _WORDS.
         q, k, v: ``[rows, num_heads, head_dim]`` of this rank.
-        documents: of the whole row; None where each rank is given its own. Its visible_end is compared too.
+        documents: of the whole row; None where each rank is given a part. Its visible_end is compared too.
         keep_keys: of gathered attention.
     """
     if torch.compiler.is_compiling() or not checks_each_call() or is_captured(q):
@@ -81,7 +81,7 @@ def check_agreement(
     of_ranks = start_all_gather(sent[None], group)().tolist()
     for index, name in enumerate(numbers):
         for rank, found in enumerate(of_ranks):
-            if repr(found[index]) != repr(of_ranks[0][index]):  # repr: NaN stands for None
+            if repr(found[index]) != repr(of_ranks[0][index]):  # repr: NaN encodes None
                 first, other = (_in_words(name, each[index]) for each in (of_ranks[0], found))
                 raise ValueError(
                     f"{name}: expected {first} on all {len(of_ranks)} ranks as on rank 0, got {other} on rank {rank} "

@@ -47,7 +47,7 @@ def ulysses_attention(
 
     Returns:
         out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``. With num_kv_heads of at
-        least the ranks they have the bits of varlen_attention over the whole row, and so have the gradients. That of
+        least the ranks they have the bits of varlen_attention over the whole row, and so have the gradients. The gradient of
         sinks is of this rank's heads over all rows, 0 for the others: its sum over the ranks is the whole one.
 
     Example:
@@ -103,7 +103,7 @@ def gathered_attention(
 
     Returns:
         out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``; slots of no document
-        have 0 and -inf. The gradient of sinks is of this rank's queries alone, as that of any parameter. Deterministic;
+        have 0 and -inf. The gradient of sinks is of this rank's queries only, as that of any parameter. Deterministic;
         in low precision not the bits of one GPU, since keys are summed over rank after rank (in float32).
 
     Example:

@@ -25,11 +25,11 @@ _of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups of 
 
 planned: list[
     dist.ProcessGroup
-] = []  # of StepPlan.group_for, the innermost last; for all threads, as backward has its own
+] = []  # of StepPlan.group_for, the innermost last; for all threads, as backward runs in another one
 
 
 def _after_fork() -> None:
-    # torch has no public list of all groups. Without this one a collective of such a group waits, as torch's own does.
+    # torch has no public list of all groups. Without this one a collective of such a group waits, as torch's does.
     _of_parent.update(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
 
 
@@ -49,7 +49,7 @@ def check_process(group: dist.ProcessGroup) -> None:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """Return a process group: the one given, that of a DeviceMesh of one dimension, for None that of all processes,
+    """Return a process group: the given one, the one of a DeviceMesh of one dimension, for None the one of all processes,
     or of the plan.
     """
     if group is None and planned:

@@ -1,4 +1,4 @@
-"""Attention over a group by keys: queries stay, the keys and values that a rank's documents need come from the others.
+"""Attention over a group by keys: queries stay, the keys and values that a rank's documents need are sent by the others.
 
 A varlen call runs over this rank's queries and the keys received (key_layout.py), or one for each part of the heads
 (overlap.py). Backward receives the keys again unless they were kept, and their gradients go back to be summed at their rank,
@@ -14,7 +14,7 @@ into a rank and F flops/s:
     (n-1)*6000/L: 64% for n = 8 and the same L. In p parts, attention waits for one p-th of it in front, and backward for one
     p-th of the gradients at its end.
     A layer holds 2*G*D*e*T bytes of received keys and values while it runs, 268 MB for 8 heads of 128 at 65,536 tokens,
-    and (2n+1)/(2n) times that of them in document order, which is what is kept.
+    and (2n+1)/(2n) times the memory of them in document order, which is what is kept.
     Where documents are shorter than a rank's part of a contiguous row, a rank receives the keys of one document at most.
 A ring moves the same bytes, one neighbour's keys at a time, each hidden behind the attention over the last ones; it pays
 with n calls of the kernel, of 1/n the work each, and with merging their outputs. It pays where the share above is no
@@ -271,7 +271,7 @@ def _start_gradients_in_order(
         found = [each[lower : lower + own] for each in gradients]
         if own < rows:
             found = [F.pad(each, (0, 0, 0, 0, 0, rows - own)) for each in found]
-        for total, each in zip(found, under_way, strict=False):  # none are under way where no rank has any
+        for total, each in zip(found, under_way, strict=False):  # nothing is under way if no rank has any
             _with_others(total, each().split(send), exchange)
         return found
 

@@ -26,7 +26,7 @@ class Exchange:
     """Which of a rank's rows go where, where not every rank gets all of them.
 
     index: int64, this rank's rows for rank 0, for rank 1, ..
-    send, receive: how many rows go to each rank, and come from it.
+    send, receive: how many rows go to each rank, and are received from it.
     shared: int64, this rank's rows that others get.
     shared_index: int64, which of ``shared`` each row of ``index`` is, but for those that stay here.
     to_others: ``index`` but for the rows that stay here, where the call's keys are the rows of the ranks in their order,
@@ -48,7 +48,7 @@ class KeyLayout:
 
     cu_seqlens_q, cu_seqlens_k: int32, of the rows of q and of the keys that they attend to.
     key_index: int64, the received row of each key of the call.
-    key_positions: int64 ``[1 or 2, received rows]``, where a received key stands in the call, and where again; the last
+    key_positions: int64 ``[1 or 2, received rows]``, where a received key is in the call, and where again; the last
         key of the call, which no document contains, where it does not.
     received: how many rows of others the rank that needs most receives: the same number on every rank.
     exchange: which rows go to which rank; None where every rank gets all of them.
@@ -64,7 +64,7 @@ class KeyLayout:
 
 @dataclass
 class RowSpans:
-    """A row whose documents lie over ranks: what every layout of it is made from.
+    """A row whose documents are spread over ranks: what every layout of it is made from.
 
     starts: int64 ``[num_documents + 1]``, the first slot of each document; the last one is the row's padding.
     lengths: int64 ``[num_documents]``, tokens of each document, at most its slots.
@@ -178,7 +178,7 @@ def needed_rows(spans: RowSpans, key_first: torch.Tensor, key_last: torch.Tensor
 class _Counts(NamedTuple):
     """What the sizes of a layout depend on.
 
-    from_to: rows that go from each rank to each, its own among them.
+    from_to: rows that go from each rank to each, itself included.
     keys: of this rank's call.
     shared: rows of this rank that others get.
     in_order: the keys of a call are the rows of the ranks in their order, of each its first ones.

@@ -12,7 +12,7 @@ MOST_PARTS = 4
 # Of a part: a link moves them in 28 us (at 300 GB/s), about what one more collective and kernel call cost.
 LEAST_BYTES = 8 << 20
 # Parts of out are put together by one more copy of it. Memory is some thirteen times as fast as a link and a copy reads
-# and writes, so that hiding three quarters of what comes pays from a fifth of out's bytes on.
+# and writes, so that hiding three quarters of what is received pays from a fifth of out's bytes on.
 LEAST_SHARE = 0.2
 
 

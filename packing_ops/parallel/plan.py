@@ -14,14 +14,14 @@ from packing_ops.data.token_budget import token_budget_microbatches
 from packing_ops.packing import Cost, cost_coefficients, lengths_tensor
 from packing_ops.parallel import collectives
 
-ROW = 2048  # tokens that a row costs beside its own: collectives of the parameters, launches, short products
+ROW = 2048  # tokens that a row costs in addition: collectives of the parameters, launches, short products
 SENT = 0.07  # of the cost by tokens: what a token costs more on several ranks, by Ulysses attention in a model of 8B
 
 
 class Share(NamedTuple):
     """What a rank runs in one step of a plan.
 
-    documents: indices into lengths, those of one packed row; none where the rank runs an empty one beside the others.
+    documents: indices into lengths, those of one packed row; empty if the rank runs an empty row while the others run theirs.
     first, size: of the group that shares the row, ranks ``first`` to ``first + size - 1``.
     """
 
@@ -93,7 +93,7 @@ def plan_step(
 ) -> StepPlan:
     """Return which documents each rank runs in a step, and over which ranks each document of more than max_tokens goes.
 
-    Groups have a power of two of neighbouring ranks, at least as many as hold the document. Beside a long document other
+    Groups have a power of two of neighbouring ranks, at least as many as hold the document. With a long document other
     groups run others, and single ranks rows of short ones. Larger groups leave fewer ranks waiting, smaller ones send less
     and have longer rows: of both the plan takes what costs least.
 
@@ -101,7 +101,7 @@ def plan_step(
         lengths: int32 or int64 ``[num_documents]``, or a Python sequence.
         ranks: a power of two.
         max_tokens: of a rank's part of a row.
-        cost: of a document, as token_budget_microbatches takes it. Beside it a row costs what 2,048 tokens do, and tokens
+        cost: of a document, as token_budget_microbatches takes it. A row also costs what 2,048 tokens do, and tokens
             that are shared cost 7% more.
 
     Example:
@@ -134,7 +134,7 @@ def plan_step(
     costs = _Costs(found, max_tokens, cost, *cost_coefficients(cost, "cost"))
     needed = [_ranks_for(length, max_tokens) for length in found]
     powers = [1 << i for i in range(most.bit_length())]
-    # Sizes of groups: times what a document needs, but for short ones, and at least so many
+    # Sizes of groups: times what a document needs, except short ones, and the least size
     tried = {tuple(min(most, max(n * times if n > 1 else 1, least)) for n in needed): least
              for times in powers for least in powers}  # fmt: skip
     layouts = [_laid_out(costs, sizes, least, ranks, more) for sizes, least in tried.items() for more in (1.0, 1.25)]

@@ -68,10 +68,10 @@ def shard_packed(
     Labels are shifted before the split, so that no target is lost where ranks meet.
 
     Args:
-        batch: tensors of one packed row, ``[total]``, ``[1, total]`` or ``[1, total, ...]``, and where its documents lie: a
+        batch: tensors of one packed row, ``[total]``, ``[1, total]`` or ``[1, total, ...]``, and where its documents are: a
             PackedMetadata under any name, or ``cu_seq_lens_q`` as in transformers (or ``cu_seqlens``), or ``position_ids``
             that restart with each document (which synchronises on CUDA). Of a prefix tree (PackedMetadata, or
-            ``segment_parents`` beside ``cu_seq_lens_q``) without labels: unshard gives prefix_token_logps the whole row.
+            ``segment_parents`` with ``cu_seq_lens_q``) without labels: unshard gives prefix_token_logps the whole row.
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
         scheme: ``"contiguous"``: rank r holds the r-th part of the row; for ulysses_attention, and for documents shorter
             than a part. ``"zigzag"``: two chunks of every document, one from either end; for gathered_attention under a
@@ -82,7 +82,7 @@ def shard_packed(
         The batch with each tensor of the row cut to ``[rows]``, ``[1, rows]`` or ``[1, rows, ...]``, where ``rows`` is
         ``ceil(total / ranks)``. ``labels`` become next-token targets, also under ``shift_labels``, so that models of
         transformers do not shift them again; a batch with ``shift_labels`` keeps those. ``position_ids`` are made where
-        there are none: counted from the document's start. The arguments that say where documents are stay those of the
+        they are missing: counted from the document's start. The arguments that say where documents are stay as they are for the
         whole row: PackedMetadata under its name with the padded total, or under ``metadata``; ``cu_seq_lens_q`` and the
         like. Everything else is passed on.
 
@@ -172,7 +172,7 @@ def shard_indices(
         documents: PackedMetadata of the row, or its cu_seqlens, int32 ``[num_documents + 1]``.
         ranks, rank: of the group.
         scheme: as shard_packed.
-        total: slots of the row, a multiple of ``ranks``; without it that of the PackedMetadata.
+        total: slots of the row, a multiple of ``ranks``; by default the PackedMetadata's.
 
     Returns:
         int64 ``[total / ranks]``, on the device of the documents. No synchronisation.
@@ -261,7 +261,7 @@ def count_targets(shift_labels: torch.Tensor, group: Group | None = None, *, ign
     """Count the targets of all ranks of the group: the divisor of the loss. Every rank of the group calls it.
 
     Args:
-        shift_labels: any shape, of this rank: next-token targets, ``ignore_index`` for none.
+        shift_labels: any shape, of this rank: next-token targets, ``ignore_index`` for no target.
         group: those that hold other rows: the ranks of all sequence groups, or of this one.
 
     Returns:

@@ -2,7 +2,7 @@
 
 Jacobs et al., DeepSpeed Ulysses (2023). A rank with ``rows`` slots of the row gets all ``ranks * rows`` slots of
 ``num_heads / ranks`` heads, calls varlen_attention over the whole row, and sends the rows of others back. Every head is
-computed as on one GPU, in the same order: out and gradients have the same bits. The heads of a rank come and go in parts
+computed as on one GPU, in the same order: out and gradients have the same bits. The heads of a rank are received and sent in parts
 (overlap.py).
 
 A rank receives, for n ranks, H heads over G key heads of dimension D and e bytes an element,
@@ -74,7 +74,7 @@ def attend_by_heads(
             paths = found if isinstance(found, PrefixPaths) else None
     heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
     parts = 1 if torch.compiler.is_compiling() else ulysses_parts(ranks, rows, heads, q.element_size())
-    # Tensors come beside the options: autograd and torch.compile see the arguments of apply alone.
+    # Tensors are passed next to the options: autograd and torch.compile see only the arguments of apply.
     tensors = options.sinks, cu_seqlens, options.visible_end, paths, order
     try:
         without = options._replace(sinks=None, visible_end=None)
@@ -120,7 +120,7 @@ def _order(cu_seqlens: torch.Tensor, rows: int, ranks: int, documents: PackedMet
 
 class _Attention(torch.autograd.Function):
     """All parts of the heads (overlap.py) set out at once, and what attention gives of a part goes back as it is there:
-    attention over one part runs while the next comes and the last one leaves."""
+    attention over one part runs while the next is received and the last one sent."""
 
     @staticmethod
     def forward(
@@ -169,7 +169,7 @@ class _Attention(torch.autograd.Function):
         size, group, order = ctx.group.size(), ctx.group, ctx.order
         keys = cu_seqlens if ctx.paths is None else ctx.paths
         parts, rows, heads = len(saved) // 5, len(saved[0]) // ctx.group.size(), ctx.num_heads[0]
-        # Every rank sends the same tensors, also those that its own loss does not use.
+        # Every rank sends the same tensors, also those that its loss does not use.
         shapes = (rows, heads, saved[3].shape[2]), (rows, heads)
         given = [
             like.new_zeros(shape) if each is None else each

@@ -1,4 +1,4 @@
-"""Oracle of packing_ops.attention: every document on its own, every score in memory, gradients by autograd."""
+"""Oracle of packing_ops.attention: each document separately, every score in memory, gradients by autograd."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Oracle of packing_ops.conv: torch's own convolution, document by document."""
+"""Oracle of packing_ops.conv: torch's convolution, document by document."""
 
 import itertools
 

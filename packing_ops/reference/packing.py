@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from packing_ops.reference.packing_balance import MOST_SWAPPED, Piece, deal, even
 
 COSTS = {None: (1.0, 0.0), "tokens": (1.0, 0.0), "flops": (12.0 * 4096, 1.0)}
-STEPS = 65536  # costs are compared to one part in STEPS of what the costliest bin comes to
+STEPS = 65536  # costs are compared to one part in STEPS of the costliest bin's cost
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Oracles of packing_ops.segments, beside those of boundaries."""
+"""Oracles of packing_ops.segments, next to those of boundaries."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What packing would save on a user's own data (``python -m packing_ops report``), and what is installed (``info``).
+"""What packing would save on a user's data (``python -m packing_ops report``), and what is installed (``info``).
 
 readers.py      JSON lines and arrays, Parquet, saved datasets -> records (json_array.py)
 examples.py     a record -> the texts or tokens of its documents, or why it cannot be read (chats.py)
@@ -43,7 +43,7 @@ def make_report(
             ``conversations`` (ShareGPT), ``chosen`` and ``rejected`` (two documents), ``prompt`` and ``completion``,
             ``instruction`` and ``output`` (Alpaca), ``text``.
         tokenizer: ``"bytes"``, or the folder of a tokenizer that transformers loads, or a model's name, whose tokenizer
-            comes from the Hugging Face Hub. Its chat template is given the
+            is loaded from the Hugging Face Hub. Its chat template is given the
             ``tools`` and ``chat_template_kwargs`` of an example.
         columns: names of the file's columns where they differ from these: ``{"prompt": "question"}``.
         capacity: tokens of a packed row.
@@ -52,8 +52,8 @@ def make_report(
         overlong: what to do with documents over the capacity, as in pack_sequences.
         hidden_size: of the model whose FLOPs are estimated.
         prefix_trees: also compare the documents' tokens: what they share from the first one on, computed once.
-        group_by: the same among examples with the same value in this column alone (a prompt, its id).
-        buffer: also the rows of a PackedStream, in which so many examples wait.
+        group_by: the same among examples with the same value in this column (a prompt, its id).
+        buffer: also the rows of a PackedStream, in which that many examples wait.
 
     Returns:
         dict with ``settings``, ``examples`` (how many were read, and their documents), ``in_bytes`` (documents whose

@@ -31,7 +31,7 @@ class Corpus:
     """Lengths of documents in the order of the files, and ``{kind: {"count", "where"}}`` of examples with problems.
 
     Attributes:
-        lengths: int64 ``[num_documents]``, tokens, none of them 0.
+        lengths: int64 ``[num_documents]``, tokens, each at least 1.
         num_read: examples in the files, the unreadable ones and those without tokens among them.
         num_bytes: documents whose length is in bytes.
         unreadable: examples that are in no length: corrupt, missing keys, wrong type, images and other parts,
@@ -63,7 +63,7 @@ def read_corpus(
 
     Args:
         files, tokenizer, columns: as make_report.
-        keep_ids: keep the tokens, not their number alone.
+        keep_ids: keep the tokens, not only their number.
         group_by: a column of any values, which every example must have.
 
     Raises:

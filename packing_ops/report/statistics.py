@@ -104,7 +104,7 @@ def layouts(
     def rows_for_ranks(strategy: Strategy, **options: Any) -> po.Packing:
         try:
             return pack(strategy, bins_multiple_of=dp, **options)
-        except ValueError:  # too few documents for a row on every rank: some ranks have none in the last step
+        except ValueError:  # too few documents for a row on every rank: some ranks have no row in the last step
             return pack(strategy, **options)
 
     in_order = pack("next_fit")  # keeps the order of arrival

@@ -93,7 +93,7 @@ def _pretrained(source: str, keep_ids: bool) -> Counter:
             if example.ids is not None:
                 counts[i] = example.ids.tolist() if keep_ids else len(example.ids)
             elif not any(example.texts):
-                continue  # special tokens alone are no example
+                continue  # only special tokens are no example
             elif not (example.messages and tokenizer.chat_template):
                 plain[i] = "".join(example.texts)
             elif isinstance(text := templated(example), Unreadable):
