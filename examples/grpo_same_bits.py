@@ -161,15 +161,25 @@ def train(arguments: argparse.Namespace, mode: bool) -> list[dict]:
 
 
 def save_picture(path: Path, measured: dict[str, list[dict]]) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for title, steps in measured.items():
+    """Draws by step how many log-probs differ and by how much; the titles say it of all steps."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    shares, largest = [], []
+    for (title, steps), color, marker in zip(measured.items(), ("#D55E00", "#0072B2"), "os", strict=True):
         share = [100 * step["not_0"] / step["tokens"] for step in steps]
         for axis, values in zip(axes, (share, [step["largest"] for step in steps]), strict=True):
-            axis.plot(values, marker=".", label=title)
-    for axis, name in zip(axes, ("% of tokens that differ", "largest |rollout - trainer| of log-probs"), strict=True):
-        axis.set(title=name, xlabel="step", ylim=(0, None))
+            axis.plot(values, marker=marker, color=color, label=title)
+        shares.append(100 * sum(step["not_0"] for step in steps) / sum(step["tokens"] for step in steps))
+        largest.append(max(step["largest"] for step in steps))
+    axes[0].set_title(
+        f"{shares[0]:.0f}% of rollout log-probs differ from the trainer's;\nwith invariant=True {shares[1]:.0f}%"
+    )
+    axes[1].set_title(f"They differ by up to {largest[0]:.2g};\nwith invariant=True by {largest[1]:.2g}")
+    for axis, name in zip(axes, ("% of tokens that differ", "largest difference of a step"), strict=True):
+        axis.set_xlabel("step", fontsize=11)
+        axis.set_ylabel(name, fontsize=11)
+        axis.set_ylim(0, None)
         axis.xaxis.get_major_locator().set_params(integer=True)
-    axes[0].legend()
+    axes[0].legend(fontsize=11)
     figure.savefig(path, dpi=120)
 
 

@@ -162,10 +162,13 @@ def save_picture(path: Path, samples: Samples) -> None:
             above[segment] |= above[parent]
     rows = torch.arange(0, end, max(end // 400, 1))
     seen = above[segment_of[rows][:, None], segment_of[rows][None]] & (rows[None] <= rows[:, None])
-    figure, axis = plt.subplots(figsize=(5, 4.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(5.4, 5), layout="constrained")
     axis.imshow(seen, cmap="Blues", extent=(0, end, end, 0), vmin=-0.2, vmax=1.4)
-    answers = f"{segments - 1} answers of one prompt: {end:,} rows for {int(tree.copies[:end].sum()):,} tokens"
-    axis.set(title=answers, xlabel="row that is seen", ylabel="row that sees")
+    tokens = int(tree.copies[:end].sum())
+    axis.set_title(
+        f"{segments - 1} answers to one prompt:\n{end:,} rows instead of {tokens:,}, {tokens / end:.1f} times fewer"
+    )
+    axis.set(xlabel="row that is seen", ylabel="row that sees")
     figure.savefig(path, dpi=120)
 
 

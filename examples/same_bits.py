@@ -43,6 +43,7 @@ from packing_ops.integrations.transformers import apply_packing_ops, revert_pack
 
 PROMPTS, PROMPT = 4, 2  # how many, and their length
 LONGEST = {"cpu": 60, "cuda": 600}  # response
+COLORS = ("#D55E00", "#0072B2")  # without the mode, with it
 SIZES = {
     "cpu": {"vocab_size": 5000, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16},
     "cuda": {
@@ -115,15 +116,23 @@ def ratios(model: torch.nn.Module, samples: list[torch.Tensor]) -> dict[str, tor
     return found
 
 
-def save_picture(path: Path, measured: dict[str, dict[str, torch.Tensor]]) -> None:
-    figure, axes = plt.subplots(1, len(measured), figsize=(10, 3.6), sharey=True, layout="constrained")
-    for axis, (title, by_layout) in zip(axes, measured.items(), strict=True):
-        for name, ratio in by_layout.items():
-            off = (ratio.double() - 1).abs().sort(descending=True).values
-            axis.plot(off, label=f"{name}: {int((off > 0).sum())} of {len(off)}")
-        axis.set(title=title, xlabel="response tokens, the largest first", xlim=(0, None), ylim=(0, None))
-        axis.legend(title="tokens whose ratio is not 1", fontsize="small")
-    axes[0].set_ylabel("|ratio - 1| before the first step")
+def save_picture(path: Path, results: dict[str, dict[str, dict]]) -> None:
+    """Bars of how many ratios are not 1, by layout, with the mode and without."""
+    figure, axis = plt.subplots(figsize=(8, 3.4), layout="constrained")
+    for place, (title, by_layout) in enumerate(results.items()):
+        y = [i + 0.38 * place for i in range(len(by_layout))]
+        bars = axis.barh(y, [each["not_1"] for each in by_layout.values()], 0.36, label=title, color=COLORS[place])
+        axis.bar_label(bars, padding=3, fontsize=11)
+        axis.set_yticks([i + 0.19 for i in range(len(by_layout))], list(by_layout), fontsize=11)
+    without, within = (max(each["not_1"] for each in by_layout.values()) for by_layout in results.values())
+    tokens = max(each["tokens"] for each in by_layout.values())
+    figure.suptitle(
+        f"In a first GRPO step up to {without} of {tokens} ratios are not 1; in the mode {within}", fontsize=12
+    )
+    axis.margins(x=0.1)
+    axis.invert_yaxis()
+    axis.set_xlabel(f"ratios that are not 1, of {tokens}", fontsize=11)
+    axis.legend(fontsize=11)
     figure.savefig(path, dpi=120)
 
 
@@ -152,7 +161,7 @@ def main() -> None:
         for title, by_layout in measured.items()
     }
     save_results(arguments.out / f"same_bits_{arguments.device}.json", results, arguments.device)
-    save_picture(arguments.out / f"same_bits_{arguments.device}.png", measured)
+    save_picture(arguments.out / f"same_bits_{arguments.device}.png", results)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,11 @@ def _draw_lengths(axis: Axes, report: dict[str, Any]) -> None:
     buckets, capacity = report["lengths"]["histogram"], report["settings"]["capacity"]
     edges = [bucket["from"] for bucket in buckets]
     counts = [bucket["documents"] for bucket in buckets]
-    axis.bar(edges, counts, width=edges, align="edge", color="tab:green", ec="white")
+    axis.bar(edges, counts, width=edges, align="edge", color="#009E73", ec="white")
     axis.axvline(capacity, color="black", linewidth=1, label=f"capacity {capacity:,}")
     axis.set_xscale("log", base=2)
-    axis.set_title(f"How long are the {report['examples']['documents']:,} documents?", fontsize=10)
+    documents, median = report["examples"]["documents"], report["lengths"].get("p50", 0)
+    axis.set_title(f"{documents:,} documents, half of them up to {median:,} long", fontsize=10)
     axis.set(xlabel=length_label(report), ylabel="documents")
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.yaxis.set_major_formatter("{x:,.0f}")
@@ -51,14 +52,17 @@ def _draw_slots(axis: Axes, report: dict[str, Any]) -> None:
     layouts, y = report["layouts"].values(), range(len(names))
     tokens = [layout["slots"] * layout["fill"] for layout in layouts]
     padding = [layout["slots"] - real for layout, real in zip(layouts, tokens, strict=True)]
-    axis.barh(y, tokens, color="tab:blue", label=unit_of(report))
+    axis.barh(y, tokens, color="#0072B2", label=unit_of(report))
     bars = axis.barh(y, padding, left=tokens, color="lightgray", label="padding")
     axis.bar_label(bars, [_label(layout) for layout in layouts], padding=3, fontsize=8)
     axis.set_yticks(y, names, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.5 * max(layout["slots"] for layout in layouts))  # room for the labels at the ends of the bars
     axis.xaxis.set_major_formatter(EngFormatter())
-    axis.set_title("How much of an epoch is padding?", fontsize=10)
+    waste = [1 - layout["fill"] for layout in layouts]
+    packed = [share for name, share in zip(names, waste, strict=True) if name.startswith("packed")]
+    best = f", {min(packed):.1%} in packed rows" if packed else ""
+    axis.set_title(f"Padding is {waste[0]:.0%} of a padded epoch{best}", fontsize=10)
     dp = report["settings"]["dp"]
     where = f" on {dp} ranks" if dp > 1 else ""
     axis.set_xlabel(f"slots; times as fast as the first{where}, estimated", fontsize=9)

@@ -42,6 +42,38 @@ def test_the_fastest_other_is_the_one_compared_with_also_where_it_wins():
     assert render_pictures._counts([wins, loses]) == "2 cases: ahead in 1, behind in 1"
 
 
+def test_a_plain_loop_is_not_drawn_and_a_mask_only_where_no_peer_is():
+    rows = [
+        *rows_of("loop", **{"padded loop in torch": 14209}),
+        *rows_of("mask", **{"torch SDPA block mask": 35}),
+        *rows_of("both", **{"torch SDPA block mask": 35, "eager": 2}),
+    ]
+    drawn = {case.op: case.speeds for case in render_pictures.comparisons(rows)}
+    assert drawn == {"mask": {"torch SDPA block mask": 35}, "both": {"eager": 2}}
+
+
+def test_a_title_says_the_finding_and_a_label_ends_in_no_comma():
+    cases = render_pictures.comparisons([*rows_of("op, forward and backward,", eager=2), *rows_of("b", eager=0.5)])
+    title = render_pictures.title_of("attention_cuda", "NVIDIA H100 80GB HBM3", cases)
+    assert title == "Attention on H100 80GB: 0.50 to 2.00 times the speed of the fastest other"
+    common = ["T=8", "float32"]
+    assert render_pictures.label_of(cases[0], common, with_op=True) == "op, fwd + bwd"
+    case = cases[0]._replace(shape="long16k: T=65536 docs=4 heads=32/8 D=128 float32")
+    assert render_pictures.label_of(case, ["float32"], with_op=False) == "long16k, heads=32/8 D=128"
+
+
+def test_one_device_a_picture(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(render_pictures, "_draw", lambda axis, cases, styles: seen.extend(case.op for case in cases))
+    rows = [
+        *rows_of("a", eager=2),
+        *rows_of("b", eager=2),
+        *({**row, "device": "other"} for row in rows_of("c", eager=2)),
+    ]
+    assert render_pictures.picture(rows, tmp_path / "a_cuda.png")
+    assert seen == ["a", "b"]
+
+
 def test_nobody_else_no_picture(tmp_path):
     assert not render_pictures.picture(rows_of("alone", copy=0.9), tmp_path / "a_cpu.png")
     assert not (tmp_path / "a_cpu.png").exists()
