@@ -8,6 +8,7 @@ import torch
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import (
+    alone,
     as_tensor,
     at_least,
     check_real,
@@ -26,13 +27,14 @@ def trim_padding(
     side: Literal["right", "left", "both"] = "right",
     min_length: int = 1,
     multiple_of: int = 1,
+    own: bool = False,
 ) -> Mapping[str, object]:
-    """Return a batch without the columns that are padding in every row. The mask says what is padding; token ids are
-    not read.
+    """Return the batch without the columns that are padding in every row, by the mask alone: token ids are not read.
 
-    ``torch.ops.packing_ops.trim_padding_range`` finds the columns to keep, and reads only the mask; on CUDA it
-    synchronises once. The values are sliced by torch: views of the batch, through which gradients flow, nothing is
-    copied. Meant for the CPU, before the batch goes to the device.
+    ``torch.ops.packing_ops.trim_padding_range`` finds the columns to keep; on CUDA it synchronises once. The values are
+    sliced by torch: views of the batch, through which gradients flow, nothing is copied. A view keeps the padded memory
+    alive, which matters where batches wait in a queue or are pickled: ``own=True`` copies what is kept. Meant for the CPU,
+    before the batch goes to the device.
 
     Args:
         batch: name to value. Tensors and arrays of two dimensions or more are ``[batch, seqlen, ...]`` and are trimmed;
@@ -41,16 +43,22 @@ def trim_padding(
         side: the side to trim, "right", "left" or "both".
         min_length: minimum number of columns to keep.
         multiple_of: round the number of columns up to a multiple of this, at most to the columns of the batch.
+        own: every tensor and array of the result has memory that holds it alone: a copy where it is a part of more, of
+            the padded batch or of what ``batch`` has views of. Without ``batch`` nothing holds that memory any longer.
+            Gradients flow through copies too; a copy is not in pinned memory.
 
     Returns:
-        A new dict whose trimmed tensors are views of those in ``batch``, or ``batch`` itself when there is nothing to
-        trim.
+        A new dict whose trimmed tensors are views of those in ``batch``, with ``own`` copies; ``batch`` itself when there
+        is nothing to trim, and with ``own`` nothing to copy.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]])}
         >>> trim_padding(batch, torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]))
         {'input_ids': tensor([[5, 6],
                 [7, 0]])}
+        >>> whole = {"attention_mask": torch.ones(2, 1000).index_fill(1, torch.arange(10, 1000), 0)}
+        >>> [trim_padding(whole, own=own)["attention_mask"].untyped_storage().nbytes() for own in (False, True)]
+        [8000, 80]
 
     Raises:
         ValueError: no mask, a mask that is not ``[batch, seqlen]``, a tensor with other first dimensions, an unknown
@@ -64,9 +72,12 @@ def trim_padding(
     columns: dict[str, Any] = {name: value for name, value in batch.items() if getattr(value, "ndim", 0) > 1}
     for name, rows in columns.items():
         check_padded(name, as_tensor(rows), mask, same_device=False)
-    if end - start == mask.shape[1]:
+    if end - start < mask.shape[1]:
+        batch = {name: columns[name][:, start:end] if name in columns else value for name, value in batch.items()}
+    if not own:
         return batch
-    return {name: columns[name][:, start:end] if name in columns else value for name, value in batch.items()}
+    copied = {name: alone(value) for name, value in batch.items()}
+    return copied if any(copied[name] is not value for name, value in batch.items()) else batch
 
 
 def iter_microbatches(

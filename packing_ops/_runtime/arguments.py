@@ -93,6 +93,24 @@ def as_tensor(value) -> torch.Tensor:
     return torch.as_tensor(value, device="cpu")
 
 
+def alone(value):
+    """Return a tensor or array whose memory holds nothing else: the value itself, or a copy of what is a part of more.
+
+    Example:
+        >>> whole = torch.zeros(4, 100)
+        >>> alone(whole) is whole, alone(whole[:, :3]).untyped_storage().nbytes()
+        (True, 48)
+    """
+    if not isinstance(value, torch.Tensor):
+        return value if getattr(value, "base", None) is None else value.copy()
+    try:
+        nbytes = value.untyped_storage().nbytes()
+    except NotImplementedError:  # torch.func's and sparse tensors do not say
+        return value.clone()
+    held = math.prod(size for size, stride in zip(value.shape, value.stride(), strict=True) if stride)  # not expanded
+    return value.clone() if nbytes > held * value.element_size() else value
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of ``dtype`` are summed and returned."""
     return torch.float64 if dtype == torch.float64 else torch.float32

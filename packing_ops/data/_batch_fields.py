@@ -7,7 +7,7 @@ from numbers import Integral, Number
 
 import torch
 
-from packing_ops._runtime.arguments import described, dtype_name, holds, wrong_type
+from packing_ops._runtime.arguments import alone, described, dtype_name, holds, wrong_type
 
 
 class Fields:
@@ -309,11 +309,7 @@ def with_own_memory(name: str, value):
     rows = [value[i] for i in range(len(value))]
     if not any(isinstance(row, torch.Tensor) for row in rows):
         return value
-    return made_of(name, value, [_own(row) if isinstance(row, torch.Tensor) else row for row in rows])
-
-
-def _own(row: torch.Tensor) -> torch.Tensor:
-    return row.clone() if row.untyped_storage().nbytes() > row.numel() * row.element_size() else row
+    return made_of(name, value, [alone(row) if isinstance(row, torch.Tensor) else row for row in rows])
 
 
 # --- dummy rows ---

@@ -1,6 +1,8 @@
 """trim_padding and iter_microbatches of packing_ops.padding_batches, which make batches before any op sees them."""
 
 import doctest
+import gc
+import weakref
 from collections import UserList
 
 import numpy as np
@@ -98,11 +100,75 @@ def test_gradients_flow_through_the_views(device):
     assert torch.autograd.gradcheck(trimmed, hidden)
 
 
-def test_trim_under_compile(device):
+def held_by(columns, mask, **settings):
+    """Whether a trimmed batch still holds the memory of an array of so many columns, of which its values are views."""
+    memory = np.zeros((2, columns), dtype=np.float32)
+    batch = {"x": torch.from_numpy(memory)[:, : mask.shape[1]], "y": torch.from_numpy(memory)[:, 0], "z": memory[:, :4]}
+    alive = weakref.ref(memory)
+    trimmed = po.trim_padding(batch, mask, **settings)
+    assert trimmed["x"].shape == (2, int(mask.sum(1).max()))
+    del memory, batch
+    gc.collect()
+    return alive() is not None
+
+
+@pytest.mark.parametrize(("columns", "tokens"), [(4, [3, 1]), (100, [3, 1]), (100, [4, 1])])
+def test_trim_can_release_the_padded_memory(columns, tokens):
+    """Where nothing is to trim, too: the batch may hold views of more."""
+    mask = torch.arange(4) < torch.tensor(tokens)[:, None]
+    assert held_by(columns, mask)
+    assert not held_by(columns, mask, own=True)
+
+
+def test_trim_copies_what_is_a_part_of_more(device):
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]], device=device)
+    batch = {
+        "ids": torch.arange(8, device=device).view(2, 4),
+        "heads_first": torch.randn(2, 3, 4, device=device).transpose(1, 2),
+        "positions": torch.arange(4, device=device).expand(2, 4),
+        "empty": torch.zeros(2, 4, 0, device=device),
+        "reward": torch.ones(2, device=device),
+        "step": 3,
+    }
+    views, copies = po.trim_padding(batch, mask), po.trim_padding(batch, mask, own=True)
+    assert [*copies] == [*batch]
+    for name, value in views.items():
+        if not isinstance(value, torch.Tensor) or name in ("empty", "reward"):
+            assert copies[name] is batch[name] or copies[name].numel() == 0
+            continue
+        assert_same(copies[name], value)
+        assert copies[name].untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def test_trim_copies_nothing_that_is_alone(device):
+    ones = torch.ones(2, 4, device=device)
+    whole = {"attention_mask": ones, "array": np.ones((2, 4, 1)), "expanded": ones[0].clone().expand(2, 4)}
+    assert po.trim_padding(whole, own=True) is whole
+    once = po.trim_padding({"attention_mask": torch.ones(2, 4, device=device).tril()}, own=True, side="both")
+    assert po.trim_padding(once, own=True) is once
+
+
+def test_gradients_flow_through_the_copies(device):
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]], device=device)
+    hidden = torch.randn(2, 4, 3, dtype=torch.float64, device=device, requires_grad=True)
+    trimmed = po.trim_padding({"hidden": hidden}, mask, own=True)["hidden"]
+    assert trimmed._base is None
+    assert torch.autograd.gradcheck(lambda x: po.trim_padding({"hidden": x}, mask, own=True)["hidden"], hidden)
+
+
+def test_trim_copies_tensors_of_torch_func(device):
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]], device=device)
+    hidden = torch.randn(3, 2, 4, device=device)
+    trimmed = torch.vmap(lambda x: po.trim_padding({"hidden": x}, mask, own=True)["hidden"])(hidden)
+    assert_same(trimmed, hidden[..., :2].contiguous())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_trim_under_compile(device, own):
     """Widths differ from call to call; the range is read on the host, so that the graph breaks there."""
 
     def step(ids, mask):
-        return po.trim_padding({"ids": ids * 2}, mask, side="both", multiple_of=2)["ids"] + 1
+        return po.trim_padding({"ids": ids * 2}, mask, side="both", multiple_of=2, own=own)["ids"] + 1
 
     compiled = torch.compile(step, backend="aot_eager", dynamic=True)
     for kind in ("right", "left", "both"):
