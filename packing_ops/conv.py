@@ -105,36 +105,7 @@ def causal_conv1d(
     return out, final_state if output_final_state else None
 
 
-# --- registration: shapes for torch.compile, gradients ---
-
-
-@gate.register_fake("causal_conv1d")
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    silu: bool,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    state = (cu_seqlens.numel() - 1, x.shape[1], weight.shape[1] - 1) if output_final_state else (0,)
-    return x.new_empty(x.shape), x.new_empty(state)
-
-
-@gate.register_fake("causal_conv1d_backward")
-def _(
-    dout: torch.Tensor,
-    dfinal_state: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    silu: bool,
-) -> tuple[torch.Tensor, ...]:
-    like = (x, weight, bias, initial_state)
-    return tuple(x.new_empty(0 if t is None else t.shape) for t in like)
+# --- gradients ---
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -359,21 +359,3 @@ def cost_coefficients(cost: str | tuple[str, float, float] | None, name: str) ->
         f"{name}: expected None, 'tokens', 'flops' or ('flops', a, b) with finite a, b >= 0 and not both 0, "
         f"got {cost!r}"
     )
-
-
-# --- registration: shapes for torch.compile ---
-
-
-@gate.register_fake("pack_sequences")
-def _(lengths: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
-    new_size = torch.library.get_ctx().new_dynamic_size
-    bins_plus_one, pieces, overlong = new_size(min=1), new_size(), new_size()
-    sizes = (bins_plus_one, pieces, pieces, (pieces, *lengths.shape[1:]), overlong, 4)
-    return tuple(torch.empty(size, dtype=torch.int64, device="cpu") for size in sizes)
-
-
-@gate.register_fake("pack_ffd")
-def _(lengths: torch.Tensor, capacity: int, alignment: int, ties_last: bool) -> tuple[torch.Tensor, ...]:
-    num_sequences = lengths.numel()
-    sizes = (num_sequences + 1, num_sequences, 1)
-    return tuple(lengths.new_empty(size, dtype=torch.int64) for size in sizes)

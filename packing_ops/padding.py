@@ -219,53 +219,7 @@ def _many(
     return {name: moved[name] for name in tensors}
 
 
-# --- registration: shapes for torch.compile, gradients ---
-
-
-@gate.register_fake("unpad_layout")
-def _(attention_mask: torch.Tensor, unused_mask: torch.Tensor | None, host_totals: bool) -> tuple[torch.Tensor, ...]:
-    batch = attention_mask.shape[0]
-    return (
-        attention_mask.new_empty(attention_mask.numel(), dtype=torch.int64),
-        attention_mask.new_empty(batch + 1, dtype=torch.int32),
-        attention_mask.new_empty(batch, dtype=torch.int32),
-        torch.empty(2, dtype=torch.int64, device="cpu" if host_totals else attention_mask.device),
-    )
-
-
-@gate.register_fake("unpad_rows")
-def _(
-    inputs: list[torch.Tensor], attention_mask: torch.Tensor, unused_mask: torch.Tensor | None
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    total = torch.library.get_ctx().new_dynamic_size()
-    batch = attention_mask.shape[0]
-    return (
-        [tensor.new_empty((total, *tensor.shape[2:])) for tensor in inputs],
-        attention_mask.new_empty(total, dtype=torch.int64),
-        attention_mask.new_empty(batch + 1, dtype=torch.int32),
-        attention_mask.new_empty(batch, dtype=torch.int32),
-        torch.empty(2, dtype=torch.int64, device="cpu"),
-    )
-
-
-@gate.register_fake("gather_rows")
-def _(input: torch.Tensor, indices: torch.Tensor, total: int) -> torch.Tensor:
-    return input.new_empty((total, *input.shape[2:]))
-
-
-@gate.register_fake("gather_rows_many")
-def _(inputs: list[torch.Tensor], indices: torch.Tensor, total: int) -> list[torch.Tensor]:
-    return [input.new_empty((total, *input.shape[2:])) for input in inputs]
-
-
-@gate.register_fake("scatter_rows")
-def _(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    return packed.new_empty((batch, seqlen, *packed.shape[1:]))
-
-
-@gate.register_fake("scatter_rows_many")
-def _(packed: list[torch.Tensor], indices: torch.Tensor, batch: int, seqlen: int) -> list[torch.Tensor]:
-    return [tensor.new_empty((batch, seqlen, *tensor.shape[1:])) for tensor in packed]
+# --- gradients ---
 
 
 def _first(tensors: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

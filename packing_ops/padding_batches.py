@@ -242,8 +242,3 @@ def _single_values(name: str, values: list[Any], first: int) -> torch.Tensor | l
         if isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0:
             raise ValueError(f"pad_values: expected a value for {name!r}, a sequence in example {i}, got none")
     return torch.stack([_tensor(name, value, "a number or a string", i) for i, value in enumerate(values, first)])
-
-
-@gate.register_fake("trim_padding_range")
-def _(attention_mask: torch.Tensor, side: str, min_length: int, multiple_of: int) -> torch.Tensor:
-    return torch.empty(2, dtype=torch.int64, device="cpu")

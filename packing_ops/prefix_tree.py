@@ -223,33 +223,3 @@ def prefix_token_logps(
         for name, values in zip(names, predicted, strict=True)
     )
     return found[0] if outputs is None and not entropy else found
-
-
-# --- registration: shapes for torch.compile ---
-
-
-@gate.register_fake("pack_prefix_tree")
-def _(
-    tokens: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    groups: torch.Tensor | None,
-    capacity: int | None,
-    min_shared: int,
-) -> tuple[torch.Tensor, ...]:
-    new_size = torch.library.get_ctx().new_dynamic_size
-    num_rows, num_segments, bins_plus_one = new_size(), new_size(), new_size(min=1)
-
-    def empty(size: int | torch.SymInt, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="cpu")
-
-    return (
-        empty(num_rows),
-        empty(num_segments + 1, torch.int32),
-        empty(num_segments, torch.int32),
-        empty(num_rows),
-        empty(tokens.numel()),
-        empty(num_rows),
-        empty(bins_plus_one),
-        empty(cu_seqlens.numel() - 1),
-        empty(2),
-    )

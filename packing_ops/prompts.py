@@ -156,11 +156,3 @@ def _check_each_once(uids: list[Any], starts: list[int]) -> None:
         if uid in seen:
             raise ValueError(f"uids: expected equal uids next to each other, but {uid!r} comes back at index {start}")
         seen.add(uid)
-
-
-# --- registration: shapes for torch.compile ---
-
-
-@gate.register_fake("prompt_end_indices")
-def _(uids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return uids.new_empty(uids.numel(), dtype=torch.int64), uids.new_empty(1, dtype=torch.int64)

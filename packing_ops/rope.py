@@ -161,39 +161,7 @@ def _refuse_derivatives(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name}: expected no forward-mode tangent with inplace=True, got one (use inplace=False)")
 
 
-# --- registration: shapes for torch.compile, gradients ---
-
-
-@gate.register_fake("rope_qk")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    sections: Sequence[int] | None,
-    rotary_dim: int | None,
-    interleaved: bool,
-    unsqueeze_dim: int,
-    conjugate: bool,
-) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k)
-
-
-@gate.register_fake("rope_qk_")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    sections: Sequence[int] | None,
-    rotary_dim: int | None,
-    interleaved: bool,
-    unsqueeze_dim: int,
-    conjugate: bool,
-) -> None:
-    return None
+# --- gradients ---
 
 
 def _rope_qk_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -171,20 +171,11 @@ def _router_sums(
     return sums[:, :experts].clone(), sums[:, experts:-1].clone(), sums[:, -1].clone()
 
 
-# --- registration: shapes for torch.compile, gradients ---
+# --- registration ---
 
 _registrations = torch.library.Library("packing_ops", "IMPL")
 for _key in ("CPU", "CUDA"):
     _registrations.impl("router_sums", _router_sums, _key)
-
-
-@gate.register_fake("router_sums")
-def _(
-    probabilities: torch.Tensor, routed: torch.Tensor, cu_seqlens: torch.Tensor, copies: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    documents, dtype = cu_seqlens.numel() - 1, sum_dtype(probabilities.dtype)
-    by_expert = documents, probabilities.shape[1]
-    return tuple(probabilities.new_empty(shape, dtype=dtype) for shape in (by_expert, by_expert, (documents,)))
 
 
 def _router_sums_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -288,42 +288,7 @@ def _widened_mamba(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Ten
     return out, final_state
 
 
-# --- registration: shapes for torch.compile, gradients ---
-
-
-@gate.register_fake("gated_delta_rule")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    scale: float,
-    use_qk_l2norm: bool,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    state = (cu_seqlens.numel() - 1, v.shape[1], q.shape[2], v.shape[2]) if output_final_state else (0,)
-    return v.new_empty(v.shape), g.new_empty(state)
-
-
-@gate.register_fake("gated_delta_rule_backward")
-def _(
-    dout: torch.Tensor,
-    dfinal_state: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    scale: float,
-    use_qk_l2norm: bool,
-) -> tuple[torch.Tensor, ...]:
-    gradients = (t.new_empty(t.shape) for t in (q, k, v, g, beta))
-    return *gradients, g.new_empty(0 if initial_state is None else initial_state.shape)
+# --- gradients ---
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -344,47 +309,6 @@ def _backward(
 
 register_autograd("gated_delta_rule", _backward, setup_context=_context)
 register_no_autograd("gated_delta_rule_backward", of="gated_delta_rule")
-
-
-@gate.register_fake("mamba2_scan")
-def _(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    state = (cu_seqlens.numel() - 1, x.shape[1], x.shape[2], B.shape[2]) if output_final_state else (0,)
-    return x.new_empty(x.shape), dt.new_empty(state)
-
-
-@gate.register_fake("mamba2_scan_backward")
-def _(
-    dout: torch.Tensor,
-    dfinal_state: torch.Tensor | None,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-) -> tuple[torch.Tensor, ...]:
-    gradients = (t.new_empty(t.shape) for t in (x, dt, dt, B, C, dt))
-    return *gradients, dt.new_empty(0 if initial_state is None else initial_state.shape)
 
 
 def _mamba_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

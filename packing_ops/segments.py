@@ -298,37 +298,7 @@ def gae(
     return advantages.view(rewards.shape), returns.view(rewards.shape)
 
 
-# --- registration: shapes for torch.compile, gradients ---
-
-
-@gate.register_fake("segment_sum")
-def _(values: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None, average: bool) -> torch.Tensor:
-    return values.new_empty((cu_seqlens.numel() - 1, *values.shape[1:]), dtype=sum_dtype(values.dtype))
-
-
-@gate.register_fake("segment_sum_backward")
-def _(
-    grad: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    mask: torch.Tensor | None,
-    average: bool,
-    total: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return grad.new_empty((total, *grad.shape[1:]), dtype=dtype)
-
-
-@gate.register_fake("gae")
-def _(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    mask: torch.Tensor | None,
-    bootstrap: torch.Tensor | None,
-    gamma: float,
-    lam: float,
-) -> tuple[torch.Tensor, ...]:
-    return tuple(rewards.new_empty(rewards.shape[0], dtype=sum_dtype(rewards.dtype)) for _ in range(2))
+# --- gradients ---
 
 
 def _segment_sum_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

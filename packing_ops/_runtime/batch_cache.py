@@ -235,8 +235,3 @@ def forget() -> None:
     global _forgotten
     _forgotten += 1  # entries_at then drops those of each PackedMetadata
     _tensor_caches.clear()
-
-
-@gate.register_fake("check_unchanged")
-def _(values: torch.Tensor, expected: torch.Tensor, wanted: str = "as it was") -> None:
-    return None

@@ -10,13 +10,14 @@ where the op does not raise. Everything else (NotImplementedError, torch.OutOfMe
 Without a compiled library ``gate.shift_labels`` is the one of _runtime/plain.py, and an op that is not there raises ImportError.
 """
 
-import functools
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from packing_ops._runtime import autograd, library
+from packing_ops._runtime import autograd, fakes, library
 from packing_ops._runtime.arguments import integer, number, plain, wrong_type
 
 _MISTAKE = re.compile(r"[A-Za-z]\w*(, [A-Za-z]\w*)*: expected ")
@@ -91,20 +92,20 @@ def _as(kind: str, value, name: str):
     return value
 
 
-def register_fake(name: str) -> Callable:
-    """Register the fake of an op of packing_ops by torch.library.register_fake."""
+def register_fake(name: str, fake: Callable[[SimpleNamespace], Any]) -> None:
+    """Register for torch.compile the shapes of an op's results: ``fake`` makes them of its arguments, by their names."""
     if library.MISSING:
-        return lambda fake: fake
+        return
+    arguments = getattr(torch.ops.packing_ops, name).default._schema.arguments
+    names = [argument.name for argument in arguments]
+    defaults = [argument.default_value for argument in arguments]
 
-    def register(fake):
-        @functools.wraps(fake)
-        def checked(*args):
-            _check_meta(name, args)
-            return fake(*args)
+    def checked(*args):
+        _check_meta(name, args)
+        given = *args, *defaults[len(args) :]  # torch strips what equals its default
+        return fake(SimpleNamespace(**dict(zip(names, given, strict=True))))
 
-        return torch.library.register_fake(f"packing_ops::{name}")(checked)
-
-    return register
+    torch.library.register_fake(f"packing_ops::{name}")(checked)
 
 
 def _check_meta(name: str, args: tuple) -> None:
@@ -121,6 +122,8 @@ def _check_meta(name: str, args: tuple) -> None:
 if library.MISSING:
     from packing_ops._runtime.plain import op_without_library as __getattr__  # noqa: F401
 
+for _name, _fake in fakes.FAKES.items():
+    register_fake(_name, _fake)
 globals().update({name: _gate(getattr(torch.ops.packing_ops, name).default) for name in library.op_names()})
 
 

@@ -81,15 +81,6 @@ def check_kept(
         )
 
 
-def gradients_of_head(
-    grad: torch.Tensor | None, hidden: torch.Tensor, weight: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, ...]:
-    """The shapes of a backward: of hidden, weight and bias where needed, which the op's last three bools say."""
-    needed = [other for other in others if isinstance(other, bool)][-3:]
-    shapes = hidden.shape, weight.shape, weight.shape[:1]
-    return tuple(hidden.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))
-
-
 # --- rows with a target ---
 
 

@@ -13,6 +13,7 @@ Products, in all: forward one for each head, backward those again and one for ea
 all is kept, one for each head and one for each gradient.
 """
 
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,6 @@ from packing_ops.losses.chunks import (
     Rows,
     check_kept,
     chunk_of,
-    gradients_of_head,
     kept_shape,
     round_up,
     rows_at_most,
@@ -305,23 +305,13 @@ for _key in ("CPU", "CUDA"):
     _registrations.impl("token_kl_backward", _token_kl_backward, _key)
 
 
-@gate.register_fake("kl_rows")
-def _(logits: torch.Tensor, *others: Any) -> torch.Tensor:
-    return logits.new_empty((4, logits.shape[0]), dtype=sum_dtype(logits.dtype))
+def _shapes(a: SimpleNamespace) -> tuple[torch.Tensor, ...]:
+    total, dtype = a.hidden.shape[0], sum_dtype(a.hidden.dtype)
+    kl, stats = a.hidden.new_empty(total, dtype=dtype), a.hidden.new_empty((4, total), dtype=dtype)
+    return kl, stats, _new_kept(a.hidden, a.weight, a.chunk, a.max_targets, a.keep_logits)
 
 
-for _name in ("kl_chunk_backward_", "kl_scale_kept_"):
-    gate.register_fake(_name)(lambda *_: None)
-
-
-@gate.register_fake("token_kl")
-def _(hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-    total, dtype = hidden.shape[0], sum_dtype(hidden.dtype)
-    kl, stats = hidden.new_empty(total, dtype=dtype), hidden.new_empty((4, total), dtype=dtype)
-    return kl, stats, _new_kept(hidden, weight, *others[-3:])
-
-
-gate.register_fake("token_kl_backward")(gradients_of_head)
+gate.register_fake("token_kl", _shapes)
 
 
 def _token_kl_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -5,6 +5,7 @@ them, so that a second backward of the same graph makes them again; in a graph o
 works on a copy of a chunk.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from packing_ops.losses.chunks import (
     Rows,
     check_kept,
     chunk_of,
-    gradients_of_head,
     kept_shape,
     rows_at_most,
 )
@@ -160,57 +160,16 @@ for _key in ("CPU", "CUDA"):
     _registrations.impl("token_logps_backward_", _backward(overwrites=True), _key)
 
 
-@gate.register_fake("logps_targets")
-def _(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int, vocab: int) -> torch.Tensor:
-    return labels.new_empty(labels.numel(), dtype=torch.int32)
-
-
-@gate.register_fake("logps_rows")
-def _(targets: torch.Tensor, size: int) -> torch.Tensor:
-    return targets.new_empty(size, dtype=torch.int64)
-
-
-@gate.register_fake("logps_allowed")
-def _(ids: torch.Tensor, _: torch.Tensor, targets: torch.Tensor, *others: int) -> tuple[torch.Tensor, ...]:
-    return ids.new_empty(ids.shape[0], dtype=torch.int32), ids.new_empty(targets.shape[0] + 1, dtype=torch.int64)
-
-
-@gate.register_fake("logps_allowed_mask")
-def _(ids: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor | None, first: int, columns: int) -> torch.Tensor:
-    rows = offsets.shape[0] - 1 if index is None else index.shape[0]
-    return ids.new_empty(rows, (columns + 31) // 32, dtype=torch.int32)
-
-
-for _in_place in ("logps_chunk_", "logps_chunk_backward_"):
-    gate.register_fake(_in_place)(lambda logits, *others: None)
-
-
-@gate.register_fake("token_logps")
-def _(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    temperature: torch.Tensor | None,
-    outer: float,
-    inner: float,
-    chunk: int | None,
-    max_targets: int | None,
-    keep_logits: int,
-    more: bool,
-    group: str | None,
-    *allowed: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    total, dtype = hidden.shape[0], sum_dtype(hidden.dtype)
+def _shapes(a: SimpleNamespace) -> tuple[torch.Tensor, ...]:
+    total, dtype = a.hidden.shape[0], sum_dtype(a.hidden.dtype)
     dtypes = [torch.int64 if name == "top1" else dtype for name in OUTPUTS]
-    sizes = [total if more or name in ALWAYS else 0 for name in OUTPUTS]
-    kept = kept_shape(hidden, weight.shape[0], chunk, max_targets, keep_logits)
-    found = [hidden.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
-    return *found, hidden.new_empty(kept)
+    sizes = [total if a.more or name in ALWAYS else 0 for name in OUTPUTS]
+    kept = kept_shape(a.hidden, a.weight.shape[0], a.chunk, a.max_targets, a.keep_logits)
+    found = [a.hidden.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+    return *found, a.hidden.new_empty(kept)
 
 
-for _name in ("token_logps_backward", "token_logps_backward_"):
-    gate.register_fake(_name)(gradients_of_head)
+gate.register_fake("token_logps", _shapes)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -114,11 +114,3 @@ def visible_mask(
     if right >= 0:
         visible = visible & (key_pos_k <= key_pos_q + right)
     return visible
-
-
-# --- registration: shapes for torch.compile ---
-
-
-@gate.register_fake("block_causal_mask")
-def _(cu_seqlens: torch.Tensor, total: int, dtype: torch.dtype, window: Sequence[int]) -> torch.Tensor:
-    return cu_seqlens.new_empty((total, total), dtype=dtype)

@@ -1,6 +1,7 @@
 """The ops of attention: the one for the keys of a call, shapes for torch.compile, gradients."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -57,61 +58,37 @@ def _plan_size(total_q: int, total_k: int, documents: int, group: int, visible_e
     return 16 + entries + (total_q + total_k if visible_end else 0)
 
 
-@gate.register_fake("attention_plan")
-def _(
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    total_q: int,
-    total_k: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    causal: bool,
-    left: int,
-    right: int,
-    head_dim_v: int | None = None,
-    visible_end: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _plan(a: SimpleNamespace) -> torch.Tensor:
     size = 0
-    if cu_seqlens_q.device.type == "cuda":
-        sizes = total_q, total_k, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads
-        size = _plan_size(*sizes, visible_end is not None)
-    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
+    if a.cu_seqlens_q.device.type == "cuda":
+        sizes = a.total_q, a.total_k, a.cu_seqlens_q.shape[0] - 1, a.num_heads // a.num_kv_heads
+        size = _plan_size(*sizes, a.visible_end is not None)
+    return a.cu_seqlens_q.new_empty(size, dtype=torch.int32)
 
 
-@gate.register_fake("paged_attention_plan")
-def _(cu_seqlens_q: torch.Tensor, seqused_k: torch.Tensor, total_q: int, *others: Any) -> torch.Tensor:
-    _, num_heads, num_kv_heads, *_ = others
+def _plan_of_pages(a: SimpleNamespace) -> torch.Tensor:
     size = 0
-    if cu_seqlens_q.device.type == "cuda":
-        size = 4 + _plan_size(total_q, 0, cu_seqlens_q.shape[0] - 1, num_heads // num_kv_heads)
-    return cu_seqlens_q.new_empty(size, dtype=torch.int32)
+    if a.cu_seqlens_q.device.type == "cuda":
+        size = 4 + _plan_size(a.total_q, 0, a.cu_seqlens_q.shape[0] - 1, a.num_heads // a.num_kv_heads)
+    return a.cu_seqlens_q.new_empty(size, dtype=torch.int32)
 
 
-def _out_and_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
-    out = q.new_empty((*token_major(q).shape[:-1], v.shape[-1]))
-    return out, q.new_empty(out.shape[-3:-1][::-1], dtype=sum_dtype(q.dtype))
+def _out_and_lse(a: SimpleNamespace) -> tuple[torch.Tensor, ...]:
+    out = a.q.new_empty((*token_major(a.q).shape[:-1], a.v.shape[-1]))
+    return out, a.q.new_empty(out.shape[-3:-1][::-1], dtype=sum_dtype(a.q.dtype))
 
 
-def _gradients(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *others: Any,
-) -> tuple[torch.Tensor, ...]:
-    sinks = others[2]
-    dq, dk, dv = (token_major(t.new_empty(token_major(t).shape)) for t in (q, k, v))
-    return dq, dk, dv, q.new_empty(0 if sinks is None else lse.shape[0], dtype=sum_dtype(q.dtype))
+def _gradients(a: SimpleNamespace) -> tuple[torch.Tensor, ...]:
+    dq, dk, dv = (token_major(t.new_empty(token_major(t).shape)) for t in (a.q, a.k, a.v))
+    return dq, dk, dv, a.q.new_empty(0 if a.sinks is None else a.lse.shape[0], dtype=sum_dtype(a.q.dtype))
 
 
-gate.register_fake("paged_attention")(_out_and_lse)
+gate.register_fake("attention_plan", _plan)
+gate.register_fake("paged_attention_plan", _plan_of_pages)
+gate.register_fake("paged_attention", _out_and_lse)
 for _op in ("varlen_attention", "prefix_attention"):
-    gate.register_fake(_op)(_out_and_lse)
-    gate.register_fake(f"{_op}_backward")(_gradients)
+    gate.register_fake(_op, _out_and_lse)
+    gate.register_fake(f"{_op}_backward", _gradients)
 
 
 def _varlen_attention_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -73,19 +73,12 @@ def _as_varlen(
     return (sinks, True, softmax_scale, left, -1, *others[:2], None), any(others[2:])
 
 
-# --- registration: gradients; the shapes are those of varlen_attention, in attention.py ---
+# --- registration ---
 
 _registrations = torch.library.Library("packing_ops", "IMPL")
 for _key in ("CPU", "CUDA"):
     _registrations.impl("prefix_attention", _prefix_attention, _key)
     _registrations.impl("prefix_attention_backward", _prefix_attention_backward, _key)
-
-
-@gate.register_fake("prefix_paths")
-def _(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> tuple[torch.Tensor, ...]:
-    paths = torch.library.get_ctx().new_dynamic_size()
-    sizes = cu_seqlens.shape[0], paths, total + 1, paths
-    return tuple(cu_seqlens.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
