@@ -128,7 +128,7 @@ def apply_rotary_qk(
 
 
 def _positions_of(metadata: PackedMetadata, q: torch.Tensor, unsqueeze_dim: int, sections: object) -> torch.Tensor:
-    """The position_ids of a packed row that is as long as q; what else is wrong with q, the op says."""
+    """Return the position_ids of a packed row that is as long as q; what else is wrong with q, the op says."""
     if sections is not None:
         raise ValueError("position_ids: expected 3 or 4 rows of positions with sections, got PackedMetadata")
     axes = {3: 0, 4: 2 if unsqueeze_dim == 1 else 1}
@@ -143,7 +143,7 @@ def _positions_of(metadata: PackedMetadata, q: torch.Tensor, unsqueeze_dim: int,
 
 
 def _name_cu_seqlens(error: ValueError, position_ids: torch.Tensor | None, sections: object) -> None:
-    """The error again, with what to pass instead, where position_ids may be the cu_seqlens of the row."""
+    """Return the error again, with what to pass instead, if position_ids may be the cu_seqlens of the row."""
     one_dimension = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 1
     if one_dimension and sections is None and str(error).startswith("position_ids: expected [seqlen="):
         advice = "PackedMetadata.from_cu_seqlens(cu_seqlens) or position_ids_from_cu_seqlens(cu_seqlens)"
@@ -188,7 +188,7 @@ def _rope_qk_backward(
 
 
 def _rotatable(grad: torch.Tensor) -> torch.Tensor:
-    """The kernel takes any strides but that of the last dimension."""
+    """Return a tensor that the kernel takes: any strides but of the last dimension."""
     return grad if grad.stride(-1) == 1 or grad.shape[-1] <= 1 else grad.contiguous()
 
 

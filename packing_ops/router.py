@@ -33,7 +33,8 @@ def router_statistics(
     routed: torch.Tensor | None = None,
     copies: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a router sends to each expert, by document of a packed row. Differentiable in the sums of probabilities.
+    """Count what a router sends to each expert, by document of a packed row. Differentiable in the sums of
+    probabilities.
 
     Args:
         probabilities: float32, float64, bfloat16 or float16 ``[total, experts]``, of one layer: the softmax of the
@@ -102,7 +103,8 @@ def load_balancing_loss(
     copies: torch.Tensor | None = None,
     by_document: bool = False,
 ) -> torch.Tensor:
-    """Switch Transformer's balance loss of a packed row: that of its documents without padding, or of each alone.
+    """Compute Switch Transformer's balance loss of a packed row: over its documents without padding, or for each
+    document.
 
     With f the tokens that an expert gets per token, and P the mean of its probability: experts * sum of f * P. 1 for one
     expert per token and an even router, top_k for top_k of them, as in transformers; Megatron divides by top_k.
@@ -155,7 +157,7 @@ def load_balancing_loss(
 
 
 def _times(values: torch.Tensor, copies: torch.Tensor | None) -> torch.Tensor:
-    """Slots that stand for no token add nothing, even if they are NaN."""
+    """Multiply by copies. Slots that count for no token add nothing, even if they are NaN."""
     return values if copies is None else torch.where(copies[:, None] == 0, 0, values * copies[:, None])
 
 

@@ -254,12 +254,14 @@ def mamba2_scan(
 
 
 def _missing(*sizes: int) -> list[int]:
-    """How many columns of zeros make each a size that kernels have."""
+    """Return how many columns of zeros make each a size that kernels have."""
     return [next((n for n in KERNEL_DIMS if n >= size), size) - size for size in sizes]
 
 
 def _widened(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op for heads that its kernels do not have, with columns of zeros up to those that they have: they add nothing."""
+    """Run the op for heads that its kernels do not have, with columns of zeros up to those that they have: they add
+    nothing.
+    """
     g, beta, cu_seqlens, initial_state, *options = rest
     dim, dim_v = q.shape[-1], v.shape[-1]
     more, more_v = _missing(dim, dim_v)
@@ -274,7 +276,7 @@ def _widened(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> t
 
 
 def _widened_mamba(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """As _widened: for a head_dim or state_dim that the kernels do not have."""
+    """Run mamba2 as _widened does: for a head_dim or state_dim that the kernels do not have."""
     dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options = rest
     dim, dim_s = x.shape[-1], B.shape[-1]
     more, more_s = _missing(dim, dim_s)

@@ -63,7 +63,7 @@ def segment_sum(
 def segment_mean(
     values: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Mean of values per document: the pooling of reward and embedding models. Differentiable.
+    """Average values per document: the pooling of reward and embedding models. Differentiable.
 
     Args:
         values, cu_seqlens: as segment_sum.
@@ -90,7 +90,7 @@ def segment_std(
     *,
     correction: float = 1,
 ) -> torch.Tensor:
-    """Standard deviation of values per document, or of the rewards per group of samples. Differentiable.
+    """Compute the standard deviation of values per document, or of the rewards per group of samples. Differentiable.
 
     Args:
         values: float32, float64, bfloat16 or float16, ``[total]`` or ``[1, total]``.
@@ -151,7 +151,7 @@ def segment_std(
 def segment_broadcast(
     values: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, total: int | None = None
 ) -> torch.Tensor:
-    """Broadcasts one value per document to all its slots: the transpose of segment_sum. Differentiable.
+    """Broadcast one value per document to all its slots: the transpose of segment_sum. Differentiable.
 
     Args:
         values: ``[num_documents, ...]``, any dtype.
@@ -194,7 +194,7 @@ def segment_broadcast(
 
 
 def slots_with_tokens(num_tokens: torch.Tensor | int | None, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
-    """bool ``[total]``, by the ``num_tokens`` of PackedMetadata.to_transformers; None: every slot is a token.
+    """Return bool ``[total]``, by the ``num_tokens`` of PackedMetadata.to_transformers; None: every slot is a token.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -226,7 +226,8 @@ def gae(
     mask: torch.Tensor | None = None,
     bootstrap: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized advantage estimation (GAE; Schulman et al. 2016) for each document of a packed row, as PPO needs it.
+    """Compute generalized advantage estimation (GAE; Schulman et al. 2016) for each document of a packed row, as PPO
+    needs it.
 
     Backwards from the end of a document:
 

@@ -1,6 +1,6 @@
 """What others add to a row in front of a model of ours.
 
-PEFT's virtual tokens belong to a row, and a few of its adapters look at all of it: refused beside several documents. NEFTune's
+PEFT's virtual tokens belong to a row, and a few of its adapters look at all of it: refused for several documents. NEFTune's
 noise goes by the length: of each document.
 """
 
@@ -18,7 +18,7 @@ from packing_ops.integrations.transformers.documents import ROW_EACH, is_tensor,
 
 
 def watch_peft() -> None:
-    """Looks at the calls of PeftModel from now on. Where PEFT is imported later, from when that class is made."""
+    """Watch the calls of PeftModel from now on. If PEFT is imported later, from when that class is made."""
     peft = sys.modules.get("peft")
     if hasattr(peft, "PeftModel"):
         _patch(peft.PeftModel).pin()
@@ -67,10 +67,10 @@ def _watched(stock):
 
 
 def _why_one_row(model) -> str:
-    """why_one_row, where the model inside has our attention; else nothing."""
+    """Return why_one_row, if the model inside has our attention; else nothing."""
     base = model.get_base_model()
     ours = getattr(getattr(base, "config", None), "_attn_implementation", None) in NAMES or GUARD in vars(base)
-    if not ours or getattr(model.forward, "__self__", model) is not model:  # disable_adapter: that of the model inside
+    if not ours or getattr(model.forward, "__self__", model) is not model:  # disable_adapter: the inner model's forward
         return ""
     return why_one_row(model.active_peft_config)
 
@@ -82,7 +82,7 @@ _ALL_TOKENS = {  # by PEFT's type of an adapter
 
 
 def why_one_row(config) -> str:
-    """What an adapter of PEFT does once for a row, or an empty string."""
+    """Return what an adapter of PEFT does once for a row, or an empty string."""
     name, kind = type(config).__name__, str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning:
         return f"PEFT's {name} puts virtual tokens in front of the row, for its first document alone"
@@ -97,7 +97,9 @@ _NOISE = "neftune_post_forward_hook"  # transformers' hook of the embeddings, an
 
 
 def noise_by_document(model, call) -> None:
-    """NEFTune's hook of the model's embeddings is ours from now on. ValueError in a graph, where it cannot be."""
+    """Replace NEFTune's hook of the model's embeddings from now on. Raises ValueError in a graph, where it cannot be
+    replaced.
+    """
     if call.outer is not None or not model.training:
         return
     hooks = getattr(_embeddings_of(model), "_forward_hooks", {})
@@ -121,7 +123,9 @@ def _embeddings_of(model):
 
 
 def _noise(stock, module, args, embeddings):
-    """stock, but for packed rows the noise that each document has alone: up to alpha / sqrt(length * width)."""
+    """Call stock; for packed rows draw the noise that each document has in a row without others: up to alpha /
+    sqrt(length * width).
+    """
     call = current()
     if not module.training or call is None or not is_tensor(embeddings, 3):
         return stock(module, args, embeddings)

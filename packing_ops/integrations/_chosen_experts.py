@@ -65,7 +65,7 @@ def check_experts(routed_experts) -> None:
 
 
 def of_layer(experts, choice, device):
-    """The experts ``[tokens, k]`` of one router, checked."""
+    """Return the experts ``[tokens, k]`` of one router, checked."""
     experts = experts.to(device)
     if experts.shape[1] != choice.k:
         raise ValueError(f"routed_experts: expected k={choice.k} experts of a token, got {experts.shape[1]}")
@@ -76,7 +76,7 @@ def of_layer(experts, choice, device):
 
 @contextlib.contextmanager
 def replaying(router, method, experts, choice):
-    """Its method, which chooses, goes on with these experts."""
+    """Let the router's method that chooses continue with these experts, within the block."""
     own = router.__dict__.get(method)
     setattr(router, method, functools.partial(_run, getattr(router, method), experts, choice))
     try:

@@ -26,7 +26,7 @@ class Patch:
 
     Args:
         owner: a module or a class.
-        make: called with the present attribute, None if there is none; returns the replacement.
+        make: called with the present attribute, None if it is missing; returns the replacement.
         imported_by: a package ("" for any). Its modules that imported the attribute by name get the replacement too.
 
     Attributes:
@@ -101,7 +101,7 @@ class Patch:
             self.covered.append((self.ours, self.stock))
 
     def _uncover(self) -> None:
-        """If another library took away what it had put over ours, ours of that time counts again."""
+        """Count our replacement again if another library took away what it had put over it."""
         there = vars(self.owner).get(self.name, _MISSING)
         for index, (ours, stock) in enumerate(self.covered):
             if ours is there:
@@ -127,7 +127,7 @@ PRIVATE = "_packing_ops_"  # what the name of an attribute that we keep in a mod
 
 
 def put(module: torch.nn.Module, name: str, function: Callable, *args) -> None:
-    """``module.name`` is ``function(module, *args, ...)`` from now on. Again: with these args."""
+    """Make ``module.name`` be ``function(module, *args, ...)`` from now on. A second call replaces the args."""
     before = vars(module).get(name)
     if isinstance(before, WeakPartial) and before.func is function:
         before = before.before
@@ -137,20 +137,21 @@ def put(module: torch.nn.Module, name: str, function: Callable, *args) -> None:
 
 
 def put_around(module: torch.nn.Module, name: str, function: Callable, *args) -> None:
-    """``module.name`` is ``function(module, before, *args, ...)``: before is what it replaced in the module, or None,
-    where the class has it. Again: nothing changes."""
+    """Make ``module.name`` be ``function(module, before, *args, ...)``: before is what it replaced in the module, or
+    None, if the class has it. A second call changes nothing.
+    """
     before = vars(module).get(name)
     if function_of(before) is not function:
         put(module, name, function, before, *args)
 
 
 def put_class(module: torch.nn.Module, forward: Callable) -> None:
-    """The module runs ``forward`` of its class from now on: torch.compile guards classes, so layers share graphs."""
+    """Let the module run ``forward`` of its class from now on: torch.compile guards classes, so layers share graphs."""
     module.__class__ = subclass_of(stock_of(type(module)), forward)
 
 
 def put_hook(module: torch.nn.Module, hook: Callable, before: bool = False, with_kwargs: bool = False) -> None:
-    """``hook`` runs before or after the forward of the module. Twice is once."""
+    """Run ``hook`` before or after the forward of the module. Twice is once."""
     hooks = module._forward_pre_hooks if before else module._forward_hooks
     register = module.register_forward_pre_hook if before else module.register_forward_hook
     if hook not in hooks.values():
@@ -217,8 +218,8 @@ _subclasses: weakref.WeakValueDictionary[tuple, type] = weakref.WeakValueDiction
 
 
 def subclass_of(stock: type, forward) -> type:
-    """With the name of stock: one class as long as a module has it. A copy or a pickle is made by way of the stock class, which
-    pickle finds by name.
+    """Return a subclass with the name of stock: one class as long as a module has it. A copy or a pickle is made by way
+    of the stock class, which pickle finds by name.
 
     Args:
         forward: a function of a module of ours, which pickle finds by name too.
@@ -238,12 +239,12 @@ def subclass_of(stock: type, forward) -> type:
 
 
 def stock_of(cls: type) -> type:
-    """The class that a subclass of ours was made of, or the class itself."""
+    """Return the class that a subclass of ours was made of, or the class itself."""
     return vars(cls).get(_STOCK, cls)
 
 
 def stock_class(module: torch.nn.Module) -> type:
-    """The same of a module's class, also where FSDP2 has made a subclass of it."""
+    """Return stock_of a module's class, also where FSDP2 has made a subclass of it."""
     return getattr(type(module), _STOCK, type(module))
 
 
@@ -253,13 +254,13 @@ def _new(stock: type, forward) -> torch.nn.Module:
 
 
 def function_of(method) -> Callable | None:
-    """What a partial or a bound method calls."""
+    """Return what a partial or a bound method calls."""
     return getattr(method, "func", None) or getattr(method, "__func__", None)
 
 
 class WeakPartial:
     """functools.partial(func, owner, *args) as an attribute of the owner. It holds the owner weakly: in a reference
-    cycle its memory would wait for the garbage collector. A copy or a pickle of the owner gets its own partial.
+    cycle its memory would wait for the garbage collector. A copy or a pickle of the owner gets a new partial.
 
     args: without the owner.
     before: what it replaced; None if nothing.
@@ -293,7 +294,9 @@ _left: list[Patch] = []  # a user of these was freed; they are reverted as soon 
 
 
 def _revert_when_gone(patch) -> None:
-    """The garbage collector may run this anywhere, also inside torch.compile, whose guards read the owner."""
+    """Queue a patch to be reverted, and revert it if possible. The garbage collector may run this anywhere, also
+    inside torch.compile, whose guards read the owner.
+    """
     _left.append(patch)
     revert_left()
 
@@ -311,7 +314,7 @@ def revert_left() -> None:
 
 
 def _something_compiles() -> bool:
-    """In this thread, or in another one."""
+    """Return whether this thread or another one compiles."""
     if torch._guards.CompileContext.try_get() is not None:
         return True
     lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
@@ -327,7 +330,9 @@ def _something_compiles() -> bool:
 
 
 def kept_with_class(function):
-    """functools.cache for a function of classes and functions, none of which it keeps alive: a result goes with the first one."""
+    """Cache a function of classes and functions, as functools.cache, without keeping any of them alive: a result
+    goes with the first one.
+    """
     kept = weakref.WeakKeyDictionary()
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Which rotation a function computes: its parameters give a guess, a run beside apply_rotary_qk confirms it."""
+"""Which rotation a function computes: its parameters give a guess, a run next to apply_rotary_qk confirms it."""
 
 import inspect
 import itertools
@@ -12,7 +12,7 @@ from packing_ops.rope import apply_rotary_qk
 
 # The first parameters of these functions.
 _BOTH, _ONE, _COMPLEX = ("q", "k", "cos", "sin"), ("x", "cos", "sin"), ("xq", "xk", "freqs_cis")
-# Parameters that may follow. Functions that read position_ids are not served: tables come gathered.
+# Parameters that may follow. Functions that read position_ids are not served: tables are already gathered.
 _MORE = frozenset(("position_ids", "unsqueeze_dim", "mrope_section"))
 _MROPE, _SECTIONS = "mrope_section", [1, 2, 1]
 
@@ -29,7 +29,7 @@ class Rotation(NamedTuple):
     parameters: tuple[str, ...]  # names of all, in order; the first ones are _BOTH, _ONE or _COMPLEX
     tables: str
     interleaved: bool  # pairs are elements 2i and 2i + 1
-    to_halves: bool  # interleaved pairs come out as elements i and i + rotary_dim / 2
+    to_halves: bool  # interleaved pairs are returned as elements i and i + rotary_dim / 2
     partial: bool  # tables narrower than a head rotate its first elements; otherwise they are not served
     unsqueeze_dim: int  # of heads, if the caller does not pass it
     tokens: bool = False
@@ -43,7 +43,7 @@ class Rotation(NamedTuple):
         return "freqs_cis" if self.tables == "complex" else "cos"
 
     def __call__(self, q, k, cos, sin, unsqueeze_dim=None, sections=None):
-        """(q, k) rotated; NotImplemented for shapes that no trial covers."""
+        """Return (q, k) rotated; NotImplemented for shapes that no trial covers."""
         if q.dim() == 3 and not self.tokens:
             return NotImplemented
         entries, head_dim = cos.shape[-1], q.shape[-1]
@@ -59,7 +59,7 @@ class Rotation(NamedTuple):
         return (_to_halves(q, rotary_dim), _to_halves(k, rotary_dim)) if self.to_halves else (q, k)
 
     def serve(self, stock, args, named):
-        """What stock(*args, **named) returns, whose cos may be Tables."""
+        """Return what stock(*args, **named) returns, whose cos may be Tables."""
         given = dict(zip(self.parameters, args)) | named  # noqa: B905  as many as were given
         if self.tables == "complex":
             q, k, table = (given.get(name) for name in _COMPLEX)
@@ -85,7 +85,9 @@ def _to_halves(x, rotary_dim):
 @kept_with_class
 @torch.compiler.disable
 def rotation_of(stock) -> Rotation | str:
-    """The rotation of a stock function, or why it is not served. Another function in its place has its own entry."""
+    """Return the rotation of a stock function, or why it is not served. Another function in its place has another
+    entry.
+    """
     # Parameters
     try:
         parameters = inspect.signature(stock).parameters
@@ -114,7 +116,7 @@ def rotation_of(stock) -> Rotation | str:
 
 
 def _tried_on_parts(stock, rotation) -> Rotation | str:
-    """Tables for 8 of 24 elements: the stock function rotates the first ones, or raises, or is not served."""
+    """Try tables for 8 of 24 elements: the stock function rotates the first ones, or raises, or is not served."""
     partial, errors = rotation._replace(partial=True), []
     cases = [case._replace(head_dim=24) for case in _cases(rotation.parameters)]
     if all(_agrees(stock, partial, case, errors, any_error=True) for case in cases):
@@ -155,8 +157,9 @@ def _cases(names) -> list[_Case]:
 
 
 def _agrees(stock, rotation, case, errors, any_error=False) -> bool:
-    """Whether both give the same. errors: gets what the stock function raises; shapes that do not fit without any_error
-    do not count, since another form may fit."""
+    """Return whether both give the same. errors: gets what the stock function raises; shapes that do not fit without
+    any_error do not count, since another form may fit.
+    """
     args, options = _arguments(rotation, case)
     copies = [each.clone() for each in args]
     wanted = attempt(stock, *args, **options)
@@ -172,7 +175,7 @@ def _gives(rotation, args, options, wanted) -> bool:
 
 
 def _arguments(rotation, case):
-    """(positional arguments of the stock function, keywords)."""
+    """Return (positional arguments of the stock function, keywords)."""
     rows, tokens, dtype, options = case.rows, case.tokens, case.dtype, dict(case.options)
     dim = options.get("unsqueeze_dim", rotation.unsqueeze_dim)
     shapes = [(rows, heads, tokens) if dim == 1 else (rows, tokens, heads) for heads in case.heads]
@@ -195,7 +198,7 @@ _IN_MODELS = [  # a long row; a larger batch and wide heads; as many heads of q 
 
 
 def _in_a_model(stock, rotation) -> bool:
-    """As models call it: larger sizes and values, float16, gradients."""
+    """Run as models call it: larger sizes and values, float16, gradients."""
     for case in _IN_MODELS:
         args, options = _arguments(rotation, case)
         heads = len(args) - (1 if rotation.tables == "complex" else 2)

@@ -22,9 +22,10 @@ _CALLS_TOPK = re.compile(r"\btopk\(")
 
 @contextlib.contextmanager
 def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iterator[None]:
-    """Inside of the block, every router of the model sends tokens to these experts, with the weights that it gives them now.
+    """Let every router of the model, within the block, send tokens to these experts, with the weights that it gives
+    them now.
 
-    Weights and gradients are those of the present model: only the choice is that of the sampler.
+    Weights and gradients are the present model's: only the choice is the sampler's.
 
     Args:
         model: a transformers model with a mixture of experts, whose routers choose by one topk over all of them.
@@ -67,7 +68,7 @@ def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iter
 
 
 def _places(model, layers):
-    """(router, its choice, index into the layers that were given) of every router."""
+    """Return (router, its choice, index into the layers that were given) of every router."""
     stack = _stack(model)
     routers = [(index, *own[0]) for index, own in enumerate(stack) if own]
     if not routers:
@@ -86,7 +87,7 @@ def _places(model, layers):
 
 
 def _stack(model):
-    """Of each decoder layer its (router, choice), of which there is mostly one or none."""
+    """Return for each decoder layer its (router, choice) pairs: mostly one or zero."""
     verdicts: dict[tuple, Choice | None] = {}
     lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
     found = [[_routers_of(layer, verdicts) for layer in each] for each in lists]
@@ -94,9 +95,9 @@ def _stack(model):
 
 
 def _routers_of(layer, verdicts):
-    """(router, its choice) of a decoder layer; of routers around each other the innermost."""
+    """Return (router, its choice) of a decoder layer; of routers around each other the innermost."""
     found: list[tuple[torch.nn.Module, Choice]] = []
-    for module in reversed([*layer.modules()]):  # what is inside comes first
+    for module in reversed([*layer.modules()]):  # inner modules first
         cls = type(module)
         source = "" if cls.__module__.startswith("torch.") else source_of(cls)
         if not (_CALLS_TOPK.search(source) or (not source and module._parameters.get("weight") is not None)):
@@ -118,7 +119,7 @@ _MOST = 2**26  # weights of a router; a block of this size that chooses itself i
 
 
 def _tried(module):
-    """The Choice of a module whose last topk decides what it returns; None of any other module."""
+    """Return the Choice of a module whose last topk decides what it returns; None of any other module."""
     matrices = [each for each in module.parameters() if each.dim() == 2]
     if not matrices or sum(each.numel() for each in module.parameters()) > _MOST:
         return None
@@ -147,7 +148,7 @@ def _tried(module):
 
 
 def _with_numbers(module):
-    """A copy with weights of its shapes, in evaluation and without hooks."""
+    """Return a copy with weights of its shapes, in evaluation and without hooks."""
     probe = copy.copy(module)
     probe.__dict__ = {name: each for name, each in vars(module).items() if name != "forward"} | {"training": False}
     for name in [name for name in vars(probe) if name.endswith("_hooks")]:
@@ -165,7 +166,7 @@ def _with_numbers(module):
 
 
 def _arguments(cls, width, sizes):
-    """Keywords of its forward to try: three rows, or one batch of them, and a bias of each number of experts."""
+    """Return keywords of its forward to try: three rows, or one batch of them, and a bias of each number of experts."""
     names = list(inspect.signature(cls.forward).parameters.values())[1:]
     needed = [each.name for each in names[1:] if each.default is each.empty and each.kind < 2]
     biases = [each.name for each in names[1:] if "bias" in each.name]
@@ -177,5 +178,5 @@ def _arguments(cls, width, sizes):
 
 
 def _tensors_in(result):
-    """All tensors of a result, which is one or a tuple of them."""
+    """Return all tensors of a result, which is one or a tuple of them."""
     return [each for each in (result if isinstance(result, tuple) else [result]) if isinstance(each, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Runs a function of a host beside ours: small numbers, a quiet place to run in, and whether two results agree."""
+"""Runs a function of a host next to ours: small numbers, a quiet place to run in, and whether two results agree."""
 
 import contextlib
 import warnings
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, start: float = 0.0) -> torch.Tensor:
-    """Values in [-1, 1] without a pattern, on the CPU. torch's random numbers are not used."""
+    """Return values in [-1, 1] without a pattern, on the CPU. torch's random numbers are not used."""
     size = torch.Size(shape).numel()
     steps = torch.arange(size, dtype=torch.float64, device="cpu")
     return (steps * steps * 0.7390851332 + steps + start).sin().reshape(shape).to(dtype)
@@ -16,7 +16,9 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, start: float = 0.0)
 
 @contextlib.contextmanager
 def quiet():
-    """Real CPU tensors without gradients, whatever is around: autocast, inference mode, fake tensors, a device."""
+    """Compute with real CPU tensors without gradients, whatever is around: autocast, inference mode, fake tensors, a
+    device.
+    """
     with (
         _disable_current_modes(),
         torch.device("cpu"),
@@ -30,7 +32,9 @@ def quiet():
 
 
 def attempt(function, *args, **kwargs):
-    """Its result, or the exception that it raised: whatever another library raises is a verdict, not an error."""
+    """Return a function's result, or the exception that it raised: whatever another library raises is a verdict, not
+    an error.
+    """
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -38,7 +42,7 @@ def attempt(function, *args, **kwargs):
 
 
 def bare(cls, attributes) -> torch.nn.Module:
-    """A module of this class that holds these (name, value) alone."""
+    """Make a module of this class that holds only these (name, value)."""
     made = cls.__new__(cls)
     torch.nn.Module.__init__(made)
     for name, value in attributes:
@@ -47,13 +51,13 @@ def bare(cls, attributes) -> torch.nn.Module:
 
 
 def tensors_of(result) -> list[torch.Tensor]:
-    """The tensors of a result, which is one or a tuple of one or two; [] for any other result."""
+    """Return the tensors of a result, which is one or a tuple of one or two; [] for any other result."""
     found = [result] if isinstance(result, torch.Tensor) else list(result) if type(result) is tuple else []
     return found if len(found) <= 2 and all(isinstance(each, torch.Tensor) for each in found) else []
 
 
 def with_gradients(function, inputs, parameters=()) -> list[torch.Tensor]:
-    """tensors_of(function(*inputs)), and gradients of inputs and parameters; [] if one has none."""
+    """Return tensors_of(function(*inputs)), and gradients of inputs and parameters; [] if one lacks a gradient."""
     with torch.enable_grad():
         given = [x.clone().requires_grad_() for x in inputs]
         for each in parameters:
@@ -67,7 +71,9 @@ def with_gradients(function, inputs, parameters=()) -> list[torch.Tensor]:
 
 
 def agree(found, wanted, terms: int) -> bool:
-    """Equal dtypes and shapes, and values as far apart as ``terms`` roundings of values near 1 may be."""
+    """Return whether dtypes and shapes are equal, and values as far apart as ``terms`` roundings of values near 1
+    may be.
+    """
     if not all(isinstance(each, torch.Tensor) for each in (found, wanted)):
         return False
     if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
@@ -77,5 +83,5 @@ def agree(found, wanted, terms: int) -> bool:
 
 
 def alike(found: list, wanted: list, terms: int) -> bool:
-    """Whether both hold as many tensors, at least one, that agree."""
+    """Return whether both hold as many tensors, at least one, that agree."""
     return len(found) == len(wanted) > 0 and all(agree(*pair, terms) for pair in zip(found, wanted, strict=True))

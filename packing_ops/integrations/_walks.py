@@ -27,7 +27,7 @@ _IN_INSTANCE = (
 
 
 def constant_of_model(function):
-    """function(model, *args), not traced: in a graph its result is a constant."""
+    """Wrap function(model, *args) so that it is not traced: in a graph its result is a constant."""
 
     # torch.compile before 2.13 takes no module for a constant, but its id.
     @torch.compiler.assume_constant_result
@@ -43,7 +43,7 @@ def constant_of_model(function):
 
 
 def kept_with_model(function):
-    """Returns a function of (PackedCall of the model, model, *args), with the results of function(model, *args).
+    """Return a function of (PackedCall of the model, model, *args), with the results of function(model, *args).
 
     function may read what _read has of each module. In a graph of torch.compile its result is a constant.
     """

@@ -29,7 +29,7 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
     Attributes:
         return_tensors: taken, as transformers' collators have it; always "pt".
         pad_segment: the padding is a document too: cu_seq_lens end at the row's end (as attention over the whole row
-            wants), and its position_ids count. Off, cu_seq_lens have the real documents alone, as open-instruct's.
+            wants), and its position_ids count. Off, cu_seq_lens have only the real documents, as open-instruct's.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
     pad_segment: bool = False
 
     def _check_first_labels(self, *_: Any) -> None:
-        """Any labels, as open-instruct's collator takes them."""
+        """Accept any labels, as open-instruct's collator does."""
 
     def _row(self, documents: Documents, total: int | None, separator_id: int | None) -> dict[str, Any]:
         batch = super()._row(documents, total, separator_id)
@@ -65,7 +65,7 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
 
 @dataclass
 class TensorDataCollatorWithFlatteningDPO(TensorDataCollatorWithFlattening, PaddingFreeDPOCollator):
-    """The same for preference pairs: ``chosen_*`` and ``rejected_*`` rows, each with its own layout.
+    """The same for preference pairs: ``chosen_*`` and ``rejected_*`` rows, each with a separate layout.
 
     Over max_seq_length the rule is that by which open-instruct's loader counts (``overlong="own"``): the first pairs of
     which both sides fit, whole, and at least one, in a longer row if it must be. The others are not lost: the loader
@@ -86,10 +86,10 @@ class TensorDataCollatorWithFlatteningDPO(TensorDataCollatorWithFlattening, Padd
 
 
 def packs_for_ranks(lengths: torch.Tensor | Sequence[int], pack_length: int, num_ranks: int = 1) -> list[list[int]]:
-    """Which sequences go into which packed row, so that no rank is left without one and none is left over.
+    """Choose which sequences go into which packed row, so that each rank has a row and no row is left over.
 
     Args:
-        lengths: int32 or int64 ``[num_sequences]``, tokens, or a list of ints. One over ``pack_length`` has a row of its own.
+        lengths: int32 or int64 ``[num_sequences]``, tokens, or a list of ints. One over ``pack_length`` gets a separate row.
         pack_length: tokens of a row.
         num_ranks: of data parallelism, each of which takes as many rows as the others.
 
@@ -122,7 +122,7 @@ def packs_for_ranks(lengths: torch.Tensor | Sequence[int], pack_length: int, num
 
 
 def packing_advice(lengths: torch.Tensor | Sequence[int], batch_size: int) -> str:
-    """A line for the log of a padded run: what share of its slots is padding, and whether packing would pay.
+    """Return a line for the log of a padded run: what share of its slots is padding, and whether packing would pay.
 
     Args:
         lengths: int32 or int64 ``[num_examples]``, tokens in the order of arrival, or a list of ints.

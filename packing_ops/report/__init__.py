@@ -35,7 +35,7 @@ def make_report(
     group_by: str | None = None,
     buffer: int | None = None,
 ) -> dict[str, Any]:
-    """Everything that ``python -m packing_ops report`` prints, as plain numbers, strings, lists and dicts.
+    """Return everything that ``python -m packing_ops report`` prints, as plain numbers, strings, lists and dicts.
 
     Args:
         files: JSON lines or one JSON array (pipes, ``-`` for stdin and gzip too), Parquet files, or folders written by

@@ -26,7 +26,7 @@ def checked_text(value: object, name: str) -> str:
 
 
 def texts_of(messages: object, name: str) -> tuple[list[str], bool]:
-    """The text of every message, and whether the assistant says anything.
+    """Return the text of every message, and whether the assistant says anything.
 
     Raises:
         Unreadable: of the kind corrupt, missing keys, wrong type, or images and other parts.
@@ -47,7 +47,7 @@ def texts_of(messages: object, name: str) -> tuple[list[str], bool]:
 
 
 def role_of(message: Mapping[str, Any]) -> Any:
-    """None where it has none; what ShareGPT calls human is user."""
+    """Return the role, None without one; what ShareGPT calls human is user."""
     if message.get("role") is not None:
         return message["role"]
     given = message.get("from")
@@ -59,7 +59,7 @@ def _content(message: Mapping[str, Any]) -> Any:
 
 
 def _text_of(message: Mapping[str, Any], name: str) -> str:
-    """Content, whole or in parts, and calls of tools as JSON."""
+    """Return the content, whole or in parts, and calls of tools as JSON."""
     content = _content(message)
     if isinstance(content, list):
         text = "".join(_checked_part(part, f"{name}.content[{i}]") for i, part in enumerate(content))
@@ -76,12 +76,14 @@ def _checked_part(part: Any, name: str) -> str:
 
 
 def _part(part: Any) -> Any:
-    """Text of {"type": "text", "text": ...}; None of an image."""
+    """Return the text of {"type": "text", "text": ...}; None of an image."""
     return part.get("text") if isinstance(part, Mapping) else part
 
 
 def for_template(messages: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages that ``texts_of`` has read, with role and content; parts are joined, which templates of text expect."""
+    """Return messages that ``texts_of`` has read, with role and content; parts are joined, which templates of text
+    expect.
+    """
     found = []
     for message in messages:
         own = {key: without_none(value) for key, value in message.items() if key not in ("from", "value")}
@@ -97,7 +99,9 @@ def as_json(value: object) -> str:
 
 
 def without_none(value: Any) -> Any:
-    """Objects of one column of Parquet all have the same keys, None where a row had no such key."""
+    """Return objects without None: in one column of Parquet all have the same keys, None where a row had no such
+    key.
+    """
     if isinstance(value, Mapping):
         return {key: without_none(each) for key, each in value.items() if each is not None}
     return [without_none(each) for each in value] if isinstance(value, list) else value

@@ -59,7 +59,7 @@ def read_corpus(
     keep_ids: bool = False,
     group_by: str | None = None,
 ) -> Corpus:
-    """Reads every file; what cannot be read is listed on stderr at the end, equal errors in one line.
+    """Read every file; what cannot be read is listed on stderr at the end, equal errors in one line.
 
     Args:
         files, tokenizer, columns: as make_report.
@@ -124,7 +124,7 @@ class _Reader:
             self._add(place, examples, list(itertools.islice(counts, len(examples))), group)
 
     def _group_of(self, record: Any) -> int:
-        """The number of the record's value under group_by; 0 without it."""
+        """Return the number of the record's value under group_by; 0 without it."""
         if self.group_by is None:
             return 0
         if record.get(self.group_by) is None:
@@ -134,7 +134,7 @@ class _Reader:
         return self.group_numbers.setdefault(as_json(record[self.group_by]), len(self.group_numbers))
 
     def _add(self, place: str, examples: list[Example], counts: list[int | Ids | Unreadable], group: int) -> None:
-        """The documents of a record; all of them or none."""
+        """Add the documents of a record: all of them or nothing."""
         lengths: list[int] = []
         ids: list[Ids] = []
         for tokens in counts:
@@ -174,7 +174,7 @@ def _note(problems: Problems, kind: str, place: str) -> dict[str, Any]:
 
 
 def _print_errors(unreadable: Problems) -> None:
-    """One line per error, with its first place; turns ``errors`` into a list."""
+    """Print one line per error, with its first place; turn ``errors`` into a list."""
     for kind, problem in unreadable.items():
         problem["errors"] = list(problem["errors"].values())
         for error in problem["errors"]:

@@ -54,7 +54,8 @@ class FormReader:
         self.keys = own | {name: key for key, name in columns.items()}  # by the file's names
 
     def examples_of(self, record: object) -> list[Example]:
-        """By the first form that the record has: a preference pair is two documents, anything else is one.
+        """Return the examples of a record by the first form that it has: a preference pair is two documents, anything
+        else is one.
 
         Raises:
             Unreadable: of the kind corrupt, missing keys, wrong type or lists of different length.
@@ -91,7 +92,7 @@ def _plain(given: Record) -> list[Example]:
 
 
 def _preference(given: Record) -> list[Example]:
-    """Chats beside a prompt that is text, or none, begin with it themselves."""
+    """Return the two documents of a pair. Without a prompt of text, chats begin with it themselves."""
     prompt = given.get("prompt", "")
     return [
         _chat(given[key], key)
@@ -128,7 +129,7 @@ def _sharegpt(given: Record) -> list[Example]:
 
 
 def _with_system(given: Record, messages: Any) -> Any:
-    """``messages`` with the record's ``system`` in front, unless they have one."""
+    """Return ``messages`` with the record's ``system`` in front, unless they have one."""
     system = checked_text(given.get("system", ""), "system")
     if not system or not isinstance(messages, list):
         return messages
@@ -160,7 +161,7 @@ def _tools(given: Record) -> list[Any] | None:
 
 
 def _with_tools(example: Example, tools: list[Any] | None) -> Example:
-    """Tools of a chat; they are text too, where no template writes them."""
+    """Return the tools of a chat; they are text too, if no template writes them."""
     if not tools or example.messages is None or not any(example.texts):
         return example
     return example._replace(tools=tools, texts=[*example.texts, as_json(tools)])
@@ -191,7 +192,7 @@ def _tokenized(given: Record) -> Example:
 
 
 def _numbers(value: object, name: str) -> "np.ndarray[Any, Any]":
-    """A list, or an array of a file that has arrays, as an array."""
+    """Return a list, or an array of a file that has arrays, as an array."""
     try:
         import numpy as np
     except ImportError as error:

@@ -28,7 +28,7 @@ VARIABLES = (
 
 
 def describe_environment() -> str:
-    """One ``name: value`` per line: the compiled library, torch, CUDA, GPUs, Python, versions of host libraries.
+    """Return one ``name: value`` per line: the compiled library, torch, CUDA, GPUs, Python, versions of host libraries.
 
     Nothing is imported to find a version, and nothing here needs a GPU.
 
@@ -83,13 +83,13 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _attention_of(device: int) -> str:
-    """The kernels of calls with as many kv heads as q heads."""
+    """Return the kernels of calls with as many kv heads as q heads."""
     calls = {"half types, head_dim 128": (True, 128), "head_dim 256": (True, 256), "float32": (False, 128)}
     return "; ".join(f"{name}: {kernels_of(half, 1, 1, dim, device)}" for name, (half, dim) in calls.items())
 
 
 def _batching(transformers: str) -> str:
-    """Of generate_batch of this version of transformers, or of none."""
+    """Say how generate_batch of this version of transformers batches, if it has one."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", transformers)[:2])
     if numbers < (5, 23):
         return f"not served, transformers is {transformers}, expected 5.23 or later"

@@ -17,14 +17,14 @@ class _Text:
         self.text, self.at, self.ended = "", 0, False
 
     def more(self, size: int = 0) -> bool:
-        """Reads on; False at the end of the file."""
+        """Read on; return False at the end of the file."""
         data = b"" if self.ended else self.file.read(size or CHUNK)
         self.ended = not data
         self.text, self.at = self.text[self.at :] + self.decoder.decode(data, final=not data), 0
         return not self.ended
 
     def next(self) -> str:
-        """The next character that is no blank, which stays; "" at the end."""
+        """Return the next character that is no blank, which stays; "" at the end."""
         while True:
             while self.at < len(self.text):
                 if self.text[self.at] not in BLANK:
@@ -34,7 +34,7 @@ class _Text:
                 return ""
 
     def expect(self, wanted: str) -> str:
-        """Takes the next character, which is one of ``wanted``."""
+        """Take the next character, which is one of ``wanted``."""
         found = self.next()
         if not found or found not in wanted:
             raise ValueError(f"expected {' or '.join(wanted)}, got {self.text[self.at : self.at + 20] or 'the end'!r}")
@@ -43,7 +43,7 @@ class _Text:
 
 
 def elements(file: BinaryIO, longest: int) -> Iterator[object]:
-    """Every element of the array that ``file`` (bytes, UTF-8) is, decoded.
+    """Yield every element of the array that ``file`` (bytes, UTF-8) is, decoded.
 
     Example:
         >>> import io

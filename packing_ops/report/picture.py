@@ -16,7 +16,7 @@ WIDTH, DPI = 10, 160  # inches of a page
 
 
 def save_picture(report: dict[str, Any], path: Path) -> None:
-    """Draws a make_report result to ``path``, in the format of its suffix.
+    """Draw a make_report result to ``path``, in the format of its suffix.
 
     Raises:
         ImportError: matplotlib is not installed (when this module is imported).
@@ -47,7 +47,7 @@ def _draw_lengths(axis: Axes, report: dict[str, Any]) -> None:
 
 
 def _draw_slots(axis: Axes, report: dict[str, Any]) -> None:
-    """A bar per layout, its padding grey, and how much faster its epoch is."""
+    """Draw a bar per layout, its padding grey, and how much faster its epoch is."""
     names = [layout_label(name, report["settings"]) for name in report["layouts"]]
     layouts, y = report["layouts"].values(), range(len(names))
     tokens = [layout["slots"] * layout["fill"] for layout in layouts]

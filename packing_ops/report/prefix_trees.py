@@ -11,7 +11,8 @@ from packing_ops.packing import Overlong
 def savings(
     tokens: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor | None, *, capacity: int, overlong: Overlong
 ) -> dict[str, Any]:
-    """Tokens, rows and visible pairs of query and key, of documents alone and as the trees of pack_prefix_tree.
+    """Count tokens, rows and visible pairs of query and key, of separate documents and as the trees of
+    pack_prefix_tree.
 
     Args:
         tokens: int64 ``[total]``, the documents end to end.

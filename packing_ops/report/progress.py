@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(total: float, what: str = "reading") -> Iterator[Callable[[float], None]]:
-    """A function to call with how much more of ``total`` is done."""
+    """Return a function to call with how much more of ``total`` is done."""
     try:
         from rich.console import Console
         from rich.progress import Progress

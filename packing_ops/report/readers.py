@@ -24,7 +24,7 @@ Advance = Callable[[float], None]
 
 
 def records(path: Path, advance: Advance, columns: Collection[str] = KEYS) -> Iterator[tuple[str, object]]:
-    """(place, record) of every record of a file; for a line that is no JSON the record is an Unreadable.
+    """Yield (place, record) of every record of a file; for a line that is no JSON the record is an Unreadable.
 
     ``advance`` gets the part of the file, 0 to 1, that was read since the last call. ``columns``: the only ones
     that are read of files which have columns; the others are None in their records.
@@ -77,7 +77,7 @@ class _After(io.RawIOBase):
 
 
 def _peeked(source: BinaryIO | gzip.GzipFile) -> tuple[bytes, io.BufferedReader]:
-    """The first bytes, up to one that is not blank, and a file that starts with them again."""
+    """Return the first bytes, up to one that is not blank, and a file that starts with them again."""
     head = source.read(len(PARQUET))
     while not head.removeprefix(BYTE_ORDER_MARK).strip() and len(head) < ROWS and (more := source.read(1)):
         head += more
@@ -85,7 +85,7 @@ def _peeked(source: BinaryIO | gzip.GzipFile) -> tuple[bytes, io.BufferedReader]
 
 
 def _progress_of(source: BinaryIO, advance: Advance) -> Callable[[], None]:
-    """A function that reports to ``advance`` how far ``source`` is read; for a pipe it does nothing."""
+    """Return a function that reports to ``advance`` how far ``source`` is read; for a pipe it does nothing."""
     size, before = os.fstat(source.fileno()).st_size if source.seekable() else 0, 0
 
     def tick() -> None:
@@ -112,7 +112,7 @@ def _json_lines(name: str, file: io.BufferedReader, tick: Callable[[], None]) ->
 
 
 def _lines(file: io.BufferedReader) -> Iterator[bytes | None]:
-    """Every line; None for one over LONGEST, of which no more is in memory at once."""
+    """Yield every line; None for one over LONGEST, of which no more is in memory at once."""
     while line := file.readline(LONGEST + 1):
         if len(line) <= LONGEST or line.endswith(b"\n"):
             yield line
@@ -187,7 +187,9 @@ def _arrow_batches(split: Any, known: list[str]) -> Any:
 def _rows(
     path: str, names: list[str], known: list[str], num_rows: int, read: Callable[[list[str]], Any], advance: Advance
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """``read(known)`` gives batches of Arrow columns; the others of ``names`` are never read."""
+    """Yield rows of the batches of Arrow columns that ``read(known)`` gives; other columns than ``names`` are never
+    read.
+    """
     if not num_rows:
         return
     if not known:  # batches without columns have no rows
@@ -204,7 +206,7 @@ def _rows(
 
 
 def _values(column: Any) -> list[Any]:
-    """Python values; lists of numbers as numpy arrays, which is many times faster."""
+    """Return Python values; lists of numbers as numpy arrays, which is many times faster."""
     import pyarrow as pa
     import pyarrow.compute
 

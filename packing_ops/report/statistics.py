@@ -22,7 +22,7 @@ class _Units(NamedTuple):
 
 
 def length_statistics(lengths: torch.Tensor) -> dict[str, Any]:
-    """Mean, quantiles and a histogram over powers of two.
+    """Return mean, quantiles and a histogram over powers of two.
 
     Example:
         >>> length_statistics(torch.tensor([1, 5, 6]))["histogram"]
@@ -59,7 +59,7 @@ def layouts(
     hidden_size: int,
     buffer: int | None = None,
 ) -> dict[str, Any]:
-    """The same documents laid out in every way, and the time of an epoch of each.
+    """Lay the same documents out in every way, and return the time of an epoch of each.
 
     A step is, on each of ``dp`` ranks, one batch of ``batch_size`` documents in the order of arrival, or one packed
     row of ``capacity`` slots. It takes as long as its slowest rank. Two models bound the time from both sides: in
@@ -127,7 +127,7 @@ def layouts(
         return _Units((real * width).sum(1), (real * flops(width)).sum(1))
 
     def units_of(documents: torch.Tensor, offsets: torch.Tensor) -> _Units:
-        """Of rows; the padding at the end of a row attends to itself, like a document."""
+        """Return the units of rows; the padding at the end of a row attends to itself, like a document."""
         tokens = po.segment_sum(documents, offsets)
         slots = tokens.clamp(min=capacity)
         return _Units(slots, po.segment_sum(flops(documents), offsets) + flops(slots - tokens))
@@ -163,7 +163,7 @@ class _Documents:
 
 
 def _streamed(lengths: torch.Tensor, capacity: int, buffer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lengths of the documents in the order of the rows of a PackedStream, and where its rows begin and end."""
+    """Return lengths of the documents in the order of the rows of a PackedStream, and where its rows begin and end."""
     stream = PackedStream(_Documents(lengths), capacity, buffer=buffer, overlong="own")
     rows = [[len(example["input_ids"]) for example in row] for row in stream]
     offsets = torch.tensor([0, *map(len, rows)], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
@@ -171,14 +171,14 @@ def _streamed(lengths: torch.Tensor, capacity: int, buffer: int) -> tuple[torch.
 
 
 def _grouped_by_length(values: torch.Tensor, step: int) -> torch.Tensor:
-    """Sorted inside of groups of up to 50 steps, a quarter of the epoch at most: transformers' ``group_by_length``."""
+    """Sort inside of groups of up to 50 steps, a quarter of the epoch at most: transformers' ``group_by_length``."""
     steps = max(1, min(50, values.numel() // (4 * step)))
     groups = _filled_rows(values, steps * step)
     return groups.sort(1, descending=True).values.flatten()[: values.numel()]
 
 
 def _filled_rows(values: torch.Tensor, size: int) -> torch.Tensor:
-    """``[rows, size]``, the last row filled with 0; a single row if there are fewer than ``size`` values."""
+    """Return ``[rows, size]``, the last row filled with 0; a single row if there are fewer than ``size`` values."""
     size = min(size, values.numel())
     return torch.nn.functional.pad(values, (0, -values.numel() % size)).view(-1, size)
 
@@ -191,7 +191,9 @@ class _Epoch(NamedTuple):
 
 
 def _epoch(units: _Units, dp: int) -> _Epoch:
-    """Step ``s`` is units ``s * dp`` to ``s * dp + dp - 1``, one per rank; ranks without one wait."""
+    """Return an epoch's time. Step ``s`` is units ``s * dp`` to ``s * dp + dp - 1``, one per rank; ranks without one
+    wait.
+    """
     slots, flops = (_filled_rows(each, dp) for each in units)
     slowest = float(flops.amax(1).sum())
     return _Epoch(slots.shape[0], float(slots.amax(1).sum()), slowest, float(flops.sum()) / (dp * slowest))

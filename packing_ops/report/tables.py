@@ -9,7 +9,7 @@ _BATCHES = {"padded": "padded", "length_grouped": "grouped by length", "padding_
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """``text`` on one line, with control characters escaped as in Python's strings.
+    """Return ``text`` on one line, with control characters escaped as in Python's strings.
 
     Example:
         >>> print(printable("grün\\x1b[2J\\n"), printable("one hundred", most=3))
@@ -21,7 +21,7 @@ def printable(text: str, most: int | None = None) -> str:
 
 
 def show_report(report: dict[str, Any]) -> None:
-    """Prints a make_report result to stdout: what follows from it, then every table."""
+    """Print a make_report result to stdout: what follows from it, then every table."""
     settings, examples = report["settings"], report["examples"]
     _heading(conclusion(report), "bold")
     if report["in_bytes"]:
@@ -48,7 +48,7 @@ def show_report(report: dict[str, Any]) -> None:
 
 
 def conclusion(report: dict[str, Any]) -> str:
-    """One sentence: what packing would save, or that it would not.
+    """Return one sentence: what packing would save, or that it would not.
 
     Example:
         >>> conclusion({"examples": {"documents": 0}, "layouts": {}})
@@ -73,7 +73,9 @@ def conclusion(report: dict[str, Any]) -> str:
 
 
 def _speeds(layout: dict[str, Any], other: dict[str, Any]) -> list[float]:
-    """How many times as fast an epoch of ``layout`` is as one of ``other``: by tokens and by flops, ascending."""
+    """Return how many times as fast an epoch of ``layout`` is as one of ``other``: by tokens and by flops,
+    ascending.
+    """
     return sorted(layout["epoch_time_ratio"][by] / other["epoch_time_ratio"][by] for by in ("tokens", "flops"))
 
 
@@ -123,7 +125,7 @@ def _lengths(report: dict[str, Any]) -> None:
 
 
 def unit_of(report: dict[str, Any]) -> str:
-    """What lengths are counted in: tokens with a tokenizer, or of examples that have them."""
+    """Return what lengths are counted in: tokens with a tokenizer, or of examples that have them."""
     if not report["in_bytes"]:
         return "tokens"
     return "bytes" if report["in_bytes"] == report["examples"]["documents"] else "tokens or bytes"

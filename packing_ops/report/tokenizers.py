@@ -13,7 +13,8 @@ Counter = Callable[[list[Example]], Sequence[int | Ids | Unreadable]]
 
 
 def token_counter(tokenizer: str, *, keep_ids: bool = False) -> Counter:
-    """``"bytes"`` counts the UTF-8 bytes of the texts, no template and no special tokens; else a folder or a model's name.
+    """Return a function that counts tokens: ``"bytes"`` counts the UTF-8 bytes of the texts, no template and no special
+    tokens; else a folder or a model's name.
 
     With ``keep_ids`` the counter gives the tokens themselves.
 
@@ -28,7 +29,8 @@ def token_counter(tokenizer: str, *, keep_ids: bool = False) -> Counter:
 
 
 def without_code(auto: Any, source: str | Path, name: str, **options: Any) -> Any:
-    """``auto.from_pretrained(source)`` of a class of transformers, which then neither runs code of the source nor asks on stdin.
+    """Call ``auto.from_pretrained(source)`` of a class of transformers, which then neither runs code of the source nor
+    asks on stdin.
 
     Raises:
         ValueError: what needs such code; starts with ``name``.
@@ -73,7 +75,7 @@ def _loaded(source: str) -> Any:
 
 
 def _pretrained(source: str, keep_ids: bool) -> Counter:
-    """With the tokenizer's own special tokens; chats through its template when it has one."""
+    """Count with the tokenizer's special tokens; chats through its template when it has one."""
     tokenizer = _loaded(source)
     tokenizer.model_max_length = int(1e30)  # it would warn about every long text
 

@@ -1,6 +1,6 @@
 """``import flash_attn`` where it is not installed: an import finder that answers with this package's modules.
 
-It stands last in sys.meta_path, so a real flash-attn always comes first. It also answers importlib.metadata, because
+It is last in sys.meta_path, so a real flash-attn is always found first. It also answers importlib.metadata, because
 transformers asks for the distribution "flash-attn" and its version before it uses flash_attn at all.
 """
 
@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-# The interface that is served; the local part says by whom, as flash-attn's own wheels say what they were built for.
+# The interface that is served; the local part says by whom, as flash-attn's wheels say what they were built for.
 VERSION = "2.8.3+packing.ops"
 
 _HERE = "packing_ops.integrations.flash_attn"
@@ -130,7 +130,7 @@ class _Finder(importlib.metadata.DistributionFinder):
         if fullname in _MODULES:
             return _AliasSpec(fullname, _Loader(), origin=_HERE, is_package=fullname in _PACKAGES)
         if fullname.startswith("flash_attn."):
-            # No name= here: with it, "from flash_attn import x" would put a message of its own in place of this one.
+            # No name= here: with it, "from flash_attn import x" would replace this message.
             raise ModuleNotFoundError(
                 f"{fullname} is not served by packing_ops' alias of flash_attn, which has {', '.join(_MODULES)}; "
                 "install flash-attn itself for the rest"
@@ -146,7 +146,7 @@ _finder = _Finder()
 
 
 def _make_transformers_look_again() -> None:
-    """transformers remembers what it found."""
+    """Make transformers look again: it remembers what it found."""
     checks = sys.modules.get("transformers.utils.import_utils")
     mapping = getattr(checks, "PACKAGE_DISTRIBUTION_MAPPING", {})  # transformers 5.17 makes it at its import
     mapping.pop("flash_attn", None)

@@ -13,7 +13,7 @@ try:
 except ModuleNotFoundError:
 
     def rearrange(*args: Any, **kwargs: Any) -> Any:
-        """Hosts import this name with the others; only a call needs einops.
+        """Call einops.rearrange. Hosts import this name with the others; only a call needs einops.
 
         Raises:
             ImportError: always, and names einops.
@@ -25,7 +25,7 @@ __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "rearrange",
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """packing_ops.pad_input; indices may be int32 too, as transformers passes them when it decodes.
+    """Call packing_ops.pad_input; indices may be int32 too, as transformers passes them when it decodes.
 
     Args:
         hidden_states: ``[total, ...]``.
@@ -45,7 +45,7 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
 
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """``input[indices]``. Differentiable; a row that is taken twice gets both gradients.
+    """Return ``input[indices]``. Differentiable; a row that is taken twice gets both gradients.
 
     Args:
         input: ``[rows, ...]``, any dtype.
@@ -65,7 +65,7 @@ def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor
 
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
-    """Zeros ``[first_axis_dim, ...]`` with ``out[indices] = values``. Differentiable.
+    """Return zeros ``[first_axis_dim, ...]`` with ``out[indices] = values``. Differentiable.
 
     Args:
         values: ``[total, ...]``, any dtype.

@@ -19,7 +19,8 @@ Attended = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
-    """flash_attn_func of ``qkv[:, :, 0 to 2]``, qkv ``[batch, seqlen, 3, num_heads, head_dim]``. Nothing is copied.
+    """Call flash_attn_func with ``qkv[:, :, 0 to 2]``, qkv ``[batch, seqlen, 3, num_heads, head_dim]``. Nothing is
+    copied.
 
     Example:
         >>> flash_attn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 64), causal=True).shape
@@ -30,7 +31,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> A
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
-    """flash_attn_func of q and ``kv[:, :, 0 to 1]``, kv ``[batch, seqlen_k, 2, num_kv_heads, head_dim]``.
+    """Call flash_attn_func with q and ``kv[:, :, 0 to 1]``, kv ``[batch, seqlen_k, 2, num_kv_heads, head_dim]``.
 
     Example:
         >>> flash_attn_kvpacked_func(torch.zeros(2, 5, 4, 64), torch.zeros(2, 7, 2, 1, 64)).shape
@@ -43,7 +44,7 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kw
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Attended:
-    """flash_attn_varlen_func of ``qkv[:, 0 to 2]``, qkv ``[total, 3, num_heads, head_dim]``. Nothing is copied.
+    """Call flash_attn_varlen_func with ``qkv[:, 0 to 2]``, qkv ``[total, 3, num_heads, head_dim]``. Nothing is copied.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -55,7 +56,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Attended:
-    """flash_attn_varlen_func of q and ``kv[:, 0 to 1]``, kv ``[total_k, 2, num_kv_heads, head_dim]``.
+    """Call flash_attn_varlen_func with q and ``kv[:, 0 to 1]``, kv ``[total_k, 2, num_kv_heads, head_dim]``.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)

@@ -4,7 +4,7 @@ A model:
     spec.py              use_packing_ops puts the core attention into a layer or block spec.
     core_attention.py    PackingDotProductAttention, the module that every layer calls.
     masks.py             What attn_mask_type, window_size and an attention_mask hide from its queries.
-    varlen_call.py       Where the documents of a batch lie for one varlen call; made once per batch.
+    varlen_call.py       Where the documents of a batch are, for one varlen call; made once per batch.
     context_parallel.py  The same call over the keys of all context-parallel ranks.
     rope.py              patch_rope, the rotation of queries and keys under apply_rope_fusion.
     mamba.py             MambaMixer of hybrid models over packed rows; use_packing_ops puts it in.

@@ -20,7 +20,7 @@ def context_parallel_attention(
     window_size: tuple[int, int] = (-1, -1),
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """varlen_attention over the documents of all ranks of ``group``. Differentiable in q, k, v and sinks.
+    """Compute varlen_attention over the documents of all ranks of ``group``. Differentiable in q, k, v and sinks.
 
     packing_ops.parallel.gathered_attention for rows as Megatron lays them out: padding between documents, and no
     synchronisation but the check of the lengths.
@@ -32,7 +32,7 @@ def context_parallel_attention(
         causal, softmax_scale, window_size, sinks: as varlen_attention; a window needs causal.
 
     Returns:
-        out like q, contiguous; padding has 0. The gradient of sinks is of this rank's queries alone, as that of any
+        out like q, contiguous; padding has 0. The gradient of sinks is of this rank's queries only, as that of any
         parameter.
 
     Example:

@@ -109,7 +109,7 @@ class PackingDotProductAttention(MegatronModule):
         packed_seq_params=None,
         num_splits=None,
     ):
-        """Attention inside each document, or inside each column of a batch.
+        """Attend inside each document, or inside each column of a batch.
 
         Args:
             query: ``[T, num_heads, head_dim]`` for thd, ``[S, B, num_heads, head_dim]`` for sbhd: this rank's heads
@@ -120,7 +120,7 @@ class PackingDotProductAttention(MegatronModule):
                 attn_mask_type says and padding (masks.py; looked at once per mask: one synchronisation). Padding has
                 out 0 and takes no gradient.
             packed_seq_params: ``qkv_format``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` of the whole batch, int
-                ``[num_documents + 1]``, and, where the documents lie apart, ``cu_seqlens_q_padded`` and
+                ``[num_documents + 1]``, and, if there are gaps between documents, ``cu_seqlens_q_padded`` and
                 ``cu_seqlens_kv_padded``: padding has out 0 and takes no gradient. Under context parallelism each
                 document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed. With
                 ``segment_parents`` it is a prefix tree, from a layer that patch_rope has patched.
@@ -154,7 +154,9 @@ class PackingDotProductAttention(MegatronModule):
         if isinstance(params, (TreeParams, PackedMetadata)) or getattr(params, "segment_parents", None) is not None:
             tree = tree_in(params, group)
         # sbhd
-        qkv_format = "sbhd" if params is None else getattr(params, "qkv_format", "thd")  # PackedMetadata has none
+        qkv_format = (
+            "sbhd" if params is None else getattr(params, "qkv_format", "thd")
+        )  # PackedMetadata does not have it
         if qkv_format == "sbhd":
             return self._attend_sbhd(*heads, attention_mask, mask_type, options, group).flatten(2)
         # thd
@@ -172,7 +174,7 @@ class PackingDotProductAttention(MegatronModule):
         return attend(*heads, *call, options)[0].flatten(1)
 
     def _ranks_of(self, cp_group, local_cp_size):
-        """The group of ranks that hold the documents, which a batch may bring; None for this rank alone."""
+        """Return the group of ranks that hold the documents, which a batch may bring; None for this rank only."""
         group = self.cp_group if cp_group is None and local_cp_size != 1 else cp_group
         return None if group is None or group.size() == 1 else group
 
@@ -215,7 +217,7 @@ class PackingDotProductAttention(MegatronModule):
         return attention_over_keys(q, k, v, call, group, options)[0]
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """A learnable sink's part of a distributed checkpoint, as megatron-core's own attention writes it."""
+        """Return a learnable sink's part of a distributed checkpoint, as megatron-core's attention writes it."""
         return DotProductAttention.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 

@@ -3,7 +3,7 @@
 Every document is padded at its end to a multiple of the alignment, so that tensor, sequence and context parallelism can
 divide it: lengths 5 and 3 aligned to 4 take 8 and 4 slots, cu_seqlens ``[0, 8, 12]``. Which slots are real is read from
 the attention mask, or from the lengths of the documents that a row holds (``sub_seq_lengths``): these begin at multiples
-of the alignment in their row too, as packed collators lay them out.
+of the alignment in their row too, as packed collators arrange them.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _NEEDED = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_s
 
 
 def packed_seq_params(metadata: po.PackedMetadata) -> PackedSeqParams:
-    """megatron-core's description of a packed row, for ``model(..., packed_seq_params=...)``. No synchronisation.
+    """Describe a packed row as megatron-core does, for ``model(..., packed_seq_params=...)``. No synchronisation.
 
     Example:
         >>> from packing_ops import PackedMetadata
@@ -56,7 +56,7 @@ def preprocess_packed_seqs(
     cp_rank: int = 0,
     fp8: bool = False,
 ) -> tuple[torch.Tensor, PackedSeqParams]:
-    """A padded batch as this context-parallel rank's part of one packed row.
+    """Pack a padded batch, and return this context-parallel rank's part of the row.
 
     Args:
         input_ids: ``[batch, seqlen, ...]``, any dtype.
@@ -68,9 +68,9 @@ def preprocess_packed_seqs(
 
     Returns:
         ids ``[1, total / cp_size, ...]`` with 0 in padded slots, and PackedSeqParams whose ``cu_seqlens_*``, padded or
-        not, are the cumulated aligned lengths of all documents (not this rank's part alone), and ``max_seqlen_*`` the
+        not, are the cumulated aligned lengths of all documents (not only this rank's part), and ``max_seqlen_*`` the
         longest aligned. Padding is thus the end of its document, to which no token attends under a causal mask; without one
-        give ``cu_seqlens_q`` and ``cu_seqlens_kv`` the real lengths. On CUDA one synchronisation, none with
+        give ``cu_seqlens_q`` and ``cu_seqlens_kv`` the real lengths. On CUDA one synchronisation, zero with
         sub_seq_lengths.
 
     Example:
@@ -80,7 +80,7 @@ def preprocess_packed_seqs(
         ([[1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 8, 0]], [0, 8, 12], 8)
 
     Raises:
-        ValueError: shapes or devices that do not agree; documents that do not fit their row, or lie where the mask says
+        ValueError: shapes or devices that do not agree; documents that do not fit their row, or are where the mask says
             padding; cp_rank outside cp_size.
         ImportError: as packed_seq_params.
 
@@ -114,7 +114,8 @@ def next_token_targets(
     total: int | None = None,
     ignore_index: int = -100,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets and loss mask for the slots that preprocess_packed_seqs gave this rank; none crosses a document.
+    """Return targets and loss mask for the slots that preprocess_packed_seqs gave this rank; no target crosses a
+    document.
 
     The target of the last slot of a chunk is on another context-parallel rank: targets are shifted before the split.
 
@@ -124,8 +125,8 @@ def next_token_targets(
         total: slots of the whole row, ``cp_size * ids.shape[1]``; without it one synchronisation on CUDA.
 
     Returns:
-        targets ``[1, total / cp_size]`` in the dtype of labels, 0 where there is none (a token that every loss can look
-        up), and loss_mask float32, 1 where there is one.
+        targets ``[1, total / cp_size]`` in the dtype of labels, 0 without a target (a token that every loss can look
+        up), and loss_mask float32, 1 for a target.
 
     Example:
         >>> ids = torch.tensor([[1, 2, 3], [6, 7, 0]])
@@ -157,7 +158,7 @@ def postprocess_packed_seqs(
     sub_seq_lengths: Sequence[Sequence[int]] | None = None,
     cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """What the model gave for packed slots (log-probs, logits, hidden states) back in the rows they came from.
+    """Put the model's outputs at packed slots (log-probs, logits, hidden states) back into the rows of the batch.
 
     Args:
         values: ``[1, total / cp_size, ...]``.
@@ -165,8 +166,8 @@ def postprocess_packed_seqs(
         cp_group: the context-parallel group; its ranks' parts are gathered.
 
     Returns:
-        ``[batch, seqlen, ...]``, 0 at padding. A log-prob of the next token stands where its query stood: column s has
-        that of token s + 1. Differentiable: each rank's gradient is that of its own part, so that ranks which compute
+        ``[batch, seqlen, ...]``, 0 at padding. A log-prob of the next token is at its query's slot: column s has
+        the log-prob of token s + 1. Differentiable: each rank's gradient is its part's, so that ranks which compute
         the same loss add up to it once. No synchronisation.
 
     Example:
@@ -198,7 +199,7 @@ def postprocess_packed_seqs(
 
 
 class _Gathered(torch.autograd.Function):
-    """The ranks' parts end to end; the gradient of a rank's own part."""
+    """The ranks' parts end to end; the gradient of this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
@@ -213,7 +214,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _params(total_tokens: int, **fields: Any) -> PackedSeqParams:
-    """PackedSeqParams of those fields that the installed megatron-core has."""
+    """Return PackedSeqParams of those fields that the installed megatron-core has."""
     known = {field.name for field in dataclasses.fields(PackedSeqParams)}
     missing = [name for name in _NEEDED if name not in known]
     if missing:

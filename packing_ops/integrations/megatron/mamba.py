@@ -15,7 +15,7 @@ _STOCK = ("megatron.core.ssm.mamba_mixer", "MambaMixer")
 
 
 def is_mixer(made_by: Any) -> bool:
-    """Whether this is megatron-core's MambaMixer, which cannot be imported everywhere."""
+    """Return whether this is megatron-core's MambaMixer, which cannot be imported everywhere."""
     return isinstance(made_by, type) and (made_by.__module__, made_by.__qualname__) == _STOCK
 
 
@@ -49,7 +49,9 @@ def mixer_of(stock: type) -> type:
 
 
 def _train(mixer: Any, zxBCdt: torch.Tensor, params: Any) -> torch.Tensor:
-    """``[total, 1, channels]`` of this rank, as the stock mixer projects them, to ``[total, 1, channels of its heads]``."""
+    """Run ``[total, 1, channels]`` of this rank, as the stock mixer projects them, to ``[total, 1, channels of its
+    heads]``.
+    """
     if mixer.D_has_hdim:
         raise NotImplementedError("D_has_hdim: expected False, mamba2_scan has a number for each head, got True")
     cp, padded = mixer.cp, getattr(params, "cu_seqlens_q_padded", None)

@@ -14,7 +14,7 @@ _IS_CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": Tru
 
 
 def window_of(config, layer_number: int) -> tuple[int, int] | None:
-    """The window of this layer; None where it has none."""
+    """Return the window of this layer; None without one."""
     window = field_of(config, "window_size")
     is_windowed = getattr(utils, "is_layer_window_attention", None)  # since 0.15
     if is_windowed is not None and not is_windowed(window, config.window_attn_skip_freq, layer_number):
@@ -24,7 +24,7 @@ def window_of(config, layer_number: int) -> tuple[int, int] | None:
 
 @functools.lru_cache
 def causal_and_window(mask_type: str, window_size: tuple[int, int] | None) -> tuple[bool, tuple[int, int]]:
-    """``causal`` and ``window_size`` of varlen_attention."""
+    """Return ``causal`` and ``window_size`` of varlen_attention."""
     if mask_type not in _IS_CAUSAL:
         raise NotImplementedError(f"attn_mask_type: expected one of {', '.join(_IS_CAUSAL)}, got {mask_type}")
     causal = _IS_CAUSAL[mask_type]
@@ -41,13 +41,13 @@ def causal_and_window(mask_type: str, window_size: tuple[int, int] | None) -> tu
 def tokens_of(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, mask_type: str
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Which slots of an sbhd batch hold tokens; None where all do. Looked at once per mask: a synchronisation.
+    """Return which slots of an sbhd batch hold tokens; None if all do. Looked at once per mask: a synchronisation.
 
-    Layers that are recomputed in backward are given a mask of their own, so each looks again.
+    Layers that are recomputed in backward are given a separate mask, so each looks again.
 
     Args:
         mask: True for hidden, ``[1 or batch, 1, seqlen, seqlen]``: what mask_type hides and, besides, keys that are
-            padding; of the padding types also ``[batch, 1, 1, seqlen]``, the padding alone. It may stand anywhere.
+            padding; of the padding types also ``[batch, 1, 1, seqlen]``, only the padding. It may be anywhere.
         query, key: ``[seqlen, batch, num_heads, head_dim]``; padding needs as many keys as queries.
 
     Returns:

@@ -1,7 +1,7 @@
 """Prefix trees in megatron-core: ``segment_parents`` on PackedSeqParams, which packed_seq_params sets.
 
 megatron-core's RoPE counts positions from the start of each segment. Under patch_rope, layers of its Attention class get
-the angles of each row's depth, and TreeParams in place of PackedSeqParams. The core attention takes a tree from these alone.
+the angles of each row's depth, and TreeParams in place of PackedSeqParams. The core attention takes a tree only from these.
 """
 
 import dataclasses
@@ -24,7 +24,9 @@ class TreeParams(PackedSeqParams):
 
 
 def with_depths(stock):
-    """megatron-core's Attention.forward, whose rows are rotated by their depths where packed_seq_params has a tree."""
+    """Wrap megatron-core's Attention.forward so that rows are rotated by their depths if packed_seq_params has a
+    tree.
+    """
 
     def forward(self, hidden_states, attention_mask, *args, **kwargs):
         params = kwargs.get("packed_seq_params")
@@ -43,7 +45,7 @@ def with_depths(stock):
 
 
 def tree_in(params: Any, group: torch.distributed.ProcessGroup | None) -> PackedMetadata | None:
-    """Returns the tree that the core attention gets, in TreeParams or as PackedMetadata; None for documents.
+    """Return the tree that the core attention gets, in TreeParams or as PackedMetadata; None for documents.
 
     Raises:
         ValueError: a tree in other params, whose layer did not rotate by depths.
@@ -70,7 +72,7 @@ def refuse_ranks(group: torch.distributed.ProcessGroup | None) -> None:
 
 
 def _refuse(config: Any, params: Any, key_value_states: torch.Tensor | None) -> None:
-    """What of a model or a batch a tree cannot be served with."""
+    """Raise NotImplementedError for what of a model or a batch cannot be served with a tree."""
     for name in ("mtp_num_layers", "mrope_section"):
         if getattr(config, name, None):
             raise NotImplementedError(f"{name}: expected None beside segment_parents, got {getattr(config, name)}")
@@ -96,7 +98,9 @@ def _refuse(config: Any, params: Any, key_value_states: torch.Tensor | None) -> 
 
 
 def _tree_of(params: Any) -> PackedMetadata:
-    """Made once for the layers of a model. CUDA: the host reads the segments, or of PrefixPaths their longest path."""
+    """Return the tree, made once for the layers of a model. CUDA: the host reads the segments, or of PrefixPaths
+    their longest path.
+    """
     cu_seqlens, parents = params.cu_seqlens_q, params.segment_parents
     if not isinstance(parents, PrefixPaths):
         check_tensor(parents, "segment_parents")
@@ -111,7 +115,7 @@ def _tree_of(params: Any) -> PackedMetadata:
 
 
 def _of_rows(freqs: torch.Tensor | None, tree: PackedMetadata) -> torch.Tensor | None:
-    """``[total, 1, 1, rotary_dim]`` of ``[positions, 1, 1, rotary_dim]``: the angles of each row's depth."""
+    """Return ``[total, 1, 1, rotary_dim]`` of ``[positions, 1, 1, rotary_dim]``: the angles of each row's depth."""
     if freqs is None:
         return None
     if freqs.shape[0] < tree.max_seqlen:

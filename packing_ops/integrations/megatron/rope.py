@@ -2,7 +2,7 @@
 
 megatron-core rotates q, then k, by ``apply_rotary_pos_emb`` with angles ``freqs`` in float32, and under
 ``fused_single_qkv_rope`` (sbhd) both at once. Tables of cos and sin are worked out once per ``freqs``, positions once per
-``cu_seqlens``: all layers share them. Whole layers that are recomputed in backward are given ``freqs`` of their own, and
+``cu_seqlens``: all layers share them. Whole layers that are recomputed in backward are given separate ``freqs``, and
 work them out again.
 """
 
@@ -25,7 +25,7 @@ def patch_rope() -> None:
 
     Call it before the TransformerConfig is made, which refuses the flag otherwise. Interleaved and partial rotary,
     documents that restart at position 0, context parallelism, mscale (YaRN) and multimodal angles are served, where
-    megatron-core's own fused path drops interleaved pairs and mscale in thd. Models without the flag, and multi-latent
+    megatron-core's fused path drops interleaved pairs and mscale in thd. Models without the flag, and multi-latent
     attention, run as before. ``fused_single_qkv_rope`` works too (sbhd): one pass for q and k. Prefix trees need it, with the
     flag or without: rows are rotated by their depths.
 
@@ -46,7 +46,7 @@ def patch_rope() -> None:
 
 
 def unpatch_rope() -> None:
-    """Put megatron-core's own functions back."""
+    """Put megatron-core's functions back."""
     for patch in _PATCHES:
         patch.revert()
 
@@ -65,7 +65,7 @@ def fused_apply_rotary_pos_emb(
         t: ``[seqlen, batch, num_heads, head_dim]``.
         freqs: angles float32 ``[at least seqlen, 1 or batch, 1, rotary_dim]``; of this rank's tokens under context
             parallelism. Elements of a head after rotary_dim are copied.
-        transpose_output_memory: not looked at, as in megatron-core's own.
+        transpose_output_memory: not looked at, as in megatron-core's.
         interleaved: pairs are elements 2i and 2i + 1.
         mscale: factor of cos and sin.
 
@@ -128,7 +128,9 @@ def fused_apply_rotary_pos_emb_thd(
 
 def _with_our_fusion(stock):
     def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None):
-        """megatron-core's function of this name; its own where the model does not ask for fusion."""
+        """Rotate as megatron-core's function of this name does, and call that one if the model does not ask for
+        fusion.
+        """
         if cu_seqlens is None and t.dim() == 3 and freqs.dim() == 4:  # thd heads of TreeParams, angles of each row
             return apply_rotary_pos_emb(t[:, None], freqs, config, None, mscale, cp_group)[:, 0]
         if not config.apply_rope_fusion or config.multi_latent_attention:
@@ -154,7 +156,7 @@ class _Split(list):
 
 def _with_config_beside_split(stock):
     def get_query_key_value_tensors(self, *args, **kwargs):
-        """megatron-core's; the sizes of an unsplit projection bring the config."""
+        """Call megatron-core's method; the sizes of an unsplit projection bring the config."""
         result = stock(self, *args, **kwargs)
         if kwargs.get("split_qkv") is not False:
             return result
@@ -165,7 +167,7 @@ def _with_config_beside_split(stock):
 
 
 def _rotate_mixed(mixed_qkv, q_freqs, k_freqs, split):
-    """q, k and v of megatron-core's qkv projection, q and k rotated in one pass where their angles are the same.
+    """Return q, k and v of megatron-core's qkv projection, q and k rotated in one pass if their angles are the same.
 
     mixed_qkv ``[seqlen, batch, groups, (queries of a group + 2) * head_dim]``; ``split`` its parts in the last dimension.
     """
@@ -190,7 +192,7 @@ def _rotate_mixed(mixed_qkv, q_freqs, k_freqs, split):
 
 def _without_its_version_check(stock):
     def __post_init__(self):
-        """megatron-core's check of a config; interleaved pairs need no version of TransformerEngine here."""
+        """Check a config as megatron-core does; interleaved pairs need no version of TransformerEngine here."""
         served = self.apply_rope_fusion and self.rotary_interleaved and not self.multi_latent_attention
         if served:
             self.rotary_interleaved = False
@@ -204,7 +206,7 @@ def _without_its_version_check(stock):
 
 
 def _rotated(q, k, freqs, interleaved, mscale):
-    """sbhd q and k (or None) by the angles of their positions."""
+    """Return sbhd q and k (or None), rotated by the angles of their positions."""
     seqlen = q.shape[0]
     if freqs.shape[0] < seqlen:
         raise ValueError(f"freqs: expected at least {seqlen} positions for sbhd, got {list(freqs.shape)}")
@@ -219,7 +221,7 @@ def _rotated(q, k, freqs, interleaved, mscale):
 
 
 def _tables(freqs, mscale):
-    """cos and sin float32 ``[positions, 1 or batch, rotary_dim]``."""
+    """Return cos and sin float32 ``[positions, 1 or batch, rotary_dim]``."""
     if freqs.dim() != 4 or freqs.shape[2] != 1:
         raise ValueError(f"freqs: expected [positions, 1 or batch, 1, rotary_dim], got {list(freqs.shape)}")
 
@@ -233,7 +235,7 @@ def _tables(freqs, mscale):
 _PATCHES = [
     Patch(rope_utils, "fused_apply_rotary_pos_emb", lambda _: fused_apply_rotary_pos_emb),
     Patch(rope_utils, "fused_apply_rotary_pos_emb_thd", lambda _: fused_apply_rotary_pos_emb_thd),
-    # Modules that imported it hold it by name: megatron-core's own, and those of models built on it.
+    # Modules that imported it hold it by name: megatron-core's modules, and those of models built on it.
     Patch(rope_utils, "apply_rotary_pos_emb", _with_our_fusion, imported_by=""),
     Patch(TransformerConfig, "__post_init__", _without_its_version_check),
     Patch(attention.Attention, "forward", with_depths),

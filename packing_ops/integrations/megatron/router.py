@@ -1,7 +1,7 @@
 """``patch_router``: megatron-core's balance losses of a mixture of experts, of a packed row's documents.
 
-To megatron-core a thd row is one sequence and its padding are tokens. Routers are not told where the documents lie: the
-layer that runs is, and the router inside of it asks for them.
+To megatron-core a thd row is one sequence and its padding are tokens. Routers receive no packed_seq_params. The
+patched TransformerLayer.forward keeps them in a thread-local, which the patched router reads.
 """
 
 import inspect
@@ -24,9 +24,9 @@ from packing_ops.router import router_statistics
 def patch_router() -> None:
     """Let megatron-core's balance losses of packed (thd) rows count documents; calling it twice is harmless.
 
-    ``seq_aux_loss`` is the mean over the documents of what each has alone. ``aux_loss``, ``global_aux_loss``, the z-loss and
+    ``seq_aux_loss`` is the mean over the documents of each document's loss. ``aux_loss``, ``global_aux_loss``, the z-loss and
     expert_bias count real tokens, as with a ``padding_mask`` of the others: not the padding inside documents, which
-    ``cu_seqlens_q_padded`` beside ``cu_seqlens_q`` and preprocess_packed_seqs tell, nor that at the end of a row, which
+    ``cu_seqlens_q_padded`` with ``cu_seqlens_q`` and preprocess_packed_seqs show, nor that at the end of a row, which
     ``packed_seq_params(metadata)`` tells. Rows that are not packed run as before. Sequence parallelism is served.
 
     Example:
@@ -37,7 +37,7 @@ def patch_router() -> None:
         NotImplementedError: a megatron-core whose routers take no padding_mask; those of 0.16 do.
 
     In the forward of a training step:
-        NotImplementedError: context parallelism; a layer that recomputes its experts alone ("moe" or "mlp" of
+        NotImplementedError: context parallelism; a layer that recomputes only its experts ("moe" or "mlp" of
             recompute_modules), or overlaps their communication: the router then runs outside of its layer.
         ValueError: a prefix tree.
     """
@@ -49,7 +49,7 @@ def patch_router() -> None:
 
 
 def unpatch_router() -> None:
-    """Put megatron-core's own functions back."""
+    """Put megatron-core's functions back."""
     for patch in _PATCHES:
         patch.revert()
 
@@ -65,7 +65,7 @@ _now = _Now()
 
 def _with_documents(stock: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """megatron-core's TransformerLayer.forward, whose router knows the documents."""
+        """Run megatron-core's TransformerLayer.forward, whose router knows the documents."""
         params, before = kwargs.get("packed_seq_params"), _now.params
         packed = getattr(params, "qkv_format", None) == "thd"
         if packed and self.training and isinstance(getattr(self.mlp, "router", None), TopKRouter):
@@ -80,7 +80,9 @@ def _with_documents(stock: Any) -> Any:
 
 
 def _refuse(layer: Any) -> None:
-    """What takes the router out of its layer's forward, or its rows out of their order."""
+    """Raise NotImplementedError for what takes the router out of its layer's forward, or its rows out of their
+    order.
+    """
     alone = getattr(layer, "recompute_mlp", False) or getattr(layer.mlp, "moe_layer_recompute", False)
     if alone:
         raise NotImplementedError(
@@ -94,7 +96,7 @@ def _refuse(layer: Any) -> None:
 
 def _without_padding(stock: Any) -> Any:
     def routing(self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
-        """megatron-core's TopKRouter.routing, padding_mask with the padding of a packed row."""
+        """Run megatron-core's TopKRouter.routing, padding_mask with the padding of a packed row."""
         if _now.params is not None and self.training and torch.is_grad_enabled():
             rows = logits.shape[0]
             padding = _padding_of(_now.params, rows, _first_row(self, rows))
@@ -115,7 +117,7 @@ def _by_document(stock: Any) -> Any:
         bsz: int,
         with_padding_mask: bool = False,
     ) -> Any:
-        """megatron-core's TopKRouter._apply_seq_aux_loss, of each document of a packed row."""
+        """Compute megatron-core's TopKRouter._apply_seq_aux_loss for each document of a packed row."""
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if _now.params is None or coefficient == 0:
             return stock(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask)
@@ -127,7 +129,7 @@ def _by_document(stock: Any) -> Any:
         local_tokens = routed.sum() / self.topk
         routed = reduce_from_tensor_model_parallel_region(routed, self.tp_cp_group)
         tokens = routed.sum(-1) / self.topk
-        # The loss of a document is as if it were alone; the row's is their mean
+        # The loss of a document is as if the row held no other; the row's is their mean
         losses = (sums * routed).sum(-1) / tokens.square().clamp(min=1)
         loss = losses.sum() / (tokens > 0).sum().clamp(min=1) * (routed.shape[1] * coefficient / self.topk)
         return self.attach_and_log_load_balancing_loss(
@@ -138,12 +140,12 @@ def _by_document(stock: Any) -> Any:
 
 
 def _first_row(router: Any, rows: int) -> int:
-    """The place in the packed row of the first of this rank's rows."""
+    """Return the place in the packed row of the first of this rank's rows."""
     return router.tp_cp_group.rank() * rows if router.config.sequence_parallel else 0
 
 
 def _padding_of(params: PackedSeqParams, rows: int, first: int) -> torch.Tensor | None:
-    """bool ``[rows, 1]``, True where no token is; None where every row is one."""
+    """Return bool ``[rows, 1]``, True at rows without a token; None if every row is one."""
     spans, tokens = spans_of(params), getattr(params, "num_tokens", None)
     lengths = getattr(params, "document_lengths", None)
     if spans.q is spans.q_slots and tokens is None and lengths is None:

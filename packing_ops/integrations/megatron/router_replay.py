@@ -12,7 +12,8 @@ from packing_ops.integrations._chosen_experts import Choice, check_experts, of_l
 
 @contextlib.contextmanager
 def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iterator[None]:
-    """Inside of the block, every router of the model sends tokens to these experts, with the weights that it gives them now.
+    """Let every router of the model, within the block, send tokens to these experts, with the weights that it gives
+    them now.
 
     It serves what megatron-core's RouterReplay does, and more: -1, rows of sequence-parallel ranks, versions without it.
     Balance losses count the tokens where they were sent.

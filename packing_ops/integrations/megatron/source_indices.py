@@ -11,7 +11,7 @@ from packing_ops._runtime.arguments import int64_tensor, integer
 
 
 def document_lengths(attention_mask: torch.Tensor | None, sub_seq_lengths: Sequence[Sequence[int]] | None) -> list[int]:
-    """Tokens of every document: one a row, counted in the mask (a synchronisation on CUDA), or as listed."""
+    """Return the tokens of every document: one a row, counted in the mask (a synchronisation on CUDA), or as listed."""
     if sub_seq_lengths is None:
         return (attention_mask != 0).sum(1).tolist()
     return [integer(length, "sub_seq_lengths") for lengths in sub_seq_lengths for length in lengths]
@@ -23,7 +23,7 @@ def source_of_slots(
     attention_mask: torch.Tensor,
     sub_seq_lengths: Sequence[Sequence[int]] | None,
 ) -> torch.Tensor:
-    """int64 ``[total]``: for every slot of the packed row its slot in the flattened batch, -1 for padding.
+    """Return int64 ``[total]``: for every slot of the packed row its slot in the flattened batch, -1 for padding.
 
     Args:
         cu_seqlens: int32 ``[num_documents + 1]``, where the documents' slots begin in the packed row.
@@ -38,7 +38,7 @@ def source_of_slots(
 
 
 def _source_by_mask(cu_seqlens, document, position, attention_mask):
-    """Each row is a document, whose tokens the mask marks."""
+    """Return source_of_slots where each row is a document, whose tokens the mask marks."""
     indices, ends, _, _ = gate.unpad_layout(attention_mask, None, False)
     lengths = ends.diff()
     fits = _fits("attention_mask", lengths, cu_seqlens)[document]
@@ -48,7 +48,7 @@ def _source_by_mask(cu_seqlens, document, position, attention_mask):
 
 
 def _source_by_lengths(cu_seqlens, document, position, attention_mask, sub_seq_lengths):
-    """Rows hold several documents, each at the next multiple of the alignment."""
+    """Return source_of_slots where rows hold several documents, each at the next multiple of the alignment."""
     batch, seqlen = attention_mask.shape
     if len(sub_seq_lengths) != batch:
         raise ValueError(f"sub_seq_lengths: expected one list per row = {batch}, got {len(sub_seq_lengths)}")
@@ -83,7 +83,7 @@ def _source_by_lengths(cu_seqlens, document, position, attention_mask, sub_seq_l
 
 
 def _fits(name: str, lengths: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """bool ``[num_documents]``: the document has enough slots. Raises on the CPU; on a GPU the gather does."""
+    """Return bool ``[num_documents]``: the document has enough slots. Raises on the CPU; on a GPU the gather does."""
     if len(lengths) != len(cu_seqlens) - 1:
         raise ValueError(
             f"{name}: expected the {len(cu_seqlens) - 1} documents of packed_seq_params, got {len(lengths)}"

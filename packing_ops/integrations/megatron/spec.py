@@ -12,7 +12,7 @@ from packing_ops.integrations.megatron.mamba import is_mixer, mixer_of
 
 
 def use_packing_ops(spec: Any) -> Any:
-    """A copy of ``spec`` with PackingDotProductAttention for core attention; all else as it was.
+    """Return a copy of ``spec`` with PackingDotProductAttention for core attention; all else as it was.
 
     In hybrid models MambaMixer is replaced too: packed rows train by causal_conv1d and mamba2_scan.
 
@@ -47,7 +47,7 @@ def use_packing_ops(spec: Any) -> Any:
 
 
 def _copied(part: Any, replaced: list[Any]) -> Any:
-    """A copy of the containers. What they hold (classes, functions, numbers) is not copied."""
+    """Copy the containers. What they hold (classes, functions, numbers) is not copied."""
     if isinstance(part, dict):
         return {key: _copied(value, replaced) for key, value in part.items()}
     if isinstance(part, (list, tuple)):
@@ -89,7 +89,9 @@ def _core_attention(old: Any) -> Any:
 
 
 def _refuse_others(made_by: Any) -> None:
-    """NotImplementedError for a class or a builder that may compute more; a pair is where ModuleSpec imports it from."""
+    """Raise NotImplementedError for a class or a builder that may compute more; a pair is where ModuleSpec imports
+    it from.
+    """
     found = made_by if isinstance(made_by, tuple) else tuple(getattr(made_by, at, "") for at in _NAMED_BY)
     if found not in _SERVED:
         served = " or ".join(name for _, name in _SERVED)

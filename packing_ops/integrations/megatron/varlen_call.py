@@ -1,4 +1,4 @@
-"""Where the documents of a thd batch lie for one varlen call: worked out once per batch, shared by its layers.
+"""Where the documents of a thd batch are, for one varlen call: worked out once per batch, shared by its layers.
 
 Padding between documents costs no copy. Its queries get a document without keys (out 0, gradient 0), its keys one
 without queries (gradient 0): lengths 3 and 2 in 4 slots each make the query documents 3, 1, 0, 2, 2, 0 and the key
@@ -23,7 +23,7 @@ _FIELDS = [f"packed_seq_params.cu_seqlens_{name}" for name in ("q", "kv", "q_pad
 
 
 class DocumentSpans(NamedTuple):
-    """cu_seqlens of queries and keys, int ``[num_documents + 1]``: real lengths, and the slots that they lie in."""
+    """cu_seqlens of queries and keys, int ``[num_documents + 1]``: real lengths, and the slots that hold them."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -39,7 +39,7 @@ class VarlenCall(NamedTuple):
 
 
 def field_of(of, name):
-    """A field that this version of megatron-core must have."""
+    """Return a field that this version of megatron-core must have."""
     try:
         return getattr(of, name)
     except AttributeError:
@@ -52,7 +52,7 @@ def _lacks(of, name):
 
 
 def spans_of(packed_seq_params) -> DocumentSpans:
-    """Of a thd batch, or of PackedMetadata; without ``*_padded`` its documents lie one after the other."""
+    """Return the spans of a thd batch, or of PackedMetadata; without ``*_padded`` its documents have no gaps."""
     if isinstance(packed_seq_params, PackedMetadata):
         check_causal(packed_seq_params)
         return DocumentSpans(*[packed_seq_params.cu_seqlens] * 4)
@@ -79,10 +79,10 @@ def spans_of(packed_seq_params) -> DocumentSpans:
 def varlen_call_of(
     documents: DocumentSpans, rows: int, *, causal: bool, cp_rank: int = 0, cp_size: int = 1
 ) -> VarlenCall | KeyLayout:
-    """The layout of a batch, kept with its cu_seqlens; where these are one int32 tensor it is that tensor.
+    """Return the layout of a batch, kept with its cu_seqlens; if these are one int32 tensor it is that tensor.
 
     On CUDA one synchronisation per batch where lengths must agree with something: padding between documents, cu_seqlens
-    of queries and keys in two tensors, context parallelism. None otherwise, and none in a CUDA graph's capture.
+    of queries and keys in two tensors, context parallelism. None otherwise, and in a CUDA graph's capture.
 
     Args:
         documents: of the whole batch, whatever ``cp_size``.
@@ -116,7 +116,7 @@ def _made(documents: DocumentSpans, rows: int, causal: bool, cp_rank: int, cp_si
 
 
 def _check(documents, rows, causal_between_two, cp_size):
-    """What the lengths must hold; values of a CUDA graph's capture are not known."""
+    """Check the lengths; values of a CUDA graph's capture are not known."""
     q, k, q_slots, k_slots = documents
     wrong = {}  # {message: whether, on the device}
     # Slots hold their tokens.

@@ -97,7 +97,7 @@ def flash_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query ``[1, num_heads, rows, head_dim]`` -> (``[1, rows, num_heads, head_dim]``, None)."""
+    """Attend: query ``[1, num_heads, rows, head_dim]`` -> (``[1, rows, num_heads, head_dim]``, None)."""
     if "prepared" not in _kept:
         raise ValueError("cu_seqlens: expected update_ring_flash_attn_params before the forward, got none")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -18,7 +18,7 @@ from packing_ops.varlen.options import checked_options
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
-    """Where this rank's part of a contiguous row lies: its queries' documents, and those of the keys that they see.
+    """Return this rank's part of a contiguous row: its queries' documents, and the documents of the keys that they see.
 
     Args:
         cu_seqlens: int32 ``[num_documents + 1]`` of the whole row, whose end is a multiple of world_size.
@@ -82,7 +82,7 @@ def llama3_flash_attn_varlen_func(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> Any:
-    """Attention of this rank's queries over the keys of all ranks. Differentiable; deterministic always.
+    """Attend with this rank's queries over the keys of all ranks. Differentiable; deterministic always.
 
     Args:
         q: ``[rows, num_heads, head_dim]``, this rank's part of the row.
@@ -90,7 +90,7 @@ def llama3_flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, local_k_slice: from llama3_flash_attn_prepare_cu_seqlens.
         max_seqlen_q, max_seqlen_k, heads_k_stride: not needed; all heads are gathered at once.
         softmax_scale, causal: as flash_attn.
-        window_size: under a causal mask (left, any); nothing lies to the right.
+        window_size: under a causal mask (left, any); nothing is visible to the right.
         dropout_p, alibi_slopes: 0 and None.
         deterministic: either; it is.
         return_attn_probs: return (out, lse, None), lse ``[num_heads, rows]``.
@@ -151,7 +151,7 @@ def _layout(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, keys: slice,
 
 
 def llama3_flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """llama3_flash_attn_varlen_func with k and v in one tensor.
+    """Call llama3_flash_attn_varlen_func with k and v in one tensor.
 
     Args:
         q: ``[rows, num_heads, head_dim]``.
@@ -171,7 +171,7 @@ def llama3_flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *a
 
 
 def llama3_flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """llama3_flash_attn_varlen_func with q, k and v in one tensor.
+    """Call llama3_flash_attn_varlen_func with q, k and v in one tensor.
 
     Args:
         qkv: ``[rows, 3, num_heads, head_dim]``; not copied.

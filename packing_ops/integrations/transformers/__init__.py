@@ -5,18 +5,18 @@ attn_implementation="packing_ops":
                             rows; SDPA, for calls that it does not serve.
     call.py                 One call of a model, from its start to its end: what it was given that tells its documents.
     layer_documents.py      The documents of one layer: by its mask, its arguments, or rows that another Ulysses gathered.
-    documents.py            Where the documents of a batch lie, and whether a row has several.
+    documents.py            Where the documents of a batch are, and whether a row has several.
     positions.py            The positions that a model gets, and what in it looks at the whole row instead.
     masks.py                MaskPattern, which layers get in place of a mask tensor, and where masks are made.
     continuous_batching.py  generate_batch over a paged cache.
     versions.py             The transformers that is served, and what this folder uses of it.
-    stateful.py             Layers that carry a state along the sequence: each document from a state of its own, and
+    stateful.py             Layers that carry a state along the sequence: each document from a fresh state, and
                             declare; stateful_rows.py: documents as rows of a batch.
 apply_packing_ops(model):
     apply.py                Apply and revert, Applied, which is what they say, and a model's attn_implementation.
     summary.py              info: what runs in a model, line by line.
     linear_attention.py     Convolutions, delta rules and scans of hybrid models, which get the documents of the rows.
-    sequence_group.py       A model whose rows lie on several ranks, by packing_ops.parallel.
+    sequence_group.py       A model whose rows are spread over several ranks, by packing_ops.parallel.
     rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model.
     _rope_trial.py, one folder up: which rotation a module's functions compute: they are run beside ours.
     _router_replay.py, one folder up: replay_routing, experts that another program has chosen.

@@ -99,7 +99,7 @@ def apply_packing_ops(
         attention: register ``"packing_ops"`` and set it as attn_implementation. Attention of vision towers that takes
             cu_seqlens (as in Qwen-VL) then runs once for all images. A model whose attention cannot be set keeps it,
             after a warning. A call of it with several documents in a row is an error from then on, unless layers with
-            a state (Mamba, RWKV) keep them apart. With False such a call is no error: the model's own attention must
+            a state (Mamba, RWKV) keep them apart. With False such a call is no error: the model's attention must
             then keep documents apart.
         linear_attention: short convolutions, gated delta rules and scans of Mamba-2 in hybrid models (Qwen3-Next, Qwen3.5,
             OLMo-Hybrid, LFM2, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2) run by causal_conv1d, gated_delta_rule and
@@ -115,8 +115,8 @@ def apply_packing_ops(
             does for its metrics. Apply before others wrap forward. If lm_head is replaced later (resized, LoRA), the
             loss is the stock one again, after a warning.
         balance_loss: what a mixture of experts adds to its loss (``output_router_logits=True``, ``aux_loss``). "document":
-            the mean over the documents of what each has alone. "batch": that of the tokens of all documents, as
-            transformers has it of padded rows. Padding counts nowhere: that of a 2-D attention_mask, and the end of a
+            the mean over the documents of each document's loss. "batch": the loss of the tokens of all documents, as
+            transformers has it of padded rows. Padding counts nowhere: neither the padding of a 2-D attention_mask, nor the end of a
             packed row, after the ``num_tokens`` of PackedMetadata.to_transformers. It needs attention, and no sequence_group.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its dtype.
         sequence_group: the ranks that share each row: a ProcessGroup, or a DeviceMesh of one dimension. The model then
@@ -136,10 +136,10 @@ def apply_packing_ops(
     ``from_pretrained`` makes. ``print(info(model))`` shows what runs.
 
     RoPE that scales with the length (dynamic NTK, longrope) takes the length of each document, not of the longest. A model
-    that is called with ``cu_seq_lens_q`` or a numbered mask alone gets position_ids made from it (with attention=False by
+    that is called with ``cu_seq_lens_q`` or only a numbered mask gets position_ids made from it (with attention=False by
     ``cu_seq_lens_q``, batch 1). So does a multimodal model whose attention is swapped, by ``cu_seq_lens_q``; position_ids
-    ``[batch, seqlen]`` then start its documents as in text models, and beside images each document gets the axes that the
-    model's ``get_rope_index`` gives it alone.
+    ``[batch, seqlen]`` then start its documents as in text models, and with images each document gets the axes that the
+    model's ``get_rope_index`` gives it in a separate call.
 
     Returns:
         Applied.
@@ -148,10 +148,10 @@ def apply_packing_ops(
         ImportError: transformers is missing (``pip install 'transformers>=5.17'``).
         TypeError: model is not a torch.nn.Module, for example a class.
         ValueError: ``strict``, and something cannot be swapped. A sequence_group, and attention cannot be swapped, or
-            rows cannot lie on several ranks (images, RoPE that scales with the longest position of a row). In a forward
+            rows cannot be spread over several ranks (images, RoPE that scales with the longest position of a row). In a forward
             with a sequence_group: a batch that shard_packed did not make; labels without num_items_in_batch, since the
             mean over the targets of one rank is not the mean over those of the row. balance_loss that is not "batch",
-            "document" or False; in a forward, beside a sequence_group, or where no attention had the rows of the router
+            "document" or False; in a forward, with a sequence_group, or where no attention had the rows of the router
             (a prefix tree).
 
     Example:
@@ -162,7 +162,7 @@ def apply_packing_ops(
         Applied(attention=2, rope=2, rms_norm=9, fused_loss=0, vision=0, linear_attention=0, skipped={})
         >>> revert_packing_ops(model)
 
-    RoPE and RMSNorm need no list of families: the functions of a modelling module run beside ours once in a process,
+    RoPE and RMSNorm need no list of families: the functions of a modelling module run next to ours once in a process,
     on small tensors on the CPU, and are swapped if both agree to the last rounding. Attention is swapped in every model
     that takes attn_implementation.
     """
@@ -283,19 +283,19 @@ class Kept:
 
 
 def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in it, without those inside of them."""
+    """Return the transformers models in it, without those inside of them."""
     if isinstance(model, PreTrainedModel):
         return [model]
     return [host for child in model.children() for host in hosts(child)]
 
 
 def attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that call the attention that attn_implementation names."""
+    """Return the modules that call the attention that attn_implementation names."""
     return [module for module in model.modules() if stateful.calls_interface(type(module))]
 
 
 def why_not_attention(model: torch.nn.Module) -> str | None:
-    """Why our attention cannot be set; None if only set_attn_implementation can say."""
+    """Return why our attention cannot be set; None if only set_attn_implementation can say."""
     found = hosts(model)
     if not found:
         return "there is no transformers model in it to set attn_implementation on"
@@ -309,7 +309,7 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
 
 
 def _has_state_alone(host: PreTrainedModel) -> bool:
-    """Whether there is no attention in it, and ours can run in every layer that carries a state."""
+    """Return whether it has no attention, and ours can run in every layer that carries a state."""
     layers = linear_attention_patch.layers_in(host)
     attends = any(stateful.calls_softmax(type(module)) for module in host.modules())
     return bool(layers) and not any(layers.values()) and not attends
@@ -335,7 +335,9 @@ def _set_attention(model: torch.nn.Module) -> str | None:
 
 
 def _set_implementation(host: PreTrainedModel, implementation: str | dict[str, Any]) -> None:
-    """Also in configs that no model holds: layers which PEFT has copied (layer_replication) have copies."""
+    """Set attn_implementation, also in configs that no model holds: layers which PEFT has copied (layer_replication)
+    have copies.
+    """
     host.set_attn_implementation(implementation)
     configs = [model.config for model in models_in(host)]
     known = {id(part) for each in configs for part in (each, *(getattr(each, key, None) for key in each.sub_configs))}
@@ -347,7 +349,9 @@ def _set_implementation(host: PreTrainedModel, implementation: str | dict[str, A
 
 
 def _guard(model: torch.nn.Module, why: str) -> bool:
-    """From now on packed rows are an error where no layer keeps documents apart. False if there is no text model."""
+    """Make packed rows an error from now on if no layer keeps documents apart. Return False if there is no text
+    model.
+    """
     found = [module for module in models_in(model) if reads_text(type(module))]
     for module in found:
         has_state = stateful.StateKind.RECURRENT in stateful.layers_of(module).values()
@@ -356,7 +360,7 @@ def _guard(model: torch.nn.Module, why: str) -> bool:
 
 
 def implementations_of(config: Any) -> dict[str, Any]:
-    """What set_attn_implementation takes to restore a model and its sub-models."""
+    """Return what set_attn_implementation takes to restore a model and its sub-models."""
     found = {"": config._attn_implementation}
     for key in config.sub_configs:
         sub_config = getattr(config, key, None)
@@ -372,14 +376,16 @@ HELD = "_packing_ops_invariant"
 
 
 def _why_not_invariant(model: torch.nn.Module) -> str | None:
-    """Why it cannot be claimed, whatever the bits are."""
+    """Return why the mode cannot be claimed, whatever the bits are."""
     found = refusals(model, training=True)
     more = f", and {len(found) - 1} more" if len(found) > 1 else ""
     return next((f"{name or type(model).__name__}: {reason}{more}" for name, reason in found.items()), None)
 
 
 def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | None:
-    """The mode from now on, None; else a sentence. It is off where layers differ, on where only the user can run the model."""
+    """Switch the mode on, and return None or a sentence. It is off if layers differ, on if only the user can run the
+    model.
+    """
     held = vars(model).setdefault(HELD, mode.Held())
     for module in model.modules():
         on_cpu = any(t.dim() > 1 and t.is_cpu for t in module.parameters(recurse=False))

@@ -44,7 +44,7 @@ from packing_ops.varlen.options import checked_options
 
 
 def register(name: str = "packing_ops") -> None:
-    """Makes ``attn_implementation=name`` known to transformers, with ``model.set_attn_implementation(name)``.
+    """Make ``attn_implementation=name`` known to transformers, with ``model.set_attn_implementation(name)``.
 
     Documents of a batch are found in this order, once per forward, and shared by all layers: ``cu_seq_lens_q`` /
     ``cu_seq_lens_k`` passed to the model (no host synchronisation); the 2-D attention_mask (left, right, holes; numbers
@@ -56,11 +56,11 @@ def register(name: str = "packing_ops") -> None:
     What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
     PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the preparation
     of masks; in models, the forward of layers that carry a state. Both wrappers leave models with another
-    attn_implementation alone. A process that unpickles a model with this attention must call register first, unless
+    only attn_implementation. A process that unpickles a model with this attention must call register first, unless
     apply_packing_ops set it.
 
     Args:
-        name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats on their own.
+        name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats specially.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -72,10 +72,10 @@ def register(name: str = "packing_ops") -> None:
 
     Raises:
         ImportError: transformers is not installed, or too old to have the interfaces.
-        ValueError: a name that transformers would treat as its own. Then, in the forward: several documents in a row for a
+        ValueError: a name that transformers treats specially. Then, in the forward: several documents in a row for a
             layer with a state that reads tokens ahead or calls attention inside, or for a layer of which nothing says
             whether it mixes tokens (see declare); cu_seqlens that do not end at the batch's tokens, an attention_mask
-            with padding or other documents beside them, position_ids that do not restart where cu_seqlens start a document,
+            with padding or other documents in the batch, position_ids that do not restart where cu_seqlens start a document,
             or that restart inside of one, documents of the keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under
             ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents that no attention knows of. At the start of
             one: past_key_values (5.24: cache) that were filled with several documents of a row. A compiled graph asserts
@@ -93,7 +93,7 @@ def register(name: str = "packing_ops") -> None:
         patch.apply()
     AttentionInterface.register(name, packing_ops_attention)
     AttentionMaskInterface.register(name, masks.packing_ops_mask)
-    # PreTrainedModel.__call__ is left alone where transformers defines one itself. What another library put over an
+    # PreTrainedModel.__call__ is left as it is where transformers defines one itself. What another library put over an
     # earlier wrapper of ours is wrapped again.
     if _CALLS.pinned or _CALLS.covered or PreTrainedModel.__call__ is torch.nn.Module.__call__:
         _CALLS.pin()
@@ -122,7 +122,7 @@ def unregister(name: str = "packing_ops") -> None:
 
 
 def _begin(model, call, args, kwargs):
-    """The arguments that the model gets; finds the documents of its layers with a state."""
+    """Return the arguments that the model gets, and find the documents of its layers with a state."""
     if call.guard is None:
         _additions.noise_by_document(model, call)
     if call.guard is None or call.guard.has_state:
@@ -156,7 +156,7 @@ def packing_ops_attention(
     segment_parents=None,
     **kwargs,
 ):
-    """query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
+    """Attend: query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
     # Options: a MaskPattern says what the mask would, else the layer does.
     cu_seqlens, sequence, batched = (cu_seq_lens_q, cu_seq_lens_k), sequence_group.of(module), REQUESTS in kwargs
     reason = "" if HARMLESS.issuperset(kwargs) else option_for_sdpa(kwargs)
@@ -171,13 +171,13 @@ def packing_ops_attention(
     refused = reason or why_not(query, value, dropout)
     heads, layout, batch, seqlen = _one_dtype(query, key, value), "bhsd", query.shape[0], query.shape[2]
 
-    # Where the keys lie: along the paths of a prefix tree, in the cache of requests, or in documents.
-    if segment_parents is not None and causal and not batched:  # not a vision tower, which has documents of its own
+    # Where the keys are: along the paths of a prefix tree, in the cache of requests, or in documents.
+    if segment_parents is not None and causal and not batched:  # not a vision tower, which has other documents
         refused = refused or why_no_tree(query, key, attention_mask, pattern)
         documents, keys = _tree(cu_seqlens, segment_parents, refused)
     elif batched:
         heads, documents, keys = continuous_batching.with_keys(module, heads, cu_seqlens, refused, kwargs)
-    elif sequence is not None:  # rows that lie on several ranks
+    elif sequence is not None:  # rows spread over several ranks
         if pattern is not None and pattern.blocks is not None:
             refused = refused or "a mask with blocks that see ahead"
         mask = None if pattern is not None else attention_mask
@@ -208,7 +208,7 @@ def packing_ops_attention(
 
 
 def _tree(cu_seqlens, parents, reason):
-    """Returns the segments of a prefix tree, and parents as attend takes them."""
+    """Return the segments of a prefix tree, and parents as attend takes them."""
     if reason:
         raise NotImplementedError(f"segment_parents: expected a call that varlen attention serves, got {reason}")
     segments, of_keys = cu_seqlens
@@ -222,7 +222,9 @@ def _tree(cu_seqlens, parents, reason):
 
 
 def _one_dtype(query, key, value):
-    """Autocast's dtype, as it would choose for SDPA; else that of value, which the output projection expects."""
+    """Return one dtype for q, k and v: autocast's, as it would choose for SDPA; else value's, which the output
+    projection expects.
+    """
     dtype, device = value.dtype, "cuda" if query.is_cuda else "cpu"
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -247,7 +249,7 @@ HARMLESS = frozenset({
 
 
 def option_for_sdpa(kwargs):
-    """Why SDPA must serve these options, or an empty string."""
+    """Return why SDPA must serve these options, or an empty string."""
     given = {name for name, option in kwargs.items() if option is not None and option is not False} - HARMLESS
     for name in sorted(given - SDPA):
         raise NotImplementedError(
@@ -258,7 +260,7 @@ def option_for_sdpa(kwargs):
 
 
 def why_no_tree(query, key, mask, pattern):
-    """Why a call cannot be of a prefix tree, or an empty string."""
+    """Return why a call cannot be of a prefix tree, or an empty string."""
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         return f"a batch of {query.shape[0]}, {query.shape[2]} queries and {key.shape[2]} keys (a tree is one row, without a cache)"
     if mask is not None and (pattern is None or pattern.blocks is not None or pattern.padding is not None):
@@ -271,7 +273,7 @@ _CALL = re.compile(rf"\battention_interface\({versions.ARGUMENTS}\)")
 
 @kept_with_class
 def unknown_options(cls: type) -> frozenset[str]:
-    """Options that modules of this class pass to attention by name and ours refuses."""
+    """Return options that modules of this class pass to attention by name and ours refuses."""
     calls = _CALL.findall(versions.source_of(cls.forward))
     passed = re.findall(r"^\s*(\w+)=", "\n".join(calls), re.M)
     known = {"head_mask"}  # None unless somebody asks for one, which is refused then
@@ -279,7 +281,7 @@ def unknown_options(cls: type) -> frozenset[str]:
 
 
 def why_not(query, value, dropout):
-    """Why varlen_attention cannot serve this call, or an empty string."""
+    """Return why varlen_attention cannot serve this call, or an empty string."""
     if dropout:
         return f"dropout {dropout} in attention"
     cuda = query.is_cuda
@@ -299,7 +301,7 @@ def why_not(query, value, dropout):
 
 
 def _dense_mask(documents, query, options, pattern):
-    """bool ``[batch, 1, queries, keys]``, True where visible. Windows count slots, as transformers' own masks do."""
+    """Return bool ``[batch, 1, queries, keys]``, True where visible. Windows count slots, as transformers' masks do."""
     length = query.shape[2] if pattern is None or pattern.last is None else pattern.length
     ids, queries = documents.document_ids(query.shape[0], length), slice(length - query.shape[2], None)
     slots = torch.arange(length, device=ids.device)
@@ -314,7 +316,7 @@ def _dense_mask(documents, query, options, pattern):
 
 
 def _by_sdpa(module, heads, mask, options, dropout, given):
-    """SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula."""
+    """Run SDPA as transformers calls it; what it does not have, such as softcap and sinks, by the plain formula."""
     query, key, value = heads
     # SDPA where it has every option.
     causal, scaling, softcap, sinks = options.causal, options.softmax_scale, options.softcap, options.sinks
@@ -344,11 +346,13 @@ def _by_sdpa(module, heads, mask, options, dropout, given):
     return out.transpose(1, 2).contiguous(), None
 
 
-# --- models with attention classes of their own, which no attn_implementation of ours reaches (Falcon, GPT-J) ---
+# --- models with special attention classes, which no attn_implementation of ours reaches (Falcon, GPT-J) ---
 
 
 def in_tables(cls: type) -> set[str]:
-    """The attn_implementations that a text model's module has classes for, in tables of its own; none for other models."""
+    """Return the attn_implementations that a text model's module has classes for, in separate tables; an empty set
+    for other models.
+    """
     if not versions.reads_text(cls):
         return set()
     of_module = vars(sys.modules[cls.__module__]).items()
@@ -357,7 +361,7 @@ def in_tables(cls: type) -> set[str]:
 
 
 def _checked(stock):
-    """Wraps the method that picks the attn_implementation of a new model."""
+    """Wrap the method that picks the attn_implementation of a new model."""
 
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):

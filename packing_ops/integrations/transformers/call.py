@@ -1,7 +1,7 @@
 """One call of a model under a name of ours: its arguments, from its start to its end, for masks and layers below it.
 
 transformers makes many masks without position_ids. The call knows them; it also records whether its documents have
-reached an attention: if none has, it is refused afterwards.
+reached an attention. A document argument that nothing consumed raises after the forward.
 """
 
 import inspect
@@ -35,18 +35,18 @@ from packing_ops.integrations.transformers.versions import (
 from packing_ops.keys import kept_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
-REQUESTS = "write_index"  # a keyword that transformers' continuous batching alone gives: where new keys go in its cache
+REQUESTS = "write_index"  # a keyword that only transformers' continuous batching gives: where new keys go in its cache
 LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw, for info
 BALANCE = "_packing_ops_balance"  # in a model whose balance loss is ours, see fused_loss
 GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see _guard of apply.py
 
 # The forms of a mask. Only our attention reads a MaskPattern. A model that supports neither FlashAttention nor
-# FlexAttention reads masks itself, or has an attention of its own. It gets a tensor: bool, as for SDPA, or additive, as
+# FlexAttention reads masks itself, or has a special attention. It gets a tensor: bool, as for SDPA, or additive, as
 # for eager attention, where it does not support SDPA.
 PATTERN, BOOL, ADDITIVE = "pattern", "bool", "additive"
 _READERS = ("transformers.models.doge.",)  # supports FlexAttention, and reads every other mask itself
 # Models in which tokens of neighbouring documents also mix outside attention: convolutions, trigrams, compressed keys,
-# patches of bytes; or in it, by a mask that is made for one query alone, or one protein for a row (Evolla).
+# patches of bytes; or in it, by a mask that is made for one query, or one protein for a row (Evolla).
 _MIXERS = frozenset({
     "blt", "canine", "convbert", "deepseek_v4", "evolla", "inkling2_loop_text", "inkling2_text", "inkling_text", "mobilebert", "nystromformer",
     "sam3_lite_text_text_model", "visual_bert",
@@ -56,16 +56,16 @@ OTHER_POSITIONS = frozenset(("decision_transformer",))
 
 
 class PackedCall:
-    """One call of a model under a name of ours. It alone knows where the documents of its rows lie.
+    """One call of a model under a name of ours. Only it knows where the documents of its rows are.
 
     Masks, attention and layers with a state ask it (see documents_of); it looks once for what they ask.
 
     position_ids, cu_seqlens, cu_seqlens_k: as the model was given them.
-    numbers: each token's document, by its mask or that of an outer call; None where neither can number.
-    padding: the mask with ones for numbers. mask: the numbers, or the mask where there are none.
+    numbers: each token's document, by its mask or an outer call's; None where neither can number.
+    padding: the mask with ones for numbers. mask: the numbers, or the mask without numbers.
     mask_form: the form of the model's masks. first_axis: see documents.py.
     lost: which arguments may say that a row has several documents, and have reached no mask, attention or layer with a
-        state yet: "position_ids", which stands for cu_seqlens too, "attention_mask", "segment_parents".
+        state yet: "position_ids", which includes cu_seqlens, "attention_mask", "segment_parents".
     answers: [(batch, seqlen), what was asked for, its documents], shared with the calls inside of this one.
     row_documents: for layers with a state, see stateful.
     """
@@ -129,7 +129,7 @@ class PackedCall:
         self.masks, self.looked_at_parts = set(), False
 
     def _check_tree(self, position_ids, mask, labels, sequence):
-        """ValueError for what has no meaning beside segment_parents, and for positions that are not depths."""
+        """Raise ValueError for what has no meaning with segment_parents, and for positions that are not depths."""
         for name, value in (("attention_mask", mask), ("labels", labels), ("sequence_group", sequence)):
             if value is not None:
                 why = " (see prefix_token_logps: a row may have several next tokens)" if name == "labels" else ""
@@ -147,32 +147,32 @@ class PackedCall:
         check_same(position_ids[0].long().to(depths.device), depths, "depths")
 
     def with_ones(self, args, kwargs):
-        """The arguments, document numbers of a 2-D attention_mask replaced by ones: models expect 0 and 1 there."""
+        """Return the arguments, with ones for the document numbers of a 2-D mask: models expect 0 and 1."""
         if self.numbers is None or self.padding is self.given("attention_mask", args, kwargs):
             return args, kwargs
         return self.put("attention_mask", self.padding, args, kwargs)
 
     def given(self, name, args, kwargs):
-        """An argument of the model, by its name or its place: "position_ids", "attention_mask", "labels"."""
+        """Return an argument of the model, by its name or its place: "position_ids", "attention_mask", "labels"."""
         index = self.indices[name]
         return args[index] if kwargs.get(name) is None and index < len(args) else kwargs.get(name)
 
     def put(self, name, value, args, kwargs):
-        """The arguments with another value for it, in its place."""
+        """Return the arguments with another value for it, in its place."""
         index = self.indices[name]
         if index < len(args) and kwargs.get(name) is None:
             return (*args[:index], value, *args[index + 1 :]), kwargs
         return args, {**kwargs, name: value}
 
     def documents_of_tokens(self, tokens, position_ids):
-        """The documents of the model's own tokens ``[batch, seqlen, ...]``, by all that it was given."""
+        """Return the documents of the model's tokens ``[batch, seqlen, ...]``, by all that it was given."""
         of_tokens = is_tensor(self.mask, 2) and self.mask.shape == tokens.shape[:2]
         mask = kept_as(self.mask.dtype, self.mask, tokens.device) if of_tokens else None
         cu_seqlens = self.cu_seqlens, self.cu_seqlens_k
         return self.documents(tokens[:, None], cu_seqlens, mask, position_ids).on(tokens.device)
 
     def documents(self, query, cu_seqlens, padding, position_ids):
-        """The answer of find_documents, which an outer call may have had before: models pass their arguments on."""
+        """Return find_documents' answer, from an outer call if it has one: models pass arguments on."""
         given = self.has_positions()
         if not given and cu_seqlens[0] is None and cu_seqlens[1] is None:
             position_ids = None  # made by the model, or by numbers: they tell no more
@@ -186,7 +186,7 @@ class PackedCall:
             self.answers.append((shape, asked, documents))
         if self.traced or self.seen is not None:
             return documents
-        # By what they were found. Positions that a model makes tell none.
+        # By what they were found. Positions that a model makes tell no documents.
         by = "rows"
         if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
             by = "cu_seq_lens_q"
@@ -198,17 +198,17 @@ class PackedCall:
         return documents
 
     def has_positions(self) -> bool:
-        """Whether position_ids were given that may tell documents."""
+        """Return whether position_ids were given that may show documents."""
         given = [call.position_ids for call in (self, *self.outers)]
         return any(each is not None and each is not self.made_positions for each in given)
 
     def _saw(self, rows, cu_seqlens, found_by):
-        """Keeps for info what this call found, without a tensor."""
+        """Keep for info what this call found, without a tensor."""
         for call in (self, *self.outers):
             call.seen = call.seen or LastForward(rows, cu_seqlens.numel() - 1, found_by)
 
     def row_positions(self, batch, seqlen):
-        """position_ids ``[batch or 1, seqlen]`` that restart with each document, or None."""
+        """Return position_ids ``[batch or 1, seqlen]`` that restart with each document, or None."""
         positions = self.position_ids
         if not is_tensor(positions, 3):
             return positions if is_tensor(positions, 2) else None
@@ -217,13 +217,13 @@ class PackedCall:
         if self.of_axes is None:  # one tensor for masks and layers with a state, which look at its values once
             if positions.shape[0] > 3:  # of text or a sequence, in front of the other axes
                 self.of_axes = positions[0]
-            # Beside cu_seq_lens_q a model that makes its axes itself counts them along the row.
+            # With cu_seq_lens_q a model that makes its axes itself counts them along the row.
             elif self.first_axis == TIME and positions.shape[0] == 3 and self.cu_seqlens is None:
                 self.of_axes = since_start(positions, self.padding)
         return self.of_axes
 
     def reached(self, numbers, *positions):
-        """These numbers, and position_ids or cu_seqlens, have reached a mask or an attention: so have the outer calls'."""
+        """Note that a mask or an attention has used these numbers and positions, for outer calls too."""
         has_positions = any(each is not None for each in positions)
         for call in (self, *self.outers):
             if numbers is not None and call.numbers is numbers and not call.mixes:
@@ -234,26 +234,26 @@ class PackedCall:
                 call.lost.discard("position_ids")
 
     def reached_by(self, found_by, cu_seqlens):
-        """An attention has used the tree or the requests of this call: of the outer calls', too."""
+        """Note that an attention has used the tree or the requests of this call, for outer calls too."""
         self.reached(None, cu_seqlens)
         for call in (self, *self.outers):
             call.lost.discard("segment_parents")
             call.seen = LastForward(1, cu_seqlens.numel() - 1, found_by)  # also where a mask has found cu_seqlens
 
     def checked_positions(self, position_ids, batch):
-        """position_ids of a mask that is a tensor. ValueError if cu_seq_lens_q, which layers may not see, tell others."""
+        """Return position_ids of a tensor mask. Raises ValueError if cu_seq_lens_q, unseen by layers, disagree."""
         if position_ids is None or self.cu_seqlens is None or position_ids.shape[0] not in (1, batch):
             return position_ids
-        if self.segment_parents is not None:  # depths in a tree, which attention refuses beside such a mask
+        if self.segment_parents is not None:  # depths in a tree, which attention refuses with such a mask
             return position_ids
-        if self.checked is None or self.checked[0] is not position_ids:  # masks of other layers come with the same ones
+        if self.checked is None or self.checked[0] is not position_ids:  # masks of other layers have the same ones
             cu_seqlens = self.cu_seqlens, self.cu_seqlens_k
             _, positions = checked_against(cu_seqlens, None, position_ids, batch, position_ids.shape[1])
             self.checked = position_ids, positions.to(position_ids.device)
         return self.checked[1]
 
     def refuse_if_lost(self):
-        """ValueError if several documents reached no attention: they would have attended to each other."""
+        """Raise ValueError if several documents reached no attention: they would have attended to each other."""
         if "segment_parents" in self.lost:
             raise ValueError(
                 f"segment_parents: expected a model that passes them to its attention, got {self.name}; give it the samples "
@@ -275,11 +275,11 @@ class PackedCall:
         refuse_where(several, message)
 
     def several(self, batch, position_ids=None):
-        """Whether a row has several documents: bool ``[]``, None where nothing says. Nothing waits for it."""
+        """Return whether a row has several documents: bool ``[]``, None if it is unknown. Nothing waits for it."""
         return several_in(position_ids, self.padding, self.cu_seqlens, self.numbers, batch)
 
     def named_by(self):
-        """The argument that says where the documents are."""
+        """Return the argument that says where the documents are."""
         # The outer calls first: what they pass on to an inner model may be less.
         for each in (*reversed(self.outers), self):
             if each.position_ids is not None or each.cu_seqlens is not None:
@@ -293,7 +293,7 @@ class PackedCall:
 
 
 def _check_form(positions) -> None:
-    """1-D ones would fit tables of RoPE, and tell no documents."""
+    """Raise ValueError for 1-D positions, which would fit tables of RoPE, and show no documents."""
     if positions is not None and not (is_tensor(positions, 2) or is_tensor(positions, 3)):
         got = list(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__
         raise ValueError(f"position_ids: expected a tensor [1 or batch, seqlen], or one of several axes, got {got}")
@@ -304,19 +304,19 @@ class LastForward(NamedTuple):
 
     rows: int
     documents: int
-    found_by: str  # an argument of the model; cache: of continuous batching; "rows" where none was given
+    found_by: str  # an argument of the model; cache: of continuous batching; "rows" if no argument was given
 
 
 def last_forward(model) -> LastForward | None:
-    """Of a model's last call; None before the first, and where masks alone hold documents apart."""
+    """Return what a model's last call saw; None before the first, and where only masks hold documents apart."""
     return model.__dict__.get(LAST_FORWARD)
 
 
 def numbers_of(mask, call) -> torch.Tensor | None:
-    """The document numbers that a call took out of this 2-D mask, or the mask; None for one that cannot number."""
+    """Return the document numbers of this 2-D mask, or the mask; None for one that cannot number."""
     if not is_tensor(mask, 2) or mask.dtype == torch.bool:
         return None
-    # GPT-2 views it in its own shape. A graph does not know what is viewed: there its numbers are refused.
+    # GPT-2 views it in another shape. A graph does not know what is viewed: there its numbers are refused.
     viewed = None if torch.compiler.is_compiling() else mask._base
     if viewed is not None and (viewed.shape, viewed.stride()) == (mask.shape, mask.stride()):
         mask = viewed
@@ -327,35 +327,38 @@ def numbers_of(mask, call) -> torch.Tensor | None:
 
 
 def mixes_tokens(config) -> bool:
-    """Whether tokens of neighbouring documents mix outside attention."""
+    """Return whether tokens of neighbouring documents mix outside attention."""
     # token_dropout of ESM scales a row by how many of all its tokens are masked.
     return config.model_type in _MIXERS or bool(getattr(config, "token_dropout", False))
 
 
 def guard_of(model):
-    """Of a model that apply_packing_ops left with its attention, else None."""
+    """Return the guard of a model that apply_packing_ops left with its attention, else None."""
     return None if model.config._attn_implementation in NAMES else model.__dict__.get(GUARD)
 
 
 def current() -> PackedCall | None:
-    """The innermost call that runs in this thread; None if none does, or if model.forward was called directly."""
+    """Return the innermost call that runs in this thread; None without one, or if model.forward was called directly."""
     return here().call
 
 
 def call_of_layers() -> PackedCall | None:
-    """What a layer may ask: the call that runs; in a graph only one that began in it. A layer that is compiled alone runs
-    again in the backward of a checkpoint, when the call is over: it must find the same then, or another graph is made."""
+    """Return what a layer may ask: the call that runs; in a graph only one that began in it. A layer that is
+    compiled without its model runs again in the backward of a checkpoint, when the call is over: it must find the
+    same then, or another graph is made.
+    """
     return traced.begun if torch.compiler.is_compiling() else _now.call
 
 
 def watched(begin, end, stock):
-    """PreTrainedModel.__call__ with a PackedCall around it. ``begin(model, call, args, kwargs)``: the model's arguments.
-    ``end(model, kwargs, outputs)`` looks at what it returned."""
+    """Wrap PreTrainedModel.__call__ in a PackedCall. ``begin(model, call, args, kwargs)``: the model's arguments.
+    ``end(model, kwargs, outputs)`` looks at what it returned.
+    """
 
     def __call__(self, *args, **kwargs):
         # Models that are not ours, and what is refused before the call.
         if args and not (args[0] is None or isinstance(args[0], torch.Tensor)):
-            return stock(self, *args, **kwargs)  # a method of a trainer, which stands in for forward while it runs
+            return stock(self, *args, **kwargs)  # a method of a trainer, which replaces forward while it runs
         ours = self.config._attn_implementation in NAMES
         if not ours and GUARD not in self.__dict__:
             if "position_ids" in kwargs and (outer := current()) is not None:
@@ -390,7 +393,7 @@ def watched(begin, end, stock):
 
 @kept_with_class
 def shifts_itself(cls) -> bool:
-    """Whether its forward takes the label of the next token in its own code, as older models and code from the Hub do."""
+    """Return whether its forward shifts labels in its code, as older models and code from the Hub do."""
     return bool(_SHIFT.search(source_of(inspect.unwrap(cls.forward))))
 
 
@@ -399,10 +402,11 @@ _SHIFT = re.compile(r"labels\[(\.\.\.|:), 1:\]")
 
 @constant
 def _traits_of(cls, config_cls):
-    """(form of its masks, indices of position_ids, attention_mask and labels among its arguments, model_type, first_axis, whether
-    its loss takes the label of the next token, whether it reads text)."""
+    """Return (form of its masks, indices of position_ids, attention_mask and labels among its arguments, model_type,
+    first_axis, whether its loss takes the label of the next token, whether it reads text).
+    """
     names = list(inspect.signature(cls.forward).parameters)[1:]
-    # Behind all others where it is none: torch.compile has no empty dict from here.
+    # Behind all others if it is missing: torch.compile has no empty dict from here.
     names += ["position_ids", "attention_mask", "labels"]
     indices = {name: names.index(name) for name in ("position_ids", "attention_mask", "labels")}
     form = BOOL if cls._supports_sdpa else ADDITIVE
@@ -448,7 +452,7 @@ def here():
 
 
 def fuse(running):
-    """Sets the model whose loss is fused in this thread, also for compiled parts that it calls; returns the one before."""
+    """Set the model whose loss is fused in this thread, for compiled parts too; return the one before."""
     before, here().fused, traced.fused = here().fused, running, running
     return before
 
@@ -465,7 +469,7 @@ _BESIDE = ("packed_seq_lengths", "seq_idx")  # collators give these together wit
 
 
 def check_keywords(cls: type, kwargs: dict) -> None:
-    """TypeError for near misses of cu_seq_lens_q: the model would drop them, and the documents would see each other."""
+    """Raise TypeError for near misses of cu_seq_lens_q, which the model would drop: documents would mix."""
     for name in _CU_SEQLENS:
         if not isinstance(kwargs.get(name), (torch.Tensor, type(None))) and REQUESTS not in kwargs:
             raise ValueError(f"{name}: expected an int32 tensor [num_documents + 1], got {kwargs[name]!r}")
@@ -482,7 +486,7 @@ def check_keywords(cls: type, kwargs: dict) -> None:
 
 @constant
 def _near_misses(cls, names):
-    """Near misses among ``names`` that a language model's forward does not declare."""
+    """Return near misses among ``names`` that a language model's forward does not declare."""
     near = [name for name in names if name not in _CU_SEQLENS and _NEAR.fullmatch(name.lower())]
     if not near or not reads_text(cls):
         return ()

@@ -17,8 +17,8 @@ from packing_ops.keys import KeyPages
 
 
 def with_keys(module, heads, cu_seqlens, reason, given):
-    """Returns heads, cu_seqlens and Keys of several requests' new tokens and of what the paged cache holds of each before them:
-    prefill, chunks and decoding alike.
+    """Return heads, cu_seqlens and Keys of several requests' new tokens and of what the paged cache holds of each
+    before them: prefill, chunks and decoding alike.
 
     given: what generate_batch gives the layers.
     """
@@ -52,8 +52,9 @@ def with_keys(module, heads, cu_seqlens, reason, given):
 
 
 def pages_of_requests(block_table, cu_seqlens_k, page_size):
-    """The pages of requests, and the row of each one's last key. Of sequences that pad a step: a row of page 0, which no
-    request has."""
+    """Return the pages of requests, and the row of each one's last key. Of sequences that pad a step: a row of page
+    0, which no request has.
+    """
     used = cu_seqlens_k.diff().int()
     last = (used - 1).clamp(min=0).long()
     page = block_table.gather(1, (last // page_size)[:, None])[:, 0].clamp(min=0)
@@ -66,8 +67,9 @@ _BATCHING = "transformers.generation.continuous_batching"
 
 
 def _taken_for_flash(stock):
-    """Continuous batching takes attention for one that follows cu_seqlens by "flash" in the name. All others get dense masks, and no CUDA
-    graphs unless they are asked for."""
+    """Wrap transformers' test for flash: it takes attention for one that follows cu_seqlens by "flash" in the name.
+    All others get dense masks, and no CUDA graphs unless they are asked for.
+    """
 
     @functools.wraps(stock)
     def requested(config=None, requested_attention_implementation=None, version=None):
@@ -78,8 +80,9 @@ def _taken_for_flash(stock):
 
 
 def _with_pages(stock):
-    """Steps of decoding alone read keys from their pages, where these hold whole tiles of keys. Stock asks for a kernel
-    of flash-attn. Caches of sliding windows have no block table."""
+    """Let steps of only decoding read keys from their pages, if these hold whole tiles of keys. Stock asks for a
+    kernel of flash-attn. Caches of sliding windows have no block table.
+    """
 
     @functools.wraps(stock)
     def ensure(config, cb_config, user_requested):
@@ -93,8 +96,9 @@ def _with_pages(stock):
 
 
 def _with_our_logps(stock):
-    """Log-probabilities of sampled tokens by the sums of token_logps, in place of the log of a softmax: within
-    invariant() they have the bits of a trainer's."""
+    """Compute log-probabilities of sampled tokens by the sums of token_logps, in place of the log of a softmax:
+    within invariant() they have the bits of a trainer's.
+    """
 
     @functools.wraps(stock)
     def sample(self, scores, output_ids):
@@ -114,7 +118,7 @@ def _with_our_logps(stock):
 
 
 def _log_probs(logits, tokens):
-    """float32: log p of a token in each row, by the sums of token_logps."""
+    """Return float32 log p of a token in each row, by the sums of token_logps."""
     rows, vocab = logits.shape
     logits = F.pad(logits, (0, -vocab % 8))[:, :vocab]  # rows start on 16 bytes, as those of token_logps
     sums = logits.new_zeros(3, rows, dtype=sum_dtype(logits.dtype))
@@ -125,7 +129,7 @@ def _log_probs(logits, tokens):
 
 
 def _patches() -> list[Patch]:
-    """Empty where this transformers batches in another way (before 5.23)."""
+    """Return the patches; empty if this transformers batches in another way (before 5.23)."""
     try:
         cache, api, initialization, runner = (
             importlib.import_module(f"{_BATCHING}.{name}")

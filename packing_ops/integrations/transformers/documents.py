@@ -1,6 +1,6 @@
-"""Where the documents of a batch lie: computed once per forward of the model and shared by its layers.
+"""Where the documents of a batch are: computed once per forward of the model and shared by its layers.
 
-It costs one host synchronisation at most. It costs none with explicit cu_seqlens, for batches without padding or
+It costs one host synchronisation at most, and zero with explicit cu_seqlens, for batches without padding or
 positions, and under torch.compile, where sizes are upper bounds instead.
 """
 
@@ -37,7 +37,7 @@ class BatchDocuments:
         self.device = cu_seqlens.device
 
     def on(self, device):
-        """The same documents on another device, for models with layers on several."""
+        """Return the same documents on another device, for models with layers on several."""
         if self.device == device:
             return self
         return kept_with([self.cu_seqlens], ("documents on", device), lambda: self._moved(device))
@@ -47,7 +47,7 @@ class BatchDocuments:
         return BatchDocuments(self.cu_seqlens.to(device), indices, self.has_interior_padding, self.several)
 
     def document_ids(self, batch, seqlen):
-        """int32 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
+        """Return int32 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
         total = batch * seqlen if self.indices is None else self.indices.numel()
         numbers = gate.seq_idx_from_cu_seqlens(self.cu_seqlens, total) + 1  # scatter_rows leaves 0 in padding
         numbers = numbers.masked_fill(numbers == self.cu_seqlens.numel(), 0)  # behind the last document
@@ -57,13 +57,13 @@ class BatchDocuments:
 
 
 def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=None):
-    """The documents of query ``[batch, num_heads, seqlen, ...]``: by cu_seqlens, else by padding and positions.
+    """Find the documents of query ``[batch, num_heads, seqlen, ...]``: by cu_seqlens, else by padding and positions.
 
     padding: ``[batch, seqlen]``, 0 is padding; bool, or the number of each token's document from 1 on.
     """
     batch, seqlen = query.shape[0], query.shape[2]
     if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != seqlen):
-        position_ids = None  # of another row, or with an axis of their own (M-RoPE): they do not tell documents
+        position_ids = None  # of another row, or with an axis more (M-RoPE): they do not tell documents
     if padding is not None and padding.shape != (batch, seqlen):
         raise ValueError(f"attention_mask: expected [{batch}, {seqlen}] like the batch, got {list(padding.shape)}")
     if cu_seqlens[0] is not None or cu_seqlens[1] is not None:
@@ -77,7 +77,9 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
 
 
 def kept_as(dtype, mask, device):
-    """A 2-D mask of a call in this dtype: the same tensor for all layers of a forward, so that they share one layout."""
+    """Cast a 2-D mask of a call to this dtype: the same tensor for all layers of a forward, so that they share one
+    layout.
+    """
     if mask.dtype == dtype and mask.device == device:
         return mask
     return kept_with([mask], (dtype, device), lambda: mask.to(device=device, dtype=dtype))
@@ -104,7 +106,7 @@ def _from_values(batch, seqlen, padding, position_ids):
 
     # Documents within rows.
     if position_ids is not None or padding.dtype != torch.bool:
-        # All slots, the real ones first; those after the last real one become a document of their own.
+        # All slots, the real ones first; those after the last real one become one more document.
         slots, after = indices.clamp(min=0), indices < 0
         row = (slots // max(seqlen, 1)).where(~after, batch)
         first = first_tokens(padding, position_ids, batch, seqlen, slots.device)
@@ -142,7 +144,9 @@ def _from_values(batch, seqlen, padding, position_ids):
 
 
 def checked_against(cu_seqlens, padding, position_ids, batch, seqlen):
-    """(cu_seqlens, position_ids): those of queries, which are the keys' too. ValueError where these or padding disagree."""
+    """Return (cu_seqlens, position_ids) of queries, which the keys have too. Raises ValueError if these or padding
+    disagree.
+    """
     cu_q, cu_k = (given if given is not None else other for given, other in (cu_seqlens, cu_seqlens[::-1]))
     check_cu_seqlens(cu_q, "cu_seq_lens_q")
     check_cu_seqlens(cu_k, "cu_seq_lens_k")
@@ -153,28 +157,31 @@ def checked_against(cu_seqlens, padding, position_ids, batch, seqlen):
 
 
 def _marked_alike(padding, cu_seqlens):
-    """bool ``[batch, seqlen]``: False at padding, and where numbers start a document and cu_seqlens do not, or the reverse."""
+    """Return bool ``[batch, seqlen]``: False at padding, and where numbers start a document and cu_seqlens do not,
+    or the reverse.
+    """
     real = padding != 0
     if padding.dtype == torch.bool:
         return real
     slots = torch.arange(padding.numel(), dtype=cu_seqlens.dtype, device=padding.device)
     documents = torch.searchsorted(cu_seqlens[1:], slots, right=True).view_as(padding) + 1
     wanted, numbered = (first_tokens(ids, None, *ids.shape, ids.device) for ids in (documents, padding))
-    return real & ((wanted == numbered) | ~(padding > 1).any())  # ones alone are no numbers
+    return real & ((wanted == numbered) | ~(padding > 1).any())  # a mask of 0 and 1 carries no document ids
 
 
 def checked_documents(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen):
-    """cu_seqlens_q and position_ids. ValueError where explicit cu_seqlens, padding mask and positions contradict each other.
+    """Return cu_seqlens_q and position_ids. Raises ValueError if explicit cu_seqlens, padding mask and positions
+    contradict each other.
 
     Positions contradict where a document goes on with those before it in its row (one more than the last), or where they
     fall inside of a document and grow again. They may start anywhere. What may be padding passes: documents of ones at an
-    end of a row, and zeros or ones beside a document.
+    end of a row, and zeros or ones next to a document.
 
-    A compiled graph drops an op that gives nothing. There they are copies, and checked if what comes out is used.
+    A compiled graph drops an op that gives nothing. There they are copies, and checked if the result is used.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 or int64 ``[num_documents + 1]`` over the batch's rows, one after the other.
-        mask: bool ``[batch, seqlen]``, False is padding, which has no place beside cu_seqlens.
+        mask: bool ``[batch, seqlen]``, False is padding, which cannot be combined with cu_seqlens.
         position_ids: int32 or int64 ``[batch or 1, seqlen]`` of queries and keys.
     """
     given = cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seqlen
@@ -189,7 +196,7 @@ def checked_documents(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seq
 
 
 def first_tokens(padding, position_ids, batch, seqlen, device) -> torch.Tensor:
-    """bool ``[batch, seqlen]``: where a document starts behind another one of its row. Nothing waits for it."""
+    """Return bool ``[batch, seqlen]``: where a document starts behind another one of its row. Nothing waits for it."""
     real = source = None
     if padding is not None:
         real = (padding != 0).to(device)
@@ -220,23 +227,27 @@ _NEGATIVE = "attention_mask: expected 0 for padding and numbers above it for doc
 
 
 def restarts_inside(padding, position_ids, batch, seqlen, device) -> torch.Tensor | None:
-    """Whether positions restart where a mask that numbers documents goes on: bool ``[]``; None without both of them."""
+    """Return whether positions restart where a mask that numbers documents goes on: bool ``[]``; None without both
+    of them.
+    """
     if padding is None or position_ids is None or padding.dtype == torch.bool:
         return None
     by_positions = first_tokens(padding != 0, position_ids, batch, seqlen, device)
     by_numbers = first_tokens(padding, None, batch, seqlen, device)
-    return (by_positions & ~by_numbers).any() & (padding > 1).any().to(device)  # ones alone are no numbers
+    return (by_positions & ~by_numbers).any() & (padding > 1).any().to(
+        device
+    )  # a mask of 0 and 1 carries no document ids
 
 
 def several_in(position_ids=None, padding=None, cu_seqlens=None, numbers=None, batch=1) -> torch.Tensor | None:
-    """Whether a row has several documents: bool ``[]``, None where nothing says. Nothing waits for it."""
+    """Return whether a row has several documents: bool ``[]``, None if it is unknown. Nothing waits for it."""
     found = None
     if is_tensor(position_ids, 2) and position_ids.shape[1] > 1:
         seqlen = position_ids.shape[1]
         real = padding != 0 if is_tensor(padding, 2) and padding.shape[1] == seqlen else None
         rows = len(position_ids if real is None else real)
         found = first_tokens(real, position_ids, rows, seqlen, position_ids.device).any()
-    elif is_tensor(cu_seqlens, 1):  # beside positions they were held against them
+    elif is_tensor(cu_seqlens, 1):  # with positions they were compared with them
         found = (cu_seqlens.diff() > 0).sum() > batch
     if numbers is not None:
         numbered = first_tokens(numbers, None, *numbers.shape, numbers.device).any()
@@ -245,8 +256,9 @@ def several_in(position_ids=None, padding=None, cu_seqlens=None, numbers=None, b
 
 
 def refuse_where(wrong, message) -> None:
-    """ValueError where a bool, also one on a device, holds. A graph cannot read it and asserts: RuntimeError on the CPU;
-    on CUDA this process cannot use the GPU any more."""
+    """Raise ValueError where a bool, also one on a device, holds. A graph cannot read it and asserts: RuntimeError
+    on the CPU; on CUDA this process cannot use the GPU any more.
+    """
     if isinstance(wrong, torch.Tensor) and not can_read(wrong):
         torch._assert_async(~wrong, message[:LONGEST_ASSERTION] if wrong.is_cuda else message)
     elif wrong is not None and bool(wrong):
@@ -254,7 +266,7 @@ def refuse_where(wrong, message) -> None:
 
 
 def can_read(tensor) -> bool:
-    """Not in a graph, traced or captured."""
+    """Return whether values can be read: not in a graph, traced or captured."""
     return not torch.compiler.is_compiling() and not is_captured(tensor)
 
 
@@ -266,7 +278,7 @@ def is_tensor(value, dim) -> bool:
 
 
 def each_document_alone(mask_function, kwargs, prepared, batch, q_length, q_offset):
-    """mask_function within documents. Keys of a cache without numbers belong to the first query's document.
+    """Restrict mask_function to documents. Keys of a cache without numbers belong to the first query's document.
 
     prepared: MaskArguments.
     """
@@ -329,19 +341,23 @@ _MANY = 2**31  # above any position; times the slots of a row it still fits an i
 
 @kept_with_class
 def first_axis(cls: type) -> str | None:
-    """TIME, SEQUENCE, or None for a model of this class that takes position_ids of one axis only."""
+    """Return TIME, SEQUENCE, or None for a model of this class that takes position_ids of one axis only."""
     source = source_of(inspect.unwrap(cls.forward))
     return next((axis for axis, code in _CODE.items() if re.search(code, source)), None)
 
 
 def are_axes(position_ids, axis) -> bool:
-    """Of several axes and no text positions in front, which such a model takes apart itself."""
+    """Return whether positions have several axes and no text positions in front, which such a model takes apart
+    itself.
+    """
     return is_tensor(position_ids, 3) and (position_ids.shape[0] == 3 or axis == SEQUENCE)
 
 
 def since_start(axes, padding):
-    """Each slot's distance to the start of its document: where all axes are 0, or where time falls to what it has passed."""
-    # Time falls within a document too, from the frames of a video to the audio beside them, but not to the text before it.
+    """Return each slot's distance to the start of its document: where all axes are 0, or where time falls to what it
+    has passed.
+    """
+    # Time falls within a document too, from the frames of a video to the audio with them, but not to the text before it.
     seqlen = axes.shape[2]
     slots, real = torch.arange(seqlen, device=axes.device), torch.ones_like(axes[0], dtype=torch.bool)
     if is_tensor(padding, 2) and padding.shape[1] >= seqlen:  # of a cache too
@@ -372,7 +388,9 @@ _ONE_RESULT = {  # in the code of a forward: what it has of each row
 
 
 def refuse_encoder_decoder(model, call, args, kwargs) -> None:
-    """ValueError if a row of either side has several documents: the decoder's row attends to the encoder's whole row."""
+    """Raise ValueError if a row of either side has several documents: the decoder's row attends to the encoder's
+    whole row.
+    """
     names = _names_of(type(model))
     if call.outer is not None or not (_ENCODER in names or kwargs.get("encoder_hidden_states") is not None):
         return
@@ -395,7 +413,7 @@ def refuse_encoder_decoder(model, call, args, kwargs) -> None:
 
 
 def refuse_one_result(model, call, kwargs, position_ids, batch) -> None:
-    """ValueError if a row has several documents, and the model has one result or one target for it."""
+    """Raise ValueError if a row has several documents, and the model has one result or one target for it."""
     targets = [name for name in _OF_ROWS if kwargs.get(name) is not None]
     has = f"takes one {targets[0]} for each row" if targets else _one_result(type(model))
     if call.outer is not None or not has:
@@ -411,7 +429,9 @@ def refuse_one_result(model, call, kwargs, position_ids, batch) -> None:
 
 
 def refuse_packed_choices(model, call, tokens, kwargs) -> None:
-    """The same for rows ``[batch, choices, seqlen]``, each of which has one score: the model inside gets them flat."""
+    """Raise ValueError as refuse_one_result for rows ``[batch, choices, seqlen]``, each of which has one score: the
+    model inside gets them flat.
+    """
     if call.outer is not None or tokens.dim() < 3 or not _one_result(type(model)):
         return
     for name in ("position_ids", "attention_mask"):
@@ -431,7 +451,7 @@ def _names_of(cls) -> tuple[str, ...]:
 
 @constant
 def _one_result(cls) -> str:
-    """What its head has once for a row, or an empty string."""
+    """Return what its head has once for a row, or an empty string."""
     for base in cls.__mro__:
         source = source_of(inspect.unwrap(base.forward)) if "forward" in vars(base) else ""
         if has := next((has for code, has in _ONE_RESULT.items() if re.search(code, source)), ""):

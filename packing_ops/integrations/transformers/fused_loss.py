@@ -67,7 +67,7 @@ def is_fused(model) -> bool:
 
 
 def refusal(model: PreTrainedModel) -> str | None:
-    """Why this model's loss cannot be computed from its hidden states; None if it can."""
+    """Return why this model's loss cannot be computed from its hidden states; None if it can."""
     if is_fused(model) and not since(model):
         return None
     head = getattr(model, "lm_head", None)
@@ -85,7 +85,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 
 def why_not(models: list[PreTrainedModel]) -> str | None:
-    """Why the loss of some of these models cannot be swapped; None if all can."""
+    """Return why the loss of some of these models cannot be swapped; None if all can."""
     if not models:
         return "there is no transformers model in it"
     reasons = {type(model).__name__: reason for model in models if (reason := refusal(model))}
@@ -95,7 +95,7 @@ def why_not(models: list[PreTrainedModel]) -> str | None:
 
 
 def since(model: PreTrainedModel) -> str | None:
-    """What has changed in a fused model since, so that its loss is the stock one again; None if nothing has."""
+    """Return what has changed in a fused model since, so that its loss is the stock one again; None if nothing has."""
     if _STATE not in model.lm_head.__dict__:
         return "its lm_head was swapped after apply_packing_ops(model, fused_loss=True)"
     if _is_capped(model) != model.__dict__[_STATE]:
@@ -104,7 +104,7 @@ def since(model: PreTrainedModel) -> str | None:
 
 
 def apply_to_model(model: PreTrainedModel) -> None:
-    """Expects refusal(model) to be None. A second call changes nothing."""
+    """Fuse the loss of a model. Expects refusal(model) to be None. A second call changes nothing."""
     if is_fused(model) and not since(model):
         return
     stock = _stock_loss(model)
@@ -125,7 +125,7 @@ def _stock_loss(model):
 
 @kept_with_class
 def _goes_straight(cls, is_capped) -> bool:
-    """Whether in its forward the logits go to the loss unchanged, and then to the output alone.
+    """Return whether in its forward the logits go to the loss unchanged, and after it only to the output.
 
     By its source, not by a trial: a forward has branches for masks, images, caches and flags of its config, and a trial
     would see only those that it takes. Logits that change in another branch would give another loss without an error.
@@ -145,7 +145,7 @@ def _goes_straight(cls, is_capped) -> bool:
 
 
 def _in_front(module):
-    """The function that another library put in place of the module's forward, or None."""
+    """Return the function that another library put in place of the module's forward, or None."""
     function = function_of(module.__dict__["forward"]) if "forward" in module.__dict__ else None
     return None if is_of(function, __package__) else function or module.__dict__.get("forward")
 
@@ -155,7 +155,7 @@ _OF_TRL_S_TRAINERS = "; TRL's SFT, DPO, KTO, GRPO and RLOO trainers need it not,
 
 
 def advise(model, kwargs, outputs) -> None:
-    """One line, once, where a training step keeps many logits that it need not have."""
+    """Log one line, once, if a training step keeps many logits that it need not have."""
     logits = getattr(outputs, "logits", None)
     if not model.training or kwargs.get("labels") is None or torch.compiler.is_compiling():
         return
@@ -168,7 +168,7 @@ def advise(model, kwargs, outputs) -> None:
 
 
 def runs_in(model) -> str:
-    """Where the loss of a fused model runs, which others may have put a forward in front of."""
+    """Return where the loss of a fused model runs, which others may have put a forward in front of."""
     front = _in_front(model)
     code, where = getattr(front, "__code__", None), getattr(front, "__globals__", {}).get("__name__", "another library")
     if "fused_lm_head" in getattr(code, "co_varnames", ()):
@@ -223,7 +223,7 @@ def _loss(model, stock, logits, labels, vocab_size, num_items_in_batch=None, ign
     running.logits, labels = logits, labels.to(running.hidden.device)
     cu_seqlens, targets = kwargs.get("cu_seq_lens_q"), kwargs.get("shift_labels")
     if targets is not None:
-        # Slot t predicts label t: one place to the right, in one document, it is that of slot t + 1.
+        # Slot t predicts label t: one place to the right, in one document, it is the label of slot t + 1.
         labels = torch.nn.functional.pad(targets.to(labels.device).flatten(), (1, 0), value=ignore_index)
         cu_seqlens = cu_seqlens_of_rows(1, len(labels), labels.device)
     if cu_seqlens is None:  # each row is a document
@@ -238,7 +238,9 @@ def _loss(model, stock, logits, labels, vocab_size, num_items_in_batch=None, ign
 
 
 def without_first_labels(model, call, args, kwargs):
-    """The arguments, labels of documents' first tokens -100: what is before them is another document, or padding."""
+    """Return the arguments, labels of documents' first tokens -100: what is before them is another document, or
+    padding.
+    """
     # Not where shift_labels say what each token is to predict, nor for a loss that shifts nothing.
     labels = call.given("labels", args, kwargs)
     may_have_documents = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.numbers))
@@ -264,11 +266,13 @@ def without_first_labels(model, call, args, kwargs):
 
 @constant_of_model
 def _loss_shifts(model) -> bool:
-    """Whether its loss takes the label of the next token. Of a loss_function that somebody set nothing says so."""
+    """Return whether its loss takes the label of the next token. Of a loss_function that somebody set nothing says
+    so.
+    """
     if shifts_itself(type(model)):
         return True
     loss = getattr(model, "_loss_function", None)
-    if loss is None or isinstance(loss, WeakPartial):  # of fused_loss, which stands for transformers' own
+    if loss is None or isinstance(loss, WeakPartial):  # of fused_loss, which replaces transformers'
         return getattr(model, "loss_type", None) in SHIFTED
     loss = loss.func if isinstance(loss, functools.partial) else loss
     if inspect.unwrap(loss) is ForCausalLMLoss:
@@ -285,7 +289,7 @@ _BALANCED_BY = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 class Balance:
-    """Kept in a model, for as long as its modelling module has our function. Copies and pickles make their own."""
+    """Kept in a model, for as long as its modelling module has our function. Copies and pickles make a new one."""
 
     def __init__(self, module_name, by_document):
         self.module_name, self.by_document = module_name, by_document
@@ -302,7 +306,9 @@ def _balance_patch(module_name) -> Patch:
 
 
 def _balanced(model) -> dict[PreTrainedModel, str]:
-    """{model: the module that its forward takes transformers' balance loss from}, of the models in it that do."""
+    """Return {model: the module that its forward takes transformers' balance loss from}, of the models in it that
+    do.
+    """
     found = {}
     for each in models_in(model):
         forward = inspect.unwrap(type(each).forward)
@@ -329,11 +335,11 @@ def balance(model, kind) -> None:
 def _of_documents(stock):
     @functools.wraps(stock)
     def load_balancing_loss_func(gate_logits, num_experts=None, top_k=2, attention_mask=None):
-        """transformers' own for every model but those with balance_loss."""
+        """Compute transformers' loss for every model but those with balance_loss."""
         call = current()
         if call is None or call.balance is None or not isinstance(gate_logits, tuple):
             return stock(gate_logits, num_experts, top_k, attention_mask)
-        # Documents of as many rows as the routers had, as attention has found them; a vision tower's come before the text's
+        # Documents of as many rows as the routers had, as attention has found them; a vision tower's precede the text's
         device, rows = gate_logits[0].device, gate_logits[0].shape[0]
         answers = (found for (batch, seqlen), _, found in reversed(call.answers) if batch * seqlen == rows)
         documents = next(answers, None)

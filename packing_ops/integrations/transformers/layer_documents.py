@@ -12,7 +12,9 @@ MADE_FOR = ("cu_seqlens of a mask",)
 
 
 def documents_of(query, cu_seqlens, padding, position_ids):
-    """The documents of query ``[batch, num_heads, seqlen, head_dim]``: of the call that runs, else of these arguments."""
+    """Return the documents of query ``[batch, num_heads, seqlen, head_dim]``: of the call that runs, else of these
+    arguments.
+    """
     call = call_of_layers()
     if call is None:
         return find_documents(query, cu_seqlens, padding, position_ids)
@@ -21,7 +23,9 @@ def documents_of(query, cu_seqlens, padding, position_ids):
 
 
 def find(module, query, key, mask, pattern, cu_seqlens, position_ids, options):
-    """Returns (BatchDocuments, visible_end, why varlen attention does not serve them); None for documents that are not found."""
+    """Return (BatchDocuments, visible_end, why varlen attention does not serve them); None for documents that are
+    not found.
+    """
     if pattern is not None:
         if pattern.of_tree:
             raise ValueError(
@@ -43,7 +47,7 @@ def find(module, query, key, mask, pattern, cu_seqlens, position_ids, options):
 
 
 def has_documents_of(cu_seqlens, mask) -> bool:
-    """Whether this tensor was made by position_ids that were found to agree with these cu_seqlens."""
+    """Return whether this tensor was made by position_ids that were found to agree with these cu_seqlens."""
     if cu_seqlens is None or mask is None:
         return False
     call = current()
@@ -53,14 +57,14 @@ def has_documents_of(cu_seqlens, mask) -> bool:
 
 
 def documents_of_layer(query, mask, cu_seqlens, position_ids):
-    """By what the layer is given."""
+    """Return the documents by what the layer is given."""
     numbers = numbers_of(mask, current())
     padding = mask if numbers is None else numbers
     return documents_of(query, cu_seqlens, padding, position_ids).on(query.device)
 
 
 def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
-    """MaskPattern.documents of query ``[batch, num_heads, seqlen, head_dim]``; of key, for the last queries."""
+    """Return MaskPattern.documents of query ``[batch, num_heads, seqlen, head_dim]``; of key, for the last queries."""
     seqlen, length = query.shape[2], pattern.length
     if key.shape[2] == length and seqlen == (length if pattern.last is None else pattern.last):
         return pattern.documents(key, cu_seqlens, position_ids)
@@ -74,11 +78,12 @@ def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
 
 
 def refuse_other_sequence(module, query) -> None:
-    """ValueError at the end of a call with several documents in a row: without a mask each of them sees all of another
-    sequence, of which each may have a part of its own (Mllama's images)."""
+    """Raise ValueError at the end of a call with several documents in a row: without a mask each of them sees all of
+    another sequence, of which each may have a part (Mllama's images).
+    """
     call = call_of_layers()
     if call is None or all(shape != (query.shape[0], query.shape[2]) for shape, _, _ in call.answers):
-        return  # of a resampler, which has queries of its own
+        return  # of a resampler, which has other queries
     outermost = (call, *call.outers)[-1]
     message = (
         f"{outermost.named_by()}: expected one document in each row, got several, and {class_name(module)} attends to another "
@@ -88,7 +93,9 @@ def refuse_other_sequence(module, query) -> None:
 
 
 def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window):
-    """Where rows are gathered, and the wrapper of another library passes no mask on: ValueError for what only that said."""
+    """Raise ValueError for what only a mask said, where rows are gathered and the wrapper of another library passes
+    no mask on.
+    """
     call, seqlen = current(), query.shape[2]
     own = None if call is None else call.position_ids
     if not is_tensor(own, 2) or not is_tensor(position_ids, 2) or position_ids.shape[1] != seqlen:
@@ -111,7 +118,7 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
 
 
 def _narrow(window, seqlen):
-    """The window, or that of all keys where it reaches over a row of seqlen slots."""
+    """Return the window, or (-1, -1) if it reaches over a row of seqlen slots."""
     return (-1, -1) if window[0] >= seqlen - 1 else window
 
 
@@ -121,7 +128,7 @@ def _is_full_attention(module) -> bool:
 
 
 def _refuse_parts(length, seqlen, cu_seqlens, padding):
-    """Of a rank's part of a row that is gathered, by position_ids alone."""
+    """Raise ValueError for a rank's part of a row that is gathered if anything but position_ids says its documents."""
     gathered = f"where rows of {length} slots are gathered to {seqlen}"
     if cu_seqlens != (None, None):
         raise ValueError(f"cu_seq_lens_q: expected None {gathered}, whose position_ids tell the documents")
@@ -134,7 +141,7 @@ def _refuse_parts(length, seqlen, cu_seqlens, padding):
 
 
 def why_no_documents(query, key, mask, causal, window):
-    """Why the documents of a call without a MaskPattern cannot be found, or an empty string."""
+    """Return why the documents of a call without a MaskPattern cannot be found, or an empty string."""
     if mask is not None and mask.dim() != 2:
         why = "decoding with a KV cache" if query.shape[2] != key.shape[2] else "a mask that is neither causal nor full"
         return f"{why} (mask of {mask.dim()} dimensions)"

@@ -1,8 +1,8 @@
 """Hybrid models by causal_conv1d, gated_delta_rule and mamba2_scan, which know the documents of a row.
 
 The layers look these functions up in their modelling module, which all models of a family share. While a swapped model
-lives, a dispatcher stands in place of each. A swapped model's call has one keyword more, DOCUMENTS, which reaches the
-functions through the layers' own ``**kwargs``. A dispatcher serves the calls that bring it; others get the stock function.
+lives, a dispatcher replaces each. A swapped model's call has one keyword more, DOCUMENTS, which reaches the
+functions through the layers' ``**kwargs``. A dispatcher serves the calls that bring it; others get the stock function.
 So nothing is looked up while a layer runs: recomputation, threads and torch.compile see the same arguments.
 """
 

@@ -1,7 +1,7 @@
 """What the layers of a forward get in place of a mask tensor, and where transformers makes it.
 
 transformers asks for a mask once per forward and kind of layer. The answer here is a MaskPattern where varlen attention
-can follow it, and transformers' own 4-D mask where it cannot, or where the model reads masks itself (see call.py).
+can follow it, and transformers' 4-D mask where it cannot, or where the model reads masks itself (see call.py).
 """
 
 import copy
@@ -42,9 +42,9 @@ class MaskPattern:
     """Causal or not, the window, and where the documents are: found before the layers, which write nothing here.
 
     padding, position_ids, axes: see MaskArguments.
-    blocks: [batch, slots], tokens of one number from 0 on see each other, beside causality; or None.
+    blocks: [batch, slots], tokens of one number from 0 on see each other, in addition to causality; or None.
     last: how many queries there are, the last ones of the row; None for all.
-    shape: that of the 4-D mask. Its values are in no tensor, but models look whether it is one of two dimensions.
+    shape: the 4-D mask's. Its values are in no tensor, but models look whether it is one of two dimensions.
     of_tree: of a call with segment_parents, which attention has to get too.
     """
 
@@ -61,8 +61,8 @@ class MaskPattern:
         return self.shape if dim is None else self.shape[dim]
 
     def find(self, slots, cu_seqlens):
-        """Called before the layers. A layer may run again in the backward of a checkpoint, in a graph of its own: what one
-        wrote here it would read then.
+        """Find the documents before the layers run. A layer may run again in the backward of a checkpoint, in another
+        graph: what one wrote here it would read then.
 
         slots: a tensor ``[batch, 1, length]`` on their device. cu_seqlens: of the model's call, (of queries, of keys).
         """
@@ -70,9 +70,11 @@ class MaskPattern:
         self._found = cu_seqlens, documents, self._ends(documents)
 
     def documents(self, key, cu_seqlens, position_ids):
-        """(those of key ``[batch, num_heads, length, head_dim]``, visible_end of varlen_attention for their packed rows or
-        None, why that cannot be found or ""). cu_seqlens, position_ids: as the layer got them, (None, None) without."""
-        # Layers may get none of the call's: positions agree with them.
+        """Return (the documents of key ``[batch, num_heads, length, head_dim]``, visible_end of varlen_attention for
+        their packed rows or None, why they cannot be found or ""). cu_seqlens, position_ids: as the layer got them,
+        (None, None) without.
+        """
+        # Layers may not get the call's: positions agree with them.
         found = self._found
         if found is not None and all(
             given is None or given is kept for given, kept in zip(cu_seqlens, found[0], strict=True)
@@ -99,7 +101,7 @@ class MaskPattern:
     __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = _refuse
 
     def __getitem__(self, index):
-        """All of it or its last queries, which Gemma 4 takes for layers that share keys; no other part of it."""
+        """Return all of it or its last queries, which Gemma 4 takes for layers that share keys; no other part of it."""
         if not isinstance(index, tuple) or not all(isinstance(each, slice) for each in index):
             raise TypeError(_READ)
         queries = index[2] if len(index) > 2 else slice(None)
@@ -131,7 +133,7 @@ class MaskArguments(NamedTuple):
     padding: torch.Tensor | None
     position_ids: torch.Tensor | None = None  # [batch or 1, q_length]
     mask_form: str = PATTERN  # see call.py
-    stock: bool = False  # make transformers' own 4-D mask: keys of another sequence, or of a cache of fixed length
+    stock: bool = False  # make transformers' 4-D mask: keys of another sequence, or of a cache of fixed length
     numbers: torch.Tensor | None = None  # [batch, slots], each token's document from 1 on, 0 for padding
     axes: bool = False  # layers get position_ids of one axis of an image, which tell no documents
 
@@ -146,7 +148,7 @@ def packing_ops_mask(
     attention_mask=None,
     **kwargs,
 ):
-    """The mask function of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
+    """Make the mask of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
     now, call = here(), current()
     prepared, now.mask_arguments = now.mask_arguments, None
     if prepared is None or prepared.padding is not attention_mask:
@@ -199,7 +201,7 @@ def packing_ops_mask(
 
 
 def _tells_documents(prepared, call) -> bool:
-    """Whether what the layers get tells no more about documents than what is known here."""
+    """Return whether what the layers get shows no more about documents than what is known here."""
     if call is not None and call.on_ranks:
         return False
     by_padding = prepared.padding is not None and call is not None and not call.has_positions()
@@ -207,9 +209,9 @@ def _tells_documents(prepared, call) -> bool:
 
 
 def _pattern_of(mask_function, kwargs):
-    """(causal, window), or None for a pattern other than causal, full and their sliding windows."""
+    """Return (causal, window), or None for a pattern other than causal, full and their sliding windows."""
     name = getattr(mask_function, "__name__", "")
-    if kwargs.get("use_vmap"):  # the model adds a mask function of its own
+    if kwargs.get("use_vmap"):  # the model adds another mask function
         return None
     local_size, config = kwargs.get("local_size"), kwargs.get("config")
     full = "allow_is_bidirectional_skip" in kwargs  # only the makers of bidirectional masks pass it
@@ -226,12 +228,14 @@ def _pattern_of(mask_function, kwargs):
 
 
 def blocks_of(mask_function, batch, length):
-    """(pattern, blocks) where the mask is causality or a block, and within that a window to the left; else (None, None)."""
+    """Return (pattern, blocks) where the mask is causality or a block, and within that a window to the left; else
+    (None, None).
+    """
     parts, window = _made_by("and_masks", mask_function), (-1, -1)
     if parts is not None and len(parts["mask_functions"]) == 2:
         mask_function, overlay = parts["mask_functions"]
         sliding = _made_by("sliding_window_overlay", overlay)
-        if sliding is None:  # a window that blocks reach out of is another mask: no keys' end alone tells it
+        if sliding is None:  # a window that blocks reach out of is another mask: no end of keys describes it
             return None, None
         window = (sliding["sliding_window"] - 1, -1)
     parts = _made_by("or_masks", mask_function)
@@ -247,7 +251,7 @@ def blocks_of(mask_function, batch, length):
 
 
 def _made_by(maker, function):
-    """What a function that masking_utils.maker made holds, by name; None for every other function."""
+    """Return the variables of a function that masking_utils.maker made, by name; None for every other function."""
     if getattr(function, "__qualname__", "").partition(".<locals>.")[0] != maker or not function.__closure__:
         return None
     if function.__module__ != masking_utils.__name__:
@@ -257,7 +261,9 @@ def _made_by(maker, function):
 
 
 def ends_of_blocks(documents, blocks):
-    """int32 [total] of the packed rows of ``documents``; None if a number comes back in a document. One synchronisation."""
+    """Return int32 [total] of the packed rows of ``documents``; None if a number returns in a document. One
+    synchronisation.
+    """
     numbers = blocks.to(documents.device).flatten()
     if documents.indices is not None:
         numbers = numbers[documents.indices]
@@ -265,7 +271,7 @@ def ends_of_blocks(documents, blocks):
     ends = visible_end_from_blocks(numbers, documents.cu_seqlens)
     if numbers.numel() < 2:
         return ends
-    # Numbers that grow from run to run of a document do not come back.
+    # Numbers that grow from run to run of a document do not return.
     of_documents = gate.seq_idx_from_cu_seqlens(documents.cu_seqlens, numbers.shape[0]) * (numbers.max() + 1)
     keys = of_documents + numbers
     starts = (keys[1:] != keys[:-1]) & (numbers[1:] != 0)
@@ -285,7 +291,9 @@ _KNOWN = (
 
 
 def _with_positions(original):
-    """The preparation of masks that takes position_ids along. ImportError if its parameters are none that are known here."""
+    """Wrap the preparation of masks so that it takes position_ids along. Raises ImportError if its parameters are
+    unknown.
+    """
     names = [] if original is None else list(inspect.signature(original).parameters)
     if not any(names[: len(known)] == known for known in _KNOWN):
         raise ImportError(refusal(version))
@@ -362,9 +370,11 @@ def _wrapped(original, names):
 
 
 def _row_positions(call, position_ids, slots, of_others):
-    """(position_ids ``[batch or 1, q_length]`` that tell documents, or None; whether layers get those of one axis of an image)."""
+    """Return (position_ids ``[batch or 1, q_length]`` that show documents, or None; whether layers get those of one
+    axis of an image).
+    """
     axes = call is not None and are_axes(call.position_ids, call.first_axis)
-    if axes or (position_ids is None and call is not None):  # of several axes, or the model passes none on
+    if axes or (position_ids is None and call is not None):  # of several axes, or the model does not pass them on
         position_ids = call.row_positions(*slots)
     if of_others or not is_tensor(position_ids, 2) or position_ids.shape[1] != slots[1]:
         position_ids = None
@@ -373,9 +383,9 @@ def _row_positions(call, position_ids, slots, of_others):
 
 # --- a KV cache that holds several documents in a row: queries of a later call would attend to all of them ---
 
-# The one attribute that a cache gets. Copies of a filled prompt keep it, and a compiled model can set it: a weak map beside
-# the cache would know no copy, and torch.compile traces none. What it holds:
-# a bool tensor: whether a row has several documents; None: that was read, and is False; False: a mask beside it was read too.
+# The one attribute that a cache gets. Copies of a filled prompt keep it, and a compiled model can set it: a weak map next to
+# the cache would know no copy, and torch.compile does not trace one. What it holds:
+# a bool tensor: whether a row has several documents; None: that was read, and is False; False: a mask with it was read too.
 _SEVERAL = "_packing_ops_several"
 _REFUSAL = (
     f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, "
@@ -385,8 +395,9 @@ _REFUSAL = (
 
 
 def check_cache(cache, call, position_ids, padding, numbers, batch, length):
-    """Called before the keys of this call are in the cache. ValueError if it holds several documents: the first call with
-    a filled cache waits for the GPU, later ones do not."""
+    """Check a cache before the keys of this call are in it. Raises ValueError if it holds several documents: the
+    first call with a filled cache waits for the GPU, later ones do not.
+    """
     if call is not None:
         if call.cache is cache:  # masks of several kinds in one forward
             return
@@ -420,7 +431,9 @@ def _refuse_several(cache, cached, numbers):
 
 
 def _refuse_numbers(cache, numbers):
-    """generate gives every step a mask of integers, and 1 to each new token. On CUDA the first step alone waits for it."""
+    """Raise ValueError for document numbers with a cache. generate gives every step a mask of integers, and 1 to
+    each new token: on CUDA only the first step waits for it.
+    """
     if numbers.is_cuda and getattr(cache, _SEVERAL, None) is False:
         return
     if bool((numbers > 1).any()):

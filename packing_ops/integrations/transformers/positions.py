@@ -1,4 +1,4 @@
-"""The positions that a model sees: each document's are those that it has alone.
+"""The positions that a model sees: each document's are the same as in a row without others.
 
 A numbered mask and cu_seqlens say where documents start, and no positions: these are made. Where positions are not enough,
 because a part of the model looks at the whole row, that part is run by document, or several documents are refused.
@@ -37,12 +37,12 @@ from packing_ops.integrations.transformers.versions import (
 
 # --- parts of a model that count along the row ---
 
-# Some models take no positions (BART's decoders). Others count where they are given none (BERT), or start a state where a
+# Some models take no positions (BART's decoders). Others count if they are not given (BERT), or start a state where a
 # position is 0 (RecurrentGemma). Recognised by an embedding of positions in a module of a text model, or by the code of a
 # layer that is given positions.
 
 _EMBEDDING = re.compile(r"(^|_)(pos|position|positions)(_|$)|^wpe$")
-_RELATIVE = re.compile(r"rotary|rope|relative|bias", re.IGNORECASE)  # the same wherever a document stands
+_RELATIVE = re.compile(r"rotary|rope|relative|bias", re.IGNORECASE)  # the same wherever a document is
 _STARTS_AT_ZERO = re.compile(r"position_ids\[.*\] == 0")
 _BEHIND_PADDING = re.compile(r"\bpadding_idx \+ 1\b|create_position_ids_from_input_ids")  # RoBERTa and its like
 _BEHIND_NUMBER = re.compile(r"arange\(config\.max_position_embeddings\)\.expand\(\(1, -1\)\) \+ (\d+)")  # Nystromformer
@@ -83,7 +83,9 @@ class _Found:
 
 @kept_with_model
 def _found_in(model) -> tuple[str, str, str, bool, int]:
-    """(takes_none, needs, by_length, has_axes, first) of _Found. What looks at the whole row runs by document from now on."""
+    """Return (takes_none, needs, by_length, has_axes, first) of _Found. What looks at the whole row runs by document
+    from now on.
+    """
     found = _Found()
     found.look(model, False)
     return found.takes_none, found.needs, found.by_length, found.has_axes, found.first
@@ -96,7 +98,7 @@ def _embeds_positions(cls, name) -> bool:
 
 @kept_with_class
 def _starts_at_zero(cls) -> bool:
-    """Whether a layer of this class starts a state where a position is 0."""
+    """Return whether a layer of this class starts a state where a position is 0."""
     given_positions = "position_ids" in inspect.signature(cls.forward).parameters
     return given_positions and bool(_STARTS_AT_ZERO.search(source_of(cls.forward)))
 
@@ -123,7 +125,9 @@ def _scales_along_the_row(cls) -> bool:
 
 
 def with_positions(model, call, args, kwargs):
-    """The call's arguments, with position_ids where they are missing or count from 0 in a model that starts elsewhere."""
+    """Return the call's arguments, with position_ids if they are missing or count from 0 in a model that starts
+    elsewhere.
+    """
     call.counting = _found_in(call, model)
     _, needs, _, has_axes, first = call.counting
     if call.outer is None and first and is_tensor(call.position_ids, 2):
@@ -153,7 +157,7 @@ def _takes_positions(model, needs) -> bool:
 
 
 def _raised(position_ids, padding, first):
-    """position_ids, by ``first`` more in each document that starts at 0."""
+    """Return position_ids, by ``first`` more in each document that starts at 0."""
     of_row = is_tensor(padding, 2) and padding.shape[1] == position_ids.shape[1]
     padding = padding.to(position_ids.device) if of_row else torch.ones_like(position_ids)
     positions = position_ids.expand(padding.shape[0], -1)
@@ -162,7 +166,9 @@ def _raised(position_ids, padding, first):
 
 
 def _made(model, call, args, kwargs, needs, first):
-    """position_ids ``[batch, seqlen]`` by cu_seqlens or the numbers of a mask; None where a row has one document."""
+    """Make position_ids ``[batch, seqlen]`` by cu_seqlens or the numbers of a mask; None where a row has one
+    document.
+    """
     tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
         return None
@@ -190,20 +196,20 @@ def _made(model, call, args, kwargs, needs, first):
 
 
 def _positions_by(numbers):
-    """int64 ``[batch, seqlen]``: each slot's distance to where its document starts; 0 for padding."""
+    """Return int64 ``[batch, seqlen]``: each slot's distance to where its document starts; 0 for padding."""
     slots = torch.arange(numbers.shape[1], device=numbers.device)
     return (slots - _start_of(numbers)) * (numbers != 0)
 
 
 def _start_of(padding, position_ids=None):
-    """int64 ``[batch, seqlen]``: the slot where each slot's document starts, by what first_tokens takes."""
+    """Return int64 ``[batch, seqlen]``: the slot where each slot's document starts, by what first_tokens takes."""
     real, slots = padding != 0, torch.arange(padding.shape[1], device=padding.device)
     starts = first_tokens(padding, position_ids, *padding.shape, padding.device) | (real & (real.cumsum(1) == 1))
     return (slots * starts).cummax(1).values
 
 
 def refuse_own_positions(model, call, position_ids, batch) -> None:
-    """ValueError if a row of this call has several documents and the model counts through them.
+    """Raise ValueError if a row of this call has several documents and the model counts through them.
 
     Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
     """
@@ -225,7 +231,7 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
         call.where_several = batch, message
 
 
-# --- axes of images, beside position_ids of one axis ---
+# --- axes of images, with position_ids of one axis ---
 
 _OF_TEXT = frozenset(
     ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -233,8 +239,9 @@ _OF_TEXT = frozenset(
 
 
 def with_axes_of_images(model, call, args, kwargs):
-    """The arguments of a call. position_ids of one axis are of text: beside images each document gets the axes that the
-    model's get_rope_index gives it alone, as without position_ids."""
+    """Return the arguments of a call. position_ids of one axis are of text: with images each document gets the axes
+    that the model's get_rope_index gives it in a separate call, as without position_ids.
+    """
     names = _names_of_axes(type(model))
     if not names or call.has_cache:
         return args, kwargs
@@ -289,7 +296,7 @@ def _axes_of(model, given):
 
 
 def _axes_one_by_one(model, given):
-    """Of a model that numbers images through all rows of a batch, one span of tokens each (HunYuan)."""
+    """Return the axes of a model that numbers images through all rows of a batch, one span of tokens each (HunYuan)."""
     is_image = given["mm_token_type_ids"] == 1
     counts = (is_image[:, 1:] & ~is_image[:, :-1]).sum(1) + is_image[:, 0]
     if int(counts.sum()) != len(given["image_grid_thw"]):
@@ -307,12 +314,12 @@ def _parameters_of(cls) -> tuple[str, ...]:
 
 @constant
 def _names_of_axes(cls) -> tuple[str, ...]:
-    """The arguments of get_rope_index, of a model that has it."""
+    """Return the arguments of get_rope_index, of a model that has it."""
     return tuple(inspect.signature(cls.get_rope_index).parameters)[1:] if hasattr(cls, "get_rope_index") else ()
 
 
 def _why_no_axes(model, call, given) -> str:
-    """Why get_rope_index cannot be asked here, or an empty string."""
+    """Return why get_rope_index cannot be asked here, or an empty string."""
     parameters = inspect.signature(type(model).get_rope_index).parameters.values()
     known = (*_parameters_of(type(model)), *_OF_TEXT)
     made = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("self", *known)]
@@ -327,7 +334,7 @@ def _why_no_axes(model, call, given) -> str:
 
 @kept_with_model
 def _axis_of_text(model) -> str | None:
-    """first_axis of the text model in a multimodal one."""
+    """Return first_axis of the text model in a multimodal one."""
     inside = (first_axis(type(each)) for each in model.modules() if isinstance(each, PreTrainedModel))
     return next((axis for axis in inside if axis), None)
 
@@ -336,14 +343,14 @@ def _axis_of_text(model) -> str | None:
 
 
 def _looks_at_length(module) -> bool:
-    """Whether a rotary embedding of transformers takes its frequencies by the largest position of the batch."""
+    """Return whether a rotary embedding of transformers takes its frequencies by the largest position of the batch."""
     kinds = vars(module).get("rope_type")
     kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def _by_length(rotary, stock, x, position_ids, *args, **kwargs):
-    """In place of the forward of such an embedding: each document gets the frequencies of its length.
+    """Replace the forward of such an embedding: each document gets the frequencies of its length.
 
     stock: the forward that was in the instance, or None.
     """
@@ -357,14 +364,14 @@ def _by_length(rotary, stock, x, position_ids, *args, **kwargs):
         return run(position_ids, *args, **kwargs)
 
     def of(slots):
-        """The tables as if other slots had position 0. Theirs are not used."""
+        """Return the tables as if other slots had position 0. Theirs are not used."""
         return run(position_ids.masked_fill(~slots, 0), *args, **kwargs)
 
     lengths = _lengths_of(position_ids)
     if is_long:  # two sets of frequencies
         is_far = lengths > parameters["original_max_position_embeddings"]
         return _chosen(is_far, run(position_ids, *args, **kwargs), of(~is_far))
-    # A set for each length above that of the training. transformers keeps the last one, until a row is short enough.
+    # A set for each length above the training's. transformers keeps the last one, until a row is short enough.
     lengths = lengths.clamp(min=rotary.original_max_seq_len)
     of(lengths < 0)
     tables = None
@@ -375,7 +382,7 @@ def _by_length(rotary, stock, x, position_ids, *args, **kwargs):
 
 
 def _lengths_of(position_ids):
-    """int64 ``[batch, seqlen]``: one more than the last position of each slot's document."""
+    """Return int64 ``[batch, seqlen]``: one more than the last position of each slot's document."""
     (batch, seqlen), device = position_ids.shape, position_ids.device
     ends = first_tokens(None, position_ids, batch, seqlen, device).roll(-1, 1)
     ends[:, -1:] = True
@@ -384,7 +391,7 @@ def _lengths_of(position_ids):
 
 
 def _chosen(slots, tables, others):
-    """cos and sin, or one complex table: ``tables`` in these slots, ``others`` elsewhere."""
+    """Return cos and sin, or one complex table: ``tables`` in these slots, ``others`` elsewhere."""
     if isinstance(tables, torch.Tensor):
         return torch.where(slots[..., None], tables, others)
     return tuple(torch.where(slots[..., None], *pair) for pair in zip(tables, others, strict=True))
@@ -407,7 +414,7 @@ class _CountedFrom:
 
 
 def _scaled_by_position(attention, stock, *args, **kwargs):
-    """In place of the forward of such a layer. Its MaskPattern knows the positions; another mask has none."""
+    """Replace the forward of such a layer. Its MaskPattern knows the positions; another mask does not."""
     run = functools.partial(type(attention).forward, attention) if stock is None else stock
     mask = kwargs.get("attention_mask")
     positions, of_keys = getattr(mask, "position_ids", None), "past_key_values" if CACHE not in kwargs else CACHE

@@ -73,14 +73,15 @@ WIDTH = 8
 
 
 def is_norm(cls: type) -> bool:
-    """Whether it has the name of an RMSNorm, and the forward of its modelling module."""
+    """Return whether it has the name of an RMSNorm, and the forward of its modelling module."""
     home = cls.__module__
     return cls.__name__.endswith("RMSNorm") and home.startswith(HOSTS) and cls.forward.__module__ == home
 
 
 def _formulas(model: torch.nn.Module) -> dict[torch.nn.Module, tuple[str | None, str]]:
-    """{module: formula_of it}, of RMSNorm modules that run the forward of their class, or ours, also inside accelerate's
-    hooks."""
+    """Return {module: formula_of it}, of RMSNorm modules that run the forward of their class, or ours, also inside
+    accelerate's hooks.
+    """
     found = {}
     for module in model.modules():
         stock = stock_of(type(module))
@@ -92,7 +93,7 @@ def _formulas(model: torch.nn.Module) -> dict[torch.nn.Module, tuple[str | None,
 
 
 def why_not(model: torch.nn.Module) -> str | None:
-    """Why RMSNorm modules of this model cannot be swapped; None if all can."""
+    """Return why RMSNorm modules of this model cannot be swapped; None if all can."""
     found = _formulas(model)
     if not found:
         return "it has no RMSNorm that runs the forward of its modelling module"
@@ -100,19 +101,19 @@ def why_not(model: torch.nn.Module) -> str | None:
 
 
 def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """RMSNorm modules that run ours."""
+    """Return the RMSNorm modules that run ours."""
     return [module for module in _formulas(model) if _is_ours(_forward_of(module))]
 
 
 def counts(model: torch.nn.Module) -> tuple[int, int]:
-    """(RMSNorm modules that run ours, those that can)."""
+    """Return (RMSNorm modules that run ours, those that can)."""
     found = _formulas(model)
     ours = sum(_is_ours(_forward_of(module)) for module in found)
     return ours, sum(formula is not None for formula, _ in found.values())
 
 
 def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:
-    """Returns the number of modules that run ours from now on. any_order: with ANY_ORDER."""
+    """Return the number of modules that run ours from now on. any_order: with ANY_ORDER."""
     found = {module: FORWARDS[formula] for module, (formula, _) in _formulas(model).items() if formula is not None}
     for module, forward in found.items():
         if any_order:
@@ -126,7 +127,9 @@ def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:
 
 
 def _forward_attribute(module) -> str | None:
-    """The attribute to put ours in: accelerate's hooks keep the forward in ``_old_forward``. None: leave the module."""
+    """Return the attribute to put ours in: accelerate's hooks keep the forward in ``_old_forward``. None: leave the
+    module.
+    """
     name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     forward = module.__dict__.get(name)
     of_class = getattr(getattr(forward, "__func__", None), "__module__", None) == type(module).__module__
@@ -145,7 +148,7 @@ def _is_ours(forward) -> bool:
 
 
 def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
-    """(key of FORWARDS, ""), or (None, why no formula there is that of this module)."""
+    """Return (key of FORWARDS, ""), or (None, why no formula there is this module's)."""
     # The trial makes a module of the same class and attributes, without the weights, hooks and device of this one.
     if reason := _not_tried(stock, module):
         return None, f"{stock.__name__} {reason}"
@@ -185,7 +188,7 @@ def _not_tried(stock, module) -> str | None:
 @kept_with_class
 @torch.compiler.disable
 def _formula(stock, forward, has_weight, width, eps_names, attributes) -> tuple[str | None, str]:
-    """The trial. Cached by forward and by everything that the trial's module is made of."""
+    """Find the formula by a trial. Cached by forward and by everything that the trial's module is made of."""
     eps = zip(eps_names, (0.01, 0.3), strict=False)  # one or two names, and our formulas read the first
     probe = bare(stock, [*((name, value) for name, _, value in attributes), *eps])
     with quiet():
@@ -211,7 +214,7 @@ _HALF = frozenset((torch.bfloat16, torch.float16))
 
 
 def _agrees(probe, forward, ours, width, dtype, weight_dtype) -> bool:
-    """Rows of ordinary values, large ones, one as small as eps, and one of zeros."""
+    """Compare on rows of ordinary values, large ones, one as small as eps, and one of zeros."""
     scales = torch.tensor([[[3.0], [0.1], [1.0]], [[2e4], [0.0], [0.01]]], device="cpu")
     x = (numbers(2, 3, width) * scales).to(dtype)
     if ours is not _no_weight:
@@ -243,7 +246,9 @@ def _agrees(probe, forward, ours, width, dtype, weight_dtype) -> bool:
 
 
 def _is_as_near(probe, forward, x, found, wanted) -> bool:
-    """Whether ours is at least as near to the stock formula in float64, with the same weights, as the stock module is."""
+    """Return whether ours is at least as near to the stock formula in float64, with the same weights, as the stock
+    module is.
+    """
     weight = getattr(probe, "weight", None)
     if weight is not None:
         probe.weight = torch.nn.Parameter(weight.detach().double())

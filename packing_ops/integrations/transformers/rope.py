@@ -1,7 +1,7 @@
 """RoPE of a model by apply_rotary_qk: a hook tags cos, and the functions of the modelling module look for the tag.
 
 Attention looks apply_rotary_pos_emb up in its module, which all models of a family share. While a swapped model lives,
-a dispatcher stands in place of that function. A hook on the model's rotary embedding returns cos as Tables. The
+a dispatcher replaces that function. A hook on the model's rotary embedding returns cos as Tables. The
 dispatcher rotates with our op if it gets Tables, else it calls the stock function. No global state is set around a
 forward, so recomputation, threads and torch.compile see the same program.
 """
@@ -73,7 +73,9 @@ PATCHES: dict[str, dict[str, Patch]] = {}  # {modelling module: {function: Patch
 
 
 def patches_of(module_name: str) -> dict[str, Patch]:
-    """{function: its Patch}, of the functions that apply_rotary_qk can serve. Users are rotary embeddings of models."""
+    """Return {function: its Patch}, of the functions that apply_rotary_qk can serve. Users are rotary embeddings of
+    models.
+    """
     if module_name not in PATCHES:
         module = importlib.import_module(module_name)
         PATCHES[module_name] = {name: new_patch(module, name) for name in _names(module) if not refusal(module, name)}
@@ -117,7 +119,7 @@ def new_patch(module, name: str) -> Patch:
 
 @kept_with_class
 def functions_called(cls: type) -> tuple[str, ...]:
-    """The names of the rotary functions that forward of this class calls."""
+    """Return the names of the rotary functions that forward of this class calls."""
     forward = inspect.unwrap(cls.forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return tuple(filter(ROTARY.fullmatch, names))
@@ -128,22 +130,24 @@ def _names(module) -> list[str]:
 
 
 def refusal(module, name) -> str | None:
-    """Why apply_rotary_qk cannot serve this function; None if it can."""
+    """Return why apply_rotary_qk cannot serve this function; None if it can."""
     rotation = rotation_in(module, name)
     return f"{name}: {rotation}" if isinstance(rotation, str) else None
 
 
 def rotation_in(module, name) -> Rotation | str:
-    """The rotation of this function of a module, or of the one that a dispatcher replaces."""
+    """Return the rotation of this function of a module, or of the one that a dispatcher replaces."""
     patch = PATCHES.get(module.__name__, {}).get(name)
     return rotation_of(patch.stock if patch is not None and patch.is_applied else vars(module)[name])
 
 
-# --- positions for a model whose call has cu_seq_lens_q alone ---
+# --- positions for a model whose call has only cu_seq_lens_q ---
 
 
 def give_position_ids(owner, args, kwargs):
-    """Hook: without position_ids a model counts along the row, and scales long-context RoPE by the row's length."""
+    """Give position_ids, as a hook: without them a model counts along the row, and scales long-context RoPE by the
+    row's length.
+    """
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None or len(args) > 2 or kwargs.get("position_ids") is not None:
         return None
@@ -155,7 +159,7 @@ def give_position_ids(owner, args, kwargs):
 
 
 def give_axes(owner, args, kwargs):
-    """Hook: position_ids of text become those of all axes, with a row in front for the mask of a multimodal model."""
+    """Give position_ids of text for all axes, as a hook, with a row in front for the mask of a multimodal model."""
     if owner.config._attn_implementation not in NAMES:
         return None  # with another attention Qwen2-VL lets such documents see each other
     args, kwargs = give_position_ids(owner, args, kwargs) or (args, kwargs)
@@ -177,7 +181,7 @@ class Rotating(NamedTuple):
 
 
 def find(model: torch.nn.Module) -> tuple[list[Rotating], list[str]]:
-    """The language models inside that can rotate with ours, and why others, or parts of them, cannot."""
+    """Find the language models inside that can rotate with ours, and why others, or parts of them, cannot."""
     found, reasons = [], []
     for owner, rotary in _pairs(model):
         classes = dict.fromkeys(type(module) for module in owner.modules())
@@ -205,8 +209,9 @@ def find(model: torch.nn.Module) -> tuple[list[Rotating], list[str]]:
 
 
 def _pairs(model) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """(owner, rotary embedding), not of the patches of an image. An owner may hold a list of them, one for each base of
-    the angles."""
+    """Yield (owner, rotary embedding), not of the patches of an image. An owner may hold a list of them, one for
+    each base of the angles.
+    """
     lists = torch.nn.ModuleList, torch.nn.ModuleDict
     found = []
     for owner in model.modules():
@@ -220,7 +225,7 @@ def _pairs(model) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
 
 
 def why_not(model: torch.nn.Module) -> str | None:
-    """Why RoPE of this model, or of a part of it, cannot be swapped; None if all of it can."""
+    """Return why RoPE of this model, or of a part of it, cannot be swapped; None if all of it can."""
     found, reasons = find(model)
     in_towers = towers(model)
     if found or reasons or in_towers:
@@ -235,7 +240,7 @@ def why_not(model: torch.nn.Module) -> str | None:
 
 
 def counts(model: torch.nn.Module) -> tuple[int, int]:
-    """(attention modules that rotate with ours, those that can)."""
+    """Return (attention modules that rotate with ours, those that can)."""
     (found, _), in_towers = find(model), towers(model)
     ours = [each for each in found if _tag in each.rotary._forward_hooks.values()]
     tagged = [module for module in in_towers if _tag_tower in module._forward_pre_hooks.values()]
@@ -247,7 +252,7 @@ def _count(found: list[Rotating], in_towers: list[torch.nn.Module]) -> int:
 
 
 def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
-    """Returns the number of attention modules that rotate with ours from now on."""
+    """Return the number of attention modules that rotate with ours from now on."""
     found, _ = find(model)
     for owner, rotary, _ in found:
         dispatch_for(rotary)
@@ -267,7 +272,7 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
 
 
 def release(model: torch.nn.Module) -> None:
-    """The model needs no dispatchers any more."""
+    """Release the dispatchers: the model does not need them any more."""
     users = {*model.modules()}
     for patch in [patch for patches in PATCHES.values() for patch in patches.values()]:
         for user in users.intersection(patch.users):
@@ -286,7 +291,7 @@ def _tag(rotary, args, output):
 
 
 def _ask_for_fp32(rotary, args):
-    """Hook: a stand-in for x, of which rotary embeddings read the device, the shape, and the dtype to return."""
+    """Replace x, as a hook: rotary embeddings read from it the device, the shape, and the dtype to return."""
     x, *others = args
     if x.dtype not in (torch.float32, torch.float64):
         x = x.new_empty((), dtype=torch.float32).expand(x.shape)
@@ -297,7 +302,9 @@ def _ask_for_fp32(rotary, args):
 
 
 def towers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Attention modules that rotate ``[total, num_heads, head_dim]`` by functions that apply_rotary_qk serves."""
+    """Return attention modules that rotate ``[total, num_heads, head_dim]`` by functions that apply_rotary_qk
+    serves.
+    """
     return [module for module in model.modules() if "forward" not in vars(module) and _served(stock_of(type(module)))]
 
 

@@ -1,4 +1,4 @@
-"""A model whose rows lie on several ranks: attention runs over the group, everything else on the slots of this rank."""
+"""A model whose rows are spread over several ranks: attention runs over the group, everything else on the slots of this rank."""
 
 import torch
 
@@ -26,7 +26,7 @@ class SequenceGroup:
 
     @property
     def group(self):
-        """That of a plan's step, inside of its group_for."""
+        """Return the group of a plan's step, inside of its group_for; else the given one."""
         return self._planned[-1] if self._planned else self._group
 
     def __deepcopy__(self, memo):
@@ -39,7 +39,7 @@ class SequenceGroup:
         )
 
     def check_call(self, model: str, positions: object, mask: object, kwargs: dict) -> None:
-        """ValueError if the arguments of a model's call are not those that shard_packed gives."""
+        """Raise ValueError if the arguments of a model's call are not those that shard_packed gives."""
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if not isinstance(cu_seqlens, torch.Tensor):
             raise ValueError(
@@ -66,7 +66,7 @@ class SequenceGroup:
                 raise ValueError(f"{name}: expected beside labels with a sequence_group, {what}, got None")
 
     def _check_end(self, cu_seqlens: torch.Tensor, rows: int) -> None:
-        """ValueError for documents of another row: a batch that was not sharded, or the part of this rank alone."""
+        """Raise ValueError for documents of another row: a batch that was not sharded, or only this rank's part."""
         check_cu_seqlens(cu_seqlens, "cu_seq_lens_q")
         ranks = self.group.size()
         total = ranks * rows
@@ -82,7 +82,7 @@ class SequenceGroup:
             raise ValueError(f"{message}, got {end}")
 
     def attend_over_ranks(self, heads, mask, cu_seqlens, options, refused=""):
-        """``[1, rows, num_heads, head_dim]`` of heads-first query, key and value of this rank."""
+        """Return ``[1, rows, num_heads, head_dim]`` of heads-first query, key and value of this rank."""
         # What attention over a group does not do
         if refused:
             raise NotImplementedError(f"sequence_group: expected attention that runs over several ranks, got {refused}")
@@ -110,7 +110,9 @@ def of(module) -> SequenceGroup | None:
 
 
 def check(model, without: str | None) -> None:
-    """ValueError if rows cannot lie on several ranks, or for this reason: attention on this rank alone would be wrong."""
+    """Raise ValueError if rows cannot be spread over ranks, or for this reason: attention on this rank only would be
+    wrong.
+    """
     reasons = [without] if without else []
     for module in models_in(model):
         rope = getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_scaling", None) or {}

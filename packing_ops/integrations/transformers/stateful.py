@@ -1,9 +1,9 @@
-"""Layers that carry a state along the sequence, each document from a state of its own.
+"""Layers that carry a state along the sequence, each document from a fresh state.
 
 Attention gets cu_seqlens. Mamba, gated delta nets, linear attention and short convolutions take a row for one document,
 unless kernels that know boundaries run in them. In a call with several documents in a row, such a layer gets the
 documents as rows of a batch, by length and padded on the right, where a causal layer does not look: the results are
-those of each document alone.
+those of each document in a row without others.
 
 stateful_rows.py: documents as rows, and how each layer keeps them apart.
 """
@@ -114,7 +114,7 @@ _STATE = re.compile(
     r"causal_conv1d|conv_state|ssm_state|recurrent_state|rnn_state|linear_cache|_scan\(|time_shift|linear_attention\("
     r"|delta_rule|delta_attention|mlstm|wkv"
 )
-# Layers of transformers whose attention is their own and, without a 2-D mask, does not keep documents apart:
+# Layers of transformers with a special attention that, without a 2-D mask, does not keep documents apart:
 # causal_families.json fails for one that is missing here.
 _OWN_ATTENTION = frozenset({
     "bloom.BloomBlock", "mpt.MptBlock", "openai.Block", "reformer.ReformerEncoder", "xlm.MultiHeadAttention",
@@ -129,9 +129,9 @@ _KNOWN = re.compile(
 
 
 def layers_of(module: torch.nn.Module, judged: bool = True) -> dict[torch.nn.Module, StateKind]:
-    """The outermost layers inside that are not TOKENWISE, in their order.
+    """Return the outermost layers inside that are not TOKENWISE, in their order.
 
-    judged: UNKNOWN ones count: in a model of text, beside attention.
+    judged: UNKNOWN ones count: in a model of text, next to attention.
     """
     if isinstance(module, PreTrainedModel):
         judged = reads_text(type(module))
@@ -145,7 +145,7 @@ def layers_of(module: torch.nn.Module, judged: bool = True) -> dict[torch.nn.Mod
                 found.update(layers_of(child, judged and sees_inside))
         elif kind is StateKind.UNKNOWN:
             inside = layers_of(child, judged and sees_inside)
-            # A block of attention and other layers: these count, its own code passes tokens from one to the other.
+            # A block of attention and other layers: these count, its code passes tokens from one to the other.
             is_block = calls_attention_inside(child) or any(each is not kind for each in inside.values())
             found.update(inside if is_block or not judged else {child: kind})
         else:
@@ -157,7 +157,7 @@ def layers_of(module: torch.nn.Module, judged: bool = True) -> dict[torch.nn.Mod
 
 
 def why_not_on_ranks(models) -> str | None:
-    """Why the rows of these models cannot lie on several ranks, each of which would start with a state of its own."""
+    """Return why the rows of these models cannot be spread over ranks, each of which would start with a fresh state."""
     for layer, kind in (item for model in models for item in layers_of(model).items()):
         if kind is StateKind.UNKNOWN:
             return (
@@ -168,7 +168,9 @@ def why_not_on_ranks(models) -> str | None:
 
 
 def _kind_of(layer) -> tuple[StateKind, bool]:
-    """Its kind, and whether what is inside is judged by itself: not in attention, nor in a layer that was declared."""
+    """Return its kind, and whether what is inside is judged by itself: not in attention, nor in a layer that was
+    declared.
+    """
     cls = type(layer)
     kind, declared, attends = _kind_of_class(cls, cls.forward)
     if not declared and kind is not StateKind.RECURRENT and layer._modules and _holds_state(layer):
@@ -180,7 +182,7 @@ def _kind_of(layer) -> tuple[StateKind, bool]:
 
 @kept_with_class
 def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
-    """(its kind by declaration, else by its code; whether it is declared; whether it calls attention)."""
+    """Return (its kind by declaration, else by its code; whether it is declared; whether it calls attention)."""
     # Kept by the forward of the class, too, which another library may replace.
     mixes, attends, is_model = getattr(cls, MIXES, None), calls_interface(cls), issubclass(cls, PreTrainedModel)
     if mixes is not None:
@@ -197,7 +199,7 @@ def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
 
 
 def _holds_state(layer) -> bool:
-    """A convolution along the sequence, or one of torch's RNNs."""
+    """Return whether it holds a convolution along the sequence, or one of torch's RNNs."""
     return any(
         isinstance(each, torch.nn.RNNBase) or (isinstance(each, torch.nn.Conv1d) and each.kernel_size[0] > 1)
         for each in layer._modules.values()
@@ -210,15 +212,15 @@ def _has_own_attention(cls) -> bool:
 
 
 def _is_known_in(layer) -> bool:
-    """No forward was put into this instance, or one of packages above (Liger, accelerate's hooks)."""
+    """Return whether no forward was put into this instance, or one of packages above (Liger, accelerate's hooks)."""
     own = layer.__dict__
     if not ("forward" in own or "_old_forward" in own) or hasattr(type(layer), "kernel_layer_name"):
-        return True  # the Hub's kernels stand for classes that are marked for them
+        return True  # the Hub's kernels replace classes that are marked for them
     return all(_is_known_function(own[name]) for name in ("forward", "_old_forward") if name in own)
 
 
 def _is_known_function(function) -> bool:
-    """And all that it wraps."""
+    """Return whether a function, and all that it wraps, is known."""
     while function is not None:
         if function_of(function) is not None:
             function = function_of(function)
@@ -235,7 +237,7 @@ def calls_attention_inside(module) -> bool:
 
 @kept_with_class
 def calls_interface(cls: type) -> bool:
-    """Its code calls the attention that attn_implementation names."""
+    """Return whether its code calls the attention that attn_implementation names."""
     return not issubclass(cls, PreTrainedModel) and bool(
         re.search(r"attention_interface\(|ALL_ATTENTION_FUNCTIONS", _source_of(cls))
     )
@@ -243,12 +245,14 @@ def calls_interface(cls: type) -> bool:
 
 @kept_with_class
 def calls_softmax(cls: type) -> bool:
-    """Its code has an attention of its own."""
+    """Return whether its code has an attention that attn_implementation does not name."""
     return bool(re.search(r"softmax\(|scaled_dot_product_attention\(", _source_of(cls)))
 
 
 def _source_of(cls: type) -> str:
-    """The code of a module's class and of those it inherits from, without torch's; empty where there is none."""
+    """Return the code of a module's class and of those it inherits from, without torch's; empty if there is no
+    source.
+    """
     bases = [each for each in cls.__mro__ if issubclass(each, torch.nn.Module)]
     bases = [each for each in bases if not each.__module__.startswith("torch.")]
     return "\n".join(_classes_in(each.__module__).get(each.__qualname__) or source_of(each) for each in bases)
@@ -256,7 +260,9 @@ def _source_of(cls: type) -> str:
 
 @functools.lru_cache(maxsize=4)  # the text of a file: layers of a model are in one or two
 def _classes_in(module: str) -> dict[str, str]:
-    """The code of transformers' classes by name: inspect.getsource would parse the module's file for each of them."""
+    """Return the code of transformers' classes by name: inspect.getsource would parse the module's file for each of
+    them.
+    """
     if not module.startswith("transformers."):
         return {}  # code from the Hub may be loaded again under its name
     source = source_of(sys.modules[module])
@@ -268,7 +274,7 @@ def _classes_in(module: str) -> dict[str, str]:
 
 
 def find_documents_of(model, call, args, kwargs) -> None:
-    """Sets ``call.row_documents`` where rows hold several documents and some of the model's layers have a state."""
+    """Set ``call.row_documents`` if rows hold several documents and some of the model's layers have a state."""
     refuse_encoder_decoder(model, call, args, kwargs)
     # A call without a sequence, or inside one that has looked already.
     tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
@@ -326,14 +332,15 @@ _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules who
 
 @kept_with_model
 def prepare(model, masked=False, is_tree=False) -> tuple[bool, bool, str]:
-    """Puts ours into its layers with a state, until revert: (whether there are any, and attention beside them, UNKNOWN ones).
+    """Put ours into its layers with a state, until revert. Return (whether there are any and attention next to them,
+    UNKNOWN ones).
 
-    Layers that linear_attention has swapped get their documents as an argument. They run as rows for a prefix tree alone.
+    Layers that linear_attention has swapped get their documents as an argument. They run as rows only for a prefix tree.
     """
     layers = layers_of(model)
     unknown = dict.fromkeys(class_name(layer) for layer, kind in layers.items() if kind is StateKind.UNKNOWN)
     stateful = [layer for layer, kind in layers.items() if kind is not StateKind.UNKNOWN]
-    # An attention of transformers' own reads a mask, or the call is refused at its end.
+    # An attention of transformers reads a mask, or the call is refused at its end.
     stateful = [layer for layer in stateful if not (masked and _has_own_attention(type(layer)))]
     in_rows = [layer for layer in stateful if is_tree or not linear_attention.is_swapped(layer)]
     for layer in in_rows:
@@ -356,7 +363,7 @@ def revert() -> None:
 
 
 def _checkpoint(module, stock, function, *args, **kwargs):
-    """The layer is run again in backward, when the model's call is over: it takes the documents along."""
+    """Take the documents along: the layer is run again in backward, when the model's call is over."""
     documents = _current_documents()
     if documents is None or torch.compiler.is_compiling():
         return stock(function, *args, **kwargs)
@@ -381,9 +388,9 @@ def _current_documents():
 
 
 def _forward(layer, stock, isolations, *args, **kwargs):
-    """In place of the forward of a layer with a state.
+    """Replace the forward of a layer with a state.
 
-    stock: the forward that was in the instance, or None. isolations: {device type: Isolation, or why there is none}.
+    stock: the forward that was in the instance, or None. isolations: {device type: Isolation, or why it is missing}.
     """
     found = _current_documents()
     run = functools.partial(type(layer).forward, layer) if stock is None else stock

@@ -40,7 +40,7 @@ def tree_map(function, value, name=""):
     if dataclasses.is_dataclass(value):
         return dataclasses.replace(value, **parts)
     if isinstance(value, Mapping):
-        made = copy.copy(value)  # keeps what a subclass of dict has beside its items
+        made = copy.copy(value)  # keeps what a subclass of dict has besides its items
         made.update(parts)
         return made
     return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
@@ -82,7 +82,7 @@ _CHANNELS_FIRST = TokenAxes(
 
 
 def axes_of(arguments, shape) -> TokenAxes | None:
-    """Those of a layer's hidden states, or of the integers that it embeds; None without either."""
+    """Return the axes of a layer's hidden states, or of the integers that it embeds; None without either."""
     tensors = [each for each in leaves(arguments) if isinstance(each, torch.Tensor) and each.dim() > 1]
     floats = [each for each in tensors if each.is_floating_point()]
     for of_kind, known in ((floats, (ROWS, _FLAT, _SEQUENCE_FIRST, _CHANNELS_FIRST)), (tensors, (ROWS,))):
@@ -93,7 +93,9 @@ def axes_of(arguments, shape) -> TokenAxes | None:
 
 
 def axes_in(leaf, shape, axes, *more) -> TokenAxes | None:
-    """Of one argument or part of a result: as the hidden states or as rows; None where it has no place for each token."""
+    """Return the axes of one argument or part of a result: as the hidden states or as rows; None if it has no place
+    for each token.
+    """
     has_place = isinstance(leaf, torch.Tensor) and leaf.dim() > 1
     return next((each for each in (axes, ROWS, *more) if has_place and each.fits(leaf.shape, *shape)), None)
 
@@ -103,7 +105,7 @@ def result_axes(leaf, shape, axes) -> TokenAxes | None:
 
 
 def result_tensors(result, shape, axes) -> list[torch.Tensor]:
-    """All tensors of a result that have a place for each token, as ``[batch, seqlen, ...]``."""
+    """Return all tensors of a result that have a place for each token, as ``[batch, seqlen, ...]``."""
     found = [(leaf, result_axes(leaf, shape, axes)) for leaf in leaves(result)]
     tensors = [each.to_rows(leaf, *shape) for leaf, each in found if each is not None]
     return [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
@@ -115,10 +117,10 @@ def result_tensors(result, shape, axes) -> list[torch.Tensor]:
 class SplitDocuments:
     """The documents of seq_idx as rows of smaller batches, the longest of each less than twice its shortest.
 
-    Of a prefix tree these are its paths from a root to a leaf. A slot may then be in several, and its result is that of
+    Of a prefix tree these are its paths from a root to a leaf. A slot may then be in several, and its result is the one of
     the first.
 
-    several: whether a row has several. padded: whether some slots are in none.
+    several: some row holds more than one document. padded: some slots belong to no document.
     cu_seqlens: int32 ``[documents + 1]``.
     first_two: int64 ``[1, tokens]``, slots of the first two documents of one row, each at most TRIED tokens long; None
         where no row has several. boundary: how many of them are of the first.
@@ -168,7 +170,7 @@ class SplitDocuments:
 
 
 def _paths_to_leaves(paths):
-    """(rows, lengths) of those of a tree's paths that hold all of its rows: each row's last path."""
+    """Return (rows, lengths) of those of a tree's paths that hold all of its rows: each row's last path."""
     cu_seqlens, rows, key_offsets, keys_of_row = (tensor.cpu().long() for tensor in paths.tensors)
     last = keys_of_row[key_offsets[1:][key_offsets[1:] > key_offsets[:-1]] - 1]
     chosen = torch.searchsorted(cu_seqlens[1:], last, right=True).unique()
@@ -178,12 +180,12 @@ def _paths_to_leaves(paths):
 
 
 class RowDocuments(NamedTuple):
-    """Where the documents of a call's rows lie."""
+    """Where the documents of a call's rows are."""
 
     seq_idx: torch.Tensor  # int32 [batch, seqlen], the document of each token, -1 for padding
     cu_seqlens: torch.Tensor  # int32 [documents + 1], of the rows without padding
     indices: torch.Tensor | None  # int64, the slots of these rows; None where no slot is padding
-    has_attention: bool  # beside the layers with a state
+    has_attention: bool  # next to the layers with a state
     paths: PrefixPaths | None = None  # of a prefix tree, whose segments seq_idx then counts
 
     def split(self, device) -> SplitDocuments:
@@ -193,7 +195,9 @@ class RowDocuments(NamedTuple):
 
 
 def by_name(layer, run, args, kwargs):
-    """(run, its arguments by name), called with the same ones by place; "*0", "*1", ... are those that have no name."""
+    """Return (run, its arguments by name), called with the same ones by place; "*0", "*1", ... are those that have
+    no name.
+    """
     parameters = list(inspect.signature(type(layer).forward).parameters.values())[1:]  # without self
     names = [each.name for each in parameters if each.kind < inspect.Parameter.VAR_POSITIONAL]
     names = [*names, *(f"*{place}" for place in range(len(args)))][: len(args)]
@@ -208,7 +212,7 @@ def by_name(layer, run, args, kwargs):
 
 
 def run_in_rows(run, named, documents, shape, axes):
-    """A layer's result for a batch, from calls in which each document is a row."""
+    """Return a layer's result for a batch, from calls in which each document is a row."""
     batches = documents.batches
     if axes is _FLAT:  # a call for each document
         batches = [row for batch in batches for row in batch.split(1)]
@@ -218,7 +222,7 @@ def run_in_rows(run, named, documents, shape, axes):
 
 
 def rows_of(named, slots, shape, axes):
-    """A layer's arguments for these slots: int64 ``[documents, length]``.
+    """Return a layer's arguments for these slots: int64 ``[documents, length]``.
 
     The state of a document starts empty, so that there is no cache, and no mask of the whole row.
     """
@@ -241,7 +245,7 @@ def rows_of(named, slots, shape, axes):
 
 
 def _joined(parts, batches, documents, shape, axes):
-    """One leaf of the result, from that of each batch; None for a state, which no later call may go on with."""
+    """Join one leaf of the result from each batch's; None for a state, which no later call may go on with."""
     found = [result_axes(each, slots.shape, axes) for each, slots in zip(parts, batches, strict=True)]
     if None in found:
         return None
@@ -279,7 +283,8 @@ class Isolation(enum.Enum):
 
 @torch.no_grad()
 def isolation_of(layer, kind, run, named, documents, shape, axes) -> Isolation | str:
-    """That of a layer, or why documents cannot be kept apart in it. Found once, on two documents of a row.
+    """Return the isolation of a layer, or why documents cannot be kept apart in it. Found once, on two documents of a
+    row.
 
     No code says whether a kernel with boundaries is there and runs, nor how far a convolution reaches: both are seen
     where other tokens in one document change the results of the other one.
@@ -292,7 +297,7 @@ def isolation_of(layer, kind, run, named, documents, shape, axes) -> Isolation |
         with _without_dropout(layer):
             return result_tensors(run(**arguments, **boundaries), size, axes)
 
-    # Padding stands behind a document: the layer must not look there.
+    # Padding follows a document: the layer must not look there.
     try:
         wanted = results(given, size)
         ahead = _differ(wanted, results(_with_other_tokens(given, size, axes, ~before), size), before)
@@ -307,10 +312,10 @@ def isolation_of(layer, kind, run, named, documents, shape, axes) -> Isolation |
     if ahead:
         return f"{kind.value} reads tokens ahead"
 
-    # Kernels that get boundaries are trusted if these keep back what else comes through, to the bit.
+    # Kernels that get boundaries are trusted if these keep back what else gets through, to the bit.
     others = _with_other_tokens(given, size, axes, before)
     if not _differ(wanted, results(others, size), ~before):
-        return Isolation.SPLIT_DOCUMENTS  # nothing comes through yet
+        return Isolation.SPLIT_DOCUMENTS  # nothing gets through yet
     seq_idx = (~before).int()
     boundaries = boundaries_for(layer, seq_idx, seq_idx.new_tensor([0, boundary, size[1]]))
     try:
@@ -321,14 +326,14 @@ def isolation_of(layer, kind, run, named, documents, shape, axes) -> Isolation |
         differs = _differ(first, alone, ~before[:, boundary:])
     except torch.OutOfMemoryError:
         raise
-    except (AssertionError, RuntimeError, TypeError, ValueError):  # it takes none, or has no kernels that do
+    except (AssertionError, RuntimeError, TypeError, ValueError):  # it does not take them, or has no kernels that do
         return Isolation.SPLIT_DOCUMENTS
     apart = not differs and all(map(torch.equal, first, other))
     return Isolation.PASS_BOUNDARIES if apart else Isolation.SPLIT_DOCUMENTS
 
 
 def boundaries_for(layer, seq_idx, cu_seqlens):
-    """Of these the ones that the layer has names for, or all where it hands on what it is given."""
+    """Return of these the ones that the layer has names for, or all if it passes on what it is given."""
     cu_seqlens = cu_seqlens.int()
     found = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     taken = inspect.signature(type(layer).forward).parameters
@@ -338,8 +343,9 @@ def boundaries_for(layer, seq_idx, cu_seqlens):
 
 
 def _with_other_tokens(named, shape, axes, where):
-    """A layer's arguments with other hidden states where the bool ``[batch, seqlen]`` holds. Of a layer that makes them:
-    with other integers, which its embedding has too."""
+    """Return a layer's arguments with other hidden states where the bool ``[batch, seqlen]`` holds. Of a layer that
+    makes them: with other integers, which its embedding has too.
+    """
     tokens = [leaf for leaf in leaves(named) if axes_in(leaf, shape, axes) is not None]
     floats = any(each.is_floating_point() for each in tokens)
 
@@ -355,7 +361,7 @@ def _with_other_tokens(named, shape, axes, where):
 
 
 def _differ(first: list, second: list, where) -> bool:
-    """Whether a token where the bool ``[batch, seqlen]`` holds has another result."""
+    """Return whether a token where the bool ``[batch, seqlen]`` holds has another result."""
     for one, other in zip(first, second, strict=True):
         one, other = (each.float().reshape(*where.shape, -1) for each in (one, other))
         norms = one.norm(dim=-1)

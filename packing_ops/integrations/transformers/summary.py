@@ -16,13 +16,14 @@ from packing_ops.integrations.transformers.call import NAMES, LastForward, guard
 
 
 def info(model: torch.nn.Module) -> str:
-    """Whether packing_ops runs in a model: attention, RoPE, RMSNorm, loss, the invariant mode, how documents are found.
+    """Say whether packing_ops runs in a model: attention, RoPE, RMSNorm, loss, the invariant mode, how documents are
+    found.
 
     Args:
         model: a model, or a wrapper around one.
 
     Returns:
-        A line for each of these. After a forward, a line says how many rows and documents it had, and which argument told
+        A line for each of these. After a forward, a line says how many rows and documents it had, and which argument gave
         them. If attention ran by SDPA in this process, a last line has the reasons.
 
     Example:

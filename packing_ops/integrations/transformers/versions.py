@@ -14,7 +14,7 @@ OLDEST, NEWEST = "5.17", "5.24"  # that the tests have run with
 
 
 def refusal(version: str | None) -> str:
-    """What to say of a transformers that is not served, with its version and ours."""
+    """Say that a transformers is not served, with its version and ours."""
     here = f"transformers {version} is here" if version else "there is none"
     ours = f"packing_ops {packing_ops.__version__} serves {OLDEST} and later (tested to {NEWEST})"
     return f"transformers: {ours}, {here}: pip install 'transformers>={OLDEST}'"
@@ -41,13 +41,13 @@ except ImportError as error:
 version = transformers.__version__
 check(version)
 
-# The keyword of models for their KV cache, renamed in 5.24. Before, "cache" was the paged one of continuous batching alone.
+# The keyword of models for their KV cache, renamed in 5.24. Before, "cache" was the paged one of continuous batching only.
 CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 
 # Values of a model's loss_type for which its loss_function takes the label of the next token; None is its default.
 SHIFTED = frozenset((None, *(name for name, loss in LOSS_MAPPING.items() if loss is ForCausalLMLoss)))
 
-# What other modules take from here of transformers' own.
+# What other modules take from here of transformers.
 __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def constant(function):
-    """kept_with_class, which torch.compile would look through: to it the result is a constant."""
+    """Cache as kept_with_class, which torch.compile would look through: to it the result is a constant."""
     cached = kept_with_class(function)
 
     @torch.compiler.assume_constant_result
@@ -76,7 +76,7 @@ def constant(function):
 
 
 def unwrapped(cls: type) -> type:
-    """A module's class, without the one that FSDP2 puts in front."""
+    """Return a module's class, without the one that FSDP2 puts in front."""
     return next(base for base in cls.__mro__ if not base.__module__.startswith("torch.distributed."))
 
 
@@ -85,7 +85,7 @@ def class_name(module) -> str:
 
 
 def models_in(model) -> list[PreTrainedModel]:
-    """The transformers models in it, also those inside of others."""
+    """Return the transformers models in it, also those inside of others."""
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
@@ -98,7 +98,7 @@ ARGUMENTS = r"((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)"  # of a call in such code,
 
 
 def source_of(function) -> str:
-    """Its code, empty where there is none."""
+    """Return its code, empty if there is no source."""
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
@@ -112,7 +112,7 @@ _BY_SDPA = "; this call runs by SDPA instead"
 
 @torch.compiler.assume_constant_result
 def log_once(message: str):
-    """One warning per message, also while compiling."""
+    """Log one warning per message, also while compiling."""
     if is_new(message):
         logging.get_logger(__name__).warning(f"packing_ops attention: {message}.")
 
@@ -122,6 +122,6 @@ def warn_once(reason: str):
 
 
 def sdpa_reasons() -> list[str]:
-    """Why calls ran by SDPA in this process, as a line of info."""
+    """Say why calls ran by SDPA in this process, as a line of info."""
     reasons = sorted(message.removesuffix(_BY_SDPA) for message in warned if message.endswith(_BY_SDPA))
     return [f"by SDPA so far: {'; '.join(reasons)}"] if reasons else []

@@ -35,12 +35,14 @@ def one_call(self, hidden_states, *args, **kwargs):
 
 @constant
 def _names(forward) -> tuple[str, ...]:
-    """Its parameters, without self."""
+    """Return its parameters, without self."""
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _fits_one_call(module, x, mask=None) -> bool:
-    """Whether x is one row that our kernels take: one call by SDPA would need a mask of all patches by all patches."""
+    """Return whether x is one row that our kernels take: one call by SDPA would need a mask of all patches by all
+    patches.
+    """
     # A mask is of one image, for every one of them.
     if module.config._attn_implementation not in NAMES or mask is not None:
         return False
@@ -57,19 +59,19 @@ def _takes_cu_seqlens(module) -> bool:
 
 
 def _layers(model) -> list[torch.nn.Module]:
-    """Attention modules, without the blocks around them, which pass cu_seqlens on."""
+    """Return attention modules, without the blocks around them, which pass cu_seqlens on."""
     found = [module for module in model.modules() if _takes_cu_seqlens(module)]
     return [module for module in found if not any(map(_takes_cu_seqlens, [*module.modules()][1:]))]
 
 
 def why_not(model: torch.nn.Module) -> str | None:
-    """Why some of these modules must keep their loop over the images; None if all can be swapped."""
+    """Return why some of these modules must keep their loop over the images; None if all can be swapped."""
     reasons = {(type(module), reason): None for module in _layers(model) if (reason := _refusal(module))}
     return "; ".join(f"{stock_of(cls).__name__} {reason}" for cls, reason in reasons) or None
 
 
 def apply_to_model(model: torch.nn.Module) -> int:
-    """Returns the number of modules that take all images in one call, while attn_implementation is ours."""
+    """Return the number of modules that take all images in one call, while attn_implementation is ours."""
     found = [module for module in _layers(model) if not _refusal(module)]
     for module in found:
         put_class(module, one_call)
@@ -87,7 +89,9 @@ def _refusal(module) -> str | None:
 
 
 def _width(child) -> tuple[int, int] | None:
-    """(in_features, out_features); (0, 0) for a norm, which computes by token or head; None for other modules."""
+    """Return (in_features, out_features); (0, 0) for a norm, which computes by token or head; None for other
+    modules.
+    """
     if hasattr(child, "in_features"):
         return child.in_features, child.out_features
     return (0, 0) if type(child).__name__.endswith(("RMSNorm", "LayerNorm")) else None
@@ -96,7 +100,9 @@ def _width(child) -> tuple[int, int] | None:
 @kept_with_class
 @torch.compiler.disable
 def _tried(stock, forward, attributes, children, config_class) -> str | None:
-    """Why one call does not give what the loop gives; None if it does: images of several lengths, float32, on the CPU."""
+    """Return why one call does not give what the loop gives; None if it does: images of several lengths, float32, on
+    the CPU.
+    """
     # A module of the same class and attributes, with projections that have no weights
     if unknown := [name for name, _, width in children if width is None]:
         return f"holds {', '.join(unknown)}"
@@ -144,7 +150,7 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
 
 
 def _hidden_states(result):
-    """hidden_states of (hidden_states, weights) if all weights are None, as from SDPA and ours."""
+    """Return hidden_states of (hidden_states, weights) if all weights are None, as from SDPA and ours."""
     if isinstance(result, tuple) and len(result) == 2:
         weights = result[1] if isinstance(result[1], (list, tuple)) else [result[1]]
         return result[0] if all(each is None for each in weights) else None

@@ -12,7 +12,7 @@ from packing_ops.packing import Overlong
 
 
 def row_lengths(dataset: Any) -> np.ndarray[Any, Any]:
-    """int64 ``[num_rows]``; null rows count 0."""
+    """Return int64 ``[num_rows]``; null rows count 0."""
     lengths: list[np.ndarray[Any, Any]] = [np.zeros(0, np.int64)]
     for table in dataset.iter(batch_size=10_000):
         counts = []
@@ -32,7 +32,7 @@ def row_lengths(dataset: Any) -> np.ndarray[Any, Any]:
 def best_fit_bins(
     lengths: np.ndarray[Any, Any], seq_length: int, overlong: Overlong, chunk: int
 ) -> tuple[np.ndarray[Any, Any], ...]:
-    """bin_offsets, and row, start, length of every piece."""
+    """Return bin_offsets, and row, start, length of every piece."""
 
     def pack(rows: np.ndarray[Any, Any]) -> po.Packing:
         return po.pack_sequences(torch.from_numpy(lengths[rows]), seq_length, strategy="bfd", overlong=overlong)
@@ -52,7 +52,7 @@ def best_fit_bins(
 
 
 def packed_table(dataset: Any, bins: tuple[np.ndarray[Any, Any], ...], first: int, last: int) -> pa.Table:
-    """Bins ``first : last`` as an arrow table, one row each."""
+    """Return bins ``first : last`` as an arrow table, one row each."""
     bin_offsets, rows, starts, lengths = bins
     pieces = slice(bin_offsets[first], bin_offsets[last])
     starts, lengths = starts[pieces], lengths[pieces]

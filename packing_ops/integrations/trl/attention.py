@@ -7,7 +7,7 @@ def register(name: str = "packing_ops") -> None:
     """Make ``attn_implementation=name`` work in TRL's trainers, ``packing=True`` and ``padding_free=True`` included.
 
     Registers the attention with transformers and, in older TRL, in its list of implementations that keep packed
-    documents apart (TRL 1.16 has none). A second call does nothing; unregister undoes it.
+    documents apart (TRL 1.16 has no list). A second call does nothing; unregister undoes it.
 
     Example:
         >>> register()
@@ -43,7 +43,7 @@ def unregister(name: str = "packing_ops") -> None:
 
 
 def _known_to_trl() -> set[str]:
-    """The implementations that keep packed documents apart, as older TRL lists them."""
+    """Return the implementations that keep packed documents apart, as older TRL lists them."""
     trl_data_utils()
     import trl.trainer.sft_trainer as sft_trainer
 

@@ -9,13 +9,13 @@ import packing_ops as po
 def packed_logps(
     log_probs: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, *, average: bool = False
 ) -> torch.Tensor:
-    """Log-probability of each completion in a packed row: what DPO compares, without padding.
+    """Return the log-probability of each completion in a packed row: what DPO compares, without padding.
 
     Args:
         log_probs: ``[total - 1]`` or ``[1, total - 1]``, floating: entry t is log p of token t + 1, as TRL's fused LM
             head and ``logits[:, :-1]`` give it.
         mask: ``[total]`` or ``[1, total]``, bool or integer: tokens that count (TRL's completion_mask). The first
-            token of a document never counts: the entry before it stands in another document.
+            token of a document never counts: the entry before it is in another document.
         cu_seqlens: int32 ``[num_documents + 1]``.
         average: mean over the tokens that count, as IPO takes it, instead of their sum.
 

@@ -14,13 +14,13 @@ _OVERLONG: dict[str, Overlong] = {"bfd": "truncate", "bfd_split": "split"}
 _TRL_CHUNK = 1000  # rows that TRL packs at a time: the default batch_size of Dataset.map
 _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
 
-_applied: list[Patch] = []  # the first stands over TRL's own
+_applied: list[Patch] = []  # the first replaces TRL's function
 
 
 def pack_dataset(
     dataset: Any, seq_length: int, strategy: Strategy = "bfd", map_kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """trl.pack_dataset with the same columns, dtypes and format, packed over the whole dataset at once.
+    """Pack as trl.pack_dataset, with the same columns, dtypes and format, over the whole dataset at once.
 
     Args:
         dataset: Dataset or DatasetDict whose columns are all lists, of equal length within a row. A streamed dataset
@@ -33,7 +33,7 @@ def pack_dataset(
     Returns:
         The same type. Rows are best-fit-decreasing bins; column ``seq_lengths`` lists the tokens of each document.
         Empty rows are left out. There are never more rows than by packing each ``batch_size`` (default 1000) rows
-        alone.
+        separately.
 
     Example:
         >>> from datasets import Dataset
@@ -46,7 +46,7 @@ def pack_dataset(
         TypeError: a column that holds no lists.
         ValueError: columns of different lengths in one row; no tokens at all; seq_length below 1.
 
-    Memory: 40 bytes per row beside the data, which is read in batches. Deterministic.
+    Memory: 40 bytes per row besides the data, which is read in batches. Deterministic.
     """
     trl_data_utils()
     from datasets import Dataset, DatasetDict
@@ -74,7 +74,7 @@ def patch_pack_dataset() -> bool:
 
     Returns:
         True when TRL packs with packing_ops now; False, with a warning, when the installed TRL has a pack_dataset of
-        another signature, which is left alone.
+        another signature, which is left as it is.
 
     Example:
         >>> patch_pack_dataset()

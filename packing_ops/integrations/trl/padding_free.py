@@ -33,7 +33,7 @@ def enable_padding_free(trainer: Any) -> None:
 
     TRL 1.16 has no padding-free form of these trainers (DPOConfig's ``padding_free`` falls back to padding). After this
     call a padded batch of the trainer reaches its model, ref_model and teacher_model as one packed row with cu_seqlens.
-    Results of tokens come back in their places of the padded batch, so TRL's losses and metrics stay as they are:
+    Results of tokens return to their places of the padded batch, so TRL's losses and metrics stay as they are:
     log-probs and entropies of GRPO and RLOO, with their temperature, are those of TRL's fused LM head, of the tokens
     that are there. A call with a KV cache, as generate makes it, is left as it is. Position ids are made from the mask: a
     row's tokens are at 0, 1, ..., whatever position_ids say and wherever its padding is.
@@ -52,7 +52,7 @@ def enable_padding_free(trainer: Any) -> None:
     Raises:
         TypeError: another trainer.
         ValueError: a model with another attention; a dataset with images; an adapter of PEFT that looks at a whole row
-            (prompt tuning, activated LoRA, Lily, Shadow). In training: images in a batch; a row of padding alone that is to be scored; a batch
+            (prompt tuning, activated LoRA, Lily, Shadow). In training: images in a batch; a row of only padding that is to be scored; a batch
             without tokens.
     """
     names = [cls.__name__ for cls in type(trainer).__mro__]
@@ -95,7 +95,7 @@ def _models_of(trainer: Any) -> list[Any]:
 
 
 def _called(model: Any, trainer: Any) -> Any:
-    """The module of a host that the trainer calls."""
+    """Return the module of a host that the trainer calls."""
     names = [cls.__name__ for cls in type(trainer).__mro__]
     return model.base_model if any(name in names for name in _CALL_BACKBONES) else model
 
@@ -126,12 +126,12 @@ def _host_of(model: Any, trainer: Any) -> Any:
 
 
 def _is_wrapped(model: Any) -> bool:
-    """Whether accelerate's mixed precision is around ours."""
+    """Return whether accelerate's mixed precision is around ours."""
     return getattr(model.__dict__.get("_original_forward"), "func", None) is _packed
 
 
 def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a model; padded rows of text go through it as one row."""
+    """Run the forward of a model; padded rows of text go through it as one row."""
     stock = before or functools.partial(type(model).forward, model)
     mask, input_ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
     if args or input_ids is None or mask is None or mask.shape != input_ids.shape:
@@ -159,7 +159,7 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
             f"{empty.nonzero().flatten().tolist()} of padding alone"
         )
     if metadata.total == 0:
-        # Of padding alone no row is left. What the padded model makes of it counts nowhere, and other ranks may wait for
+        # Of only padding no row is left. What the padded model makes of it counts nowhere, and other ranks may wait for
         # its gradients.
         return stock(*args, **kwargs)
 
@@ -200,8 +200,9 @@ _OF_ROWS = ("logits_to_keep", "return_dict")
 
 
 def _padded(value: Any, metadata: po.PackedMetadata) -> Any:
-    """``[1, total, ...]`` -> ``[batch, seqlen, ...]``; ``[1, total - 1, ...]``, of the token after each, -> ``[batch,
-    seqlen - 1, ...]``. Anything else as it is."""
+    """Pad: ``[1, total, ...]`` -> ``[batch, seqlen, ...]``; ``[1, total - 1, ...]``, of the token after each, ->
+    ``[batch, seqlen - 1, ...]``. Return anything else as it is.
+    """
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[0] != 1:
         return value
     tokens = value[0]

@@ -17,7 +17,7 @@ from packing_ops.varlen.options import checked_options
 def enable_tree_attention() -> None:
     """Let TRL's attention over prefix trees run on packing_ops: on the CPU and on every GPU from sm_80 on, with sinks.
 
-    TRL's own needs a Hub kernel of FlashAttention-3. The name ``"tree_fa3"`` stays, since the trainer asks for it. Call this
+    TRL's attention needs a Hub kernel of FlashAttention-3. The name ``"tree_fa3"`` stays, since the trainer asks for it. Call this
     before or after the trainer is made. A second call does nothing; disable_tree_attention undoes it.
 
     Example:
@@ -78,7 +78,7 @@ def tree_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """With TRL's arguments: heads first, ``[1, num_heads, rows, head_dim]``."""
+    """Attend over a tree with TRL's arguments: heads first, ``[1, num_heads, rows, head_dim]``."""
     if dropout:
         raise NotImplementedError(f"dropout: expected 0.0 over a prefix tree, got {dropout}")
     total = key.shape[2]

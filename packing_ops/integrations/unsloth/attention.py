@@ -20,11 +20,11 @@ def packed_attention(
     window_size: tuple[int, int] | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention inside each document of a packed row, on the CPU and on NVIDIA GPUs. Differentiable.
+    """Attend inside each document of a packed row, on the CPU and on NVIDIA GPUs. Differentiable.
 
     Args:
         Q: ``[batch, num_heads, seqlen, head_dim]``, any strides with a contiguous last dimension.
-        K, V: the same with their own number of heads, which divides that of Q. Where dtypes differ (DoRA makes some
+        K, V: the same with another number of heads, which divides that of Q. Where dtypes differ (DoRA makes some
             float32) all are taken in the widest.
         seq_info: (lengths, cu_seqlens int32 ``[num_documents + 1]``, max_seqlen) of the ``batch * seqlen`` slots, as
             Unsloth's get_packed_info_from_kwargs returns it. The layers of a batch share one layout.

@@ -12,13 +12,14 @@ from packing_ops.metadata import check_causal
 
 
 def packed_metadata(kwargs: Mapping[str, Any], device: torch.device | str | None = None) -> PackedMetadata | None:
-    """The layout that ``packed_seq_lengths`` describes: the same object for every layer that asks with that tensor.
+    """Return the layout that ``packed_seq_lengths`` describes: the same object for every layer that asks with that
+    tensor.
 
     Args:
         kwargs: keyword arguments of a forward, or a batch. ``packed_seq_lengths``: int32 or int64
-            ``[num_documents]`` or a sequence of ints. ``input_ids`` or ``position_ids`` ``[..., total]`` beside it
+            ``[num_documents]`` or a sequence of ints. ``input_ids`` or ``position_ids`` ``[..., total]`` with it
             say how long the row is; slots after the last document are padding.
-        device: where the layout is needed; that of packed_seq_lengths by default.
+        device: where the layout is needed; by default the device of packed_seq_lengths.
 
     Returns:
         PackedMetadata, or None without packed_seq_lengths. Lengths on the CPU cost no synchronisation, CUDA lengths
@@ -54,7 +55,7 @@ def _metadata_of(lengths: torch.Tensor, total: int | None, device: torch.device 
 def sdpa_mask(
     metadata: PackedMetadata, *, dtype: torch.dtype = torch.bool, sliding_window: int | None = None
 ) -> torch.Tensor:
-    """Mask for scaled_dot_product_attention: causal inside each document.
+    """Return a mask for scaled_dot_product_attention: causal inside each document.
 
     Args:
         metadata: of the packed row.
@@ -75,7 +76,7 @@ def sdpa_mask(
 
 
 def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None) -> Any:
-    """The same visibility as sdpa_mask, as an xformers bias that holds lengths instead of a matrix.
+    """Return the same visibility as sdpa_mask, as an xformers bias that holds lengths instead of a matrix.
 
     Returns:
         ``BlockDiagonalCausalMask`` (its local form with ``sliding_window``), or None where xformers is not
@@ -89,7 +90,7 @@ def xformers_mask(metadata: PackedMetadata, *, sliding_window: int | None = None
     """
     check_causal(metadata)
     lengths = metadata.lengths.tolist()
-    lengths.append(metadata.total - sum(lengths))  # padding is a segment of its own
+    lengths.append(metadata.total - sum(lengths))  # padding is one more segment
     try:
         return xformers_bias([length for length in lengths if length], window=_window(sliding_window))
     except ImportError:

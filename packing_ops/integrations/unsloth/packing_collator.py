@@ -65,7 +65,7 @@ class PackingCollator:
         return [integer(length, self.sequence_lengths_key) for length in lengths]
 
     def _layout(self, batch: dict[str, Any], lengths: list[int]) -> PackedMetadata:
-        """Documents of the row, which end with it."""
+        """Return the documents of the row, which end with it."""
         total, documents = batch["input_ids"].shape[1], sum(lengths)
         if documents < total and _is_padding(batch, documents):
             lengths = [*lengths, total - documents]
@@ -78,7 +78,9 @@ class PackingCollator:
 
 
 def _one_row(batch: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Rows end to end as ``[1, total]``, without padding and without attention_mask; ``tokens`` are in documents."""
+    """Return rows end to end as ``[1, total]``, without padding and without attention_mask; ``tokens`` are in
+    documents.
+    """
     check_tensor(batch.get("input_ids"), "input_ids")
     mask = batch.pop("attention_mask", None)
     shape = batch["input_ids"].shape
@@ -101,7 +103,7 @@ def _one_row(batch: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 
 def _is_padding(batch: dict[str, Any], start: int) -> bool:
-    """Slots that no loss counts and where no document goes on."""
+    """Return the slots that no loss counts and where no document goes on."""
     labels, positions = batch.get("labels"), batch.get("position_ids")
     unlabelled = labels is not None and bool((labels[:, start:] == -100).all())
     return unlabelled and (positions is None or bool((positions[:, start] == 0).all()))
@@ -118,7 +120,7 @@ def enable_packing(trainer_or_collator: Any, *, sequence_lengths_key: str = "seq
 
     Args:
         trainer_or_collator: a trainer with ``data_collator``, or a collator: a callable that takes a list of examples,
-            or an object with ``torch_call`` alone, as Unsloth wants it. A collator's ``padding_free`` and
+            or an object with only ``torch_call``, as Unsloth wants it. A collator's ``padding_free`` and
             ``return_position_ids`` are switched on where it has them; a trainer's ``args.remove_unused_columns`` off,
             and modules of its model that have ``max_seq_length`` get ``_unsloth_allow_packed_overlength``, as rows may
             be longer.

@@ -16,16 +16,16 @@ def fast_rope_embedding(
     *,
     inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """apply_rotary_qk under the name and with the arguments of unsloth.kernels.fast_rope_embedding. Differentiable.
+    """Rotate as unsloth.kernels.fast_rope_embedding, under its name and with its arguments. Differentiable.
 
     Args:
         Q: ``[batch, num_heads, seqlen, head_dim]``, any strides with a contiguous last dimension.
-        K: as Q with its own number of heads.
+        K: as Q, but the number of heads may differ.
         cos, sin: cache ``[max_positions, head_dim or head_dim / 2]``; dimensions of 1 in front are dropped.
         rope_embedding_indices: int32 or int64 positions, ``[batch, seqlen]`` or anything with as many elements, or
-            ``[seqlen]`` for all rows of the batch. Without them token s of each row stands at s.
+            ``[seqlen]`` for all rows of the batch. Without them token s of each row is at s.
         inplace: write into Q and K, as Unsloth does; gradients work. Where something before saved one of them for its
-            own backward, backward raises torch's error of a tensor that was modified in place.
+            backward, backward raises torch's error of a tensor that was modified in place.
 
     Returns:
         (Q, K) rotated: new tensors, or with ``inplace`` in the memory of the arguments. Computed in float32. Half-split
@@ -76,7 +76,7 @@ def _rotated(
 
 
 class _InPlace(torch.autograd.Function):
-    """Q and K in their own memory. Their gradients are rotated into new tensors: they may belong to others."""
+    """Q and K in separate memory. Their gradients are rotated into new tensors: they may belong to others."""
 
     @staticmethod
     def forward(

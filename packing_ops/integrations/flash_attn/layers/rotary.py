@@ -66,7 +66,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> torch.Tensor:
-    """flash_attn.ops.triton.rotary.apply_rotary: apply_rotary_emb, or its inverse with ``conjugate``.
+    """Compute flash_attn.ops.triton.rotary.apply_rotary: apply_rotary_emb, or its inverse with ``conjugate``.
 
     Example:
         >>> x, angle = torch.ones(1, 2, 1, 2), torch.tensor([[0.0], [1.0]])
@@ -82,7 +82,7 @@ def apply_rotary(
 
 
 def _positions(x, seqlen_offsets, cu_seqlens) -> torch.Tensor | None:
-    """int64 rows of the tables, or None where they are consecutive rows for all sequences."""
+    """Return int64 rows of the tables, or None if they are consecutive rows for all sequences."""
     dims = 4 if cu_seqlens is None else 3
     if x.dim() != dims:
         wanted = "[batch, seqlen, num_heads, head_dim]" if dims == 4 else "[total, num_heads, head_dim] with cu_seqlens"
