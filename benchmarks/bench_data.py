@@ -110,10 +110,10 @@ def largest_differencing(costs, parts):
 
 
 def micro_batches_case(cost):
-    lengths, max_tokens = torch.tensor(lengths_of(4096)), 16_384
+    lengths, capacity = torch.tensor(lengths_of(4096)), 16_384
 
     def ours():
-        return token_budget_microbatches(lengths, max_tokens, dp_size=DP_SIZE, cost=cost)
+        return token_budget_microbatches(lengths, capacity, dp_size=DP_SIZE, cost=cost)
 
     a, b = (1, 0) if cost == "tokens" else (12 * 4096, 1)
     costs = [a * length + b * length**2 for length in lengths.tolist()]

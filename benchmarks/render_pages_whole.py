@@ -109,14 +109,14 @@ def plan() -> str:
         return "Not counted yet: `benchmarks/simulate_plan.py`."
     rows = read_rows(RESULTS / "plan_cpu.csv")
     cells = [
-        [row["kind"], row["ranks"], f"{int(row['max_tokens']):,}", row["static_size"],
+        [row["kind"], row["ranks"], f"{int(row['capacity']):,}", row["static_size"],
          *(f"{float(row[name]):.2f}" for name in ("of_ideal", "one_size_times_plan", "two_sizes_times_plan"))]
         for row in rows
     ]  # fmt: skip
     header = [
         "lengths",
         "ranks",
-        "max_tokens",
+        "capacity",
         "ranks of one size",
         "plan, of ideal",
         "one size, times the plan",

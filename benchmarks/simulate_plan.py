@@ -1,8 +1,8 @@
 """Plans of packing_ops.parallel.plan_step beside groups of one size: python benchmarks/simulate_plan.py [--steps 20]
 
 Counted by the plan's cost, nothing is measured. Each step draws documents of one of four kinds of lengths until ``--rows``
-rows of ``max_tokens`` for each rank are full. Groups of one size: every row lies on the fewest ranks that hold the longest
-document, as where context parallelism is set once. Two sizes: documents over max_tokens on such groups, others on single
+rows of ``capacity`` for each rank are full. Groups of one size: every row lies on the fewest ranks that hold the longest
+document, as where context parallelism is set once. Two sizes: documents over capacity on such groups, others on single
 ranks (token_budget_microbatches with sp_size). Writes results/plan_cpu.csv.
 """
 
@@ -45,14 +45,14 @@ def cost_of(lengths: list[int], rows: list, size: int) -> float:
     return sum(per_token * sent * lengths[i] + per_square * lengths[i] ** 2 for i in rows) / size + per_token * ROW
 
 
-def one_size(lengths: list[int], ranks: int, max_tokens: int, size: int) -> float:
-    groups = token_budget_microbatches(lengths, max_tokens * size, dp_size=ranks // size, cost="flops")
+def one_size(lengths: list[int], ranks: int, capacity: int, size: int) -> float:
+    groups = token_budget_microbatches(lengths, capacity * size, dp_size=ranks // size, cost="flops")
     return sum(max(cost_of(lengths, group[step], size) for group in groups) for step in range(len(groups[0])))
 
 
-def two_sizes(lengths: list[int], ranks: int, max_tokens: int, size: int) -> float:
+def two_sizes(lengths: list[int], ranks: int, capacity: int, size: int) -> float:
     of_ranks, shared = token_budget_microbatches(
-        lengths, max_tokens, dp_size=ranks // size, sp_size=size, cost="flops", return_statistics=True
+        lengths, capacity, dp_size=ranks // size, sp_size=size, cost="flops", return_statistics=True
     )
     steps = range(len(of_ranks[0]))
     return sum(
@@ -60,18 +60,18 @@ def two_sizes(lengths: list[int], ranks: int, max_tokens: int, size: int) -> flo
     )
 
 
-def simulated(kind: str, ranks: int, max_tokens: int, steps: int, rows: int) -> dict:
+def simulated(kind: str, ranks: int, capacity: int, steps: int, rows: int) -> dict:
     """Means over the steps, in multiples of the plan's cost; how much of the ideal the plan is."""
     draws, found = random.Random(f"{kind} {ranks}"), []
-    size = 1 << (-(-KINDS[kind][2] // max_tokens) - 1).bit_length()
+    size = 1 << (-(-KINDS[kind][2] // capacity) - 1).bit_length()
     for _ in range(steps):
-        lengths = lengths_of(kind, ranks * max_tokens * rows, draws)
-        plan = plan_step(lengths, ranks, max_tokens)
-        others = (one_size(lengths, ranks, max_tokens, size), two_sizes(lengths, ranks, max_tokens, size))
+        lengths = lengths_of(kind, ranks * capacity * rows, draws)
+        plan = plan_step(lengths, ranks, capacity)
+        others = (one_size(lengths, ranks, capacity, size), two_sizes(lengths, ranks, capacity, size))
         found.append([plan.ideal / plan.cost, *(other / plan.cost for other in others)])
     ideal, one, two = (statistics.fmean(column) for column in zip(*found, strict=True))
     return {
-        "kind": kind, "ranks": ranks, "max_tokens": max_tokens, "static_size": size, "steps": steps,
+        "kind": kind, "ranks": ranks, "capacity": capacity, "static_size": size, "steps": steps,
         "of_ideal": f"{ideal:.3f}", "one_size_times_plan": f"{one:.3f}", "two_sizes_times_plan": f"{two:.3f}",
     }  # fmt: skip
 
@@ -83,9 +83,9 @@ def main():
     arguments = parser.parse_args()
     where = {"device": "counted", "torch": torch.__version__, "commit": commit()}
     rows = [
-        simulated(kind, ranks, max_tokens, arguments.steps, arguments.rows) | where
+        simulated(kind, ranks, capacity, arguments.steps, arguments.rows) | where
         for kind in KINDS
-        for ranks, max_tokens in ((16, 32_768), (64, 16_384))
+        for ranks, capacity in ((16, 32_768), (64, 16_384))
     ]
     write_csv(RESULTS / "plan_cpu.csv", rows)
 

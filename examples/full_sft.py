@@ -119,7 +119,7 @@ class Run:
             [len(example["input_ids"]) for example in self.train], arguments.row, self.rank, self.world, arguments.seed,
             cost="flops", drop_last=True,
         )  # fmt: skip
-        self.collate = PaddingFreeCollator(max_seq_length=arguments.row, return_seq_idx=False)
+        self.collate = PaddingFreeCollator(capacity=arguments.row, return_seq_idx=False)
         self.model, applied = model_of(arguments)
         self.inner = getattr(self.model, "module", self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -11,7 +11,7 @@ class BatchSelection:
     Attributes:
         kept: in the batch, whole or cut.
         truncated: those of ``kept`` that are cut.
-        own: those of ``kept`` that are longer than max_seq_length (at most one, in a row without others).
+        own: those of ``kept`` that are longer than capacity (at most one, in a row without others).
         dropped: lost.
         carried: not in this batch, for the caller to put into the next one.
         num_tokens: tokens in the batch.

@@ -51,7 +51,7 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
         >>> count_tokens(batch)
         TokenCounts(tokens=tensor(3), padding_tokens=tensor(3), sequences=tensor(2))
         >>> from packing_ops.data import PaddingFreeCollator
-        >>> row = PaddingFreeCollator(max_seq_length=8)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        >>> row = PaddingFreeCollator(capacity=8)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
         >>> torch.stack(count_tokens(row)).tolist()
         [5, 3, 2]
 

@@ -46,21 +46,21 @@ class PaddingFreeCollator:
             has ``num_tokens`` too. False for exactly the keys of DataCollatorWithFlattening.
         separator_id: label of each document's first token, which nothing predicts. None leaves the labels as they are:
             those of the tokens themselves, for masked language models and tags.
-        max_seq_length: tokens of the row, None for as many as there are. A shorter row is padded: input_ids with
+        capacity: tokens of the row, None for as many as there are. A shorter row is padded: input_ids with
             pad_token_id, labels with -100. The padding is a separate document in position_ids, seq_idx and
             cu_seq_lens, so that no other attends to it.
-        overlong: what happens to examples, taken in order, that exceed max_seq_length or max_sequences_per_bin:
+        overlong: what happens to examples, taken in order, that exceed capacity or max_sequences_per_bin:
             ``"error"``;
             ``"truncate"``: the row is cut at the limit;
             ``"drop"``: an example that does not fit whole is dropped; later ones that fit are kept;
             ``"carry"``: the first examples that fit are kept. The caller puts the others,
             ``selection(features).carried``, at the front of the next batch;
-            ``"own"``: like carry, but a first example that is longer than max_seq_length is kept whole, the only one in a
+            ``"own"``: like carry, but a first example that is longer than capacity is kept whole, the only one in a
             longer row. Truncate and drop warn with the number of lost tokens.
-        pad_token_id: see max_seq_length.
+        pad_token_id: see capacity.
         max_sequences_per_bin: maximum number of examples in the row, or None.
         document_multiple, row_multiple: a document takes its tokens rounded up to a multiple of the first, filled like
-            padding behind them; the row is padded to a multiple of the second, or to the largest one in max_seq_length.
+            padding behind them; the row is padded to a multiple of the second, or to the largest one in capacity.
             ``packed_alignment(tp=, cp=, fp8=)`` gives both.
         token_fields: columns with a value for each token, of any shape behind it, such as ``"old_logps"``: returned as
             ``[1, total, ...]``, int64 or float32, 0 in slots without a token. ``"routed_experts"`` (of each layer) are
@@ -90,7 +90,7 @@ class PaddingFreeCollator:
     on the device of the examples.
 
     Example:
-        >>> batch = PaddingFreeCollator(max_seq_length=6)([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+        >>> batch = PaddingFreeCollator(capacity=6)([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
         >>> batch["input_ids"].tolist(), batch["labels"].tolist()
         ([[5, 6, 7, 8, 9, 0]], [[-100, 6, -100, 8, 9, -100]])
         >>> batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist(), batch["max_length_q"]
@@ -98,7 +98,7 @@ class PaddingFreeCollator:
 
         Row after row, with nothing dropped:
 
-        >>> collator, queue = PaddingFreeCollator(max_seq_length=6, overlong="carry"), [{"input_ids": [7] * 4}] * 3
+        >>> collator, queue = PaddingFreeCollator(capacity=6, overlong="carry"), [{"input_ids": [7] * 4}] * 3
         >>> while queue:
         ...     chosen = collator.selection(queue)
         ...     print(collator(queue)["cu_seq_lens_q"].tolist(), len(chosen.carried), chosen.carried_tokens)
@@ -109,7 +109,7 @@ class PaddingFreeCollator:
 
     Raises:
         ValueError: no examples; one without tokens; a key that only some examples have; labels of another length than
-            input_ids; a column that would be dropped; padding in an attention_mask; more than max_seq_length tokens or max_sequences_per_bin examples
+            input_ids; a column that would be dropped; padding in an attention_mask; more than capacity tokens or max_sequences_per_bin examples
             with ``overlong="error"``, or no example that fits; an unknown overlong; return_tensors other than "pt".
         TypeError: a pad_token_id that is no integer (None: a tokenizer without one); examples that are no list of
             dicts.
@@ -123,7 +123,7 @@ class PaddingFreeCollator:
     return_packed_metadata: bool = field(default=False, kw_only=True)
     return_num_targets: bool = field(default=True, kw_only=True)
     separator_id: int | None = -100
-    max_seq_length: int | None = None
+    capacity: int | None = None
     overlong: Literal["error", "truncate", "drop", "carry", "own"] = "error"
     pad_token_id: int = 0
     max_sequences_per_bin: int | None = None
@@ -137,7 +137,7 @@ class PaddingFreeCollator:
     _prefixes: ClassVar[tuple[str, ...]] = ("",)
 
     def __post_init__(self) -> None:
-        for name, unit in (("max_seq_length", "token"), ("max_sequences_per_bin", "example")):
+        for name, unit in (("capacity", "token"), ("max_sequences_per_bin", "example")):
             most = getattr(self, name)
             if most is not None and integer(most, name) < 1:
                 raise ValueError(f"{name}: expected at least 1 {unit} or None, got {most}")
@@ -157,9 +157,9 @@ class PaddingFreeCollator:
 
     @property
     def _most_slots(self) -> int | None:
-        """Return the slots of a row: max_seq_length in whole multiples of row_multiple."""
-        most = self.max_seq_length
-        return None if most is None else whole_rows(most, self.row_multiple, "max_seq_length")
+        """Return the slots of a row: capacity in whole multiples of row_multiple."""
+        most = self.capacity
+        return None if most is None else whole_rows(most, self.row_multiple, "capacity")
 
     @property
     def _longest(self) -> int | None:
@@ -220,7 +220,7 @@ class PaddingFreeCollator:
 
         Example:
             >>> examples = [{"input_ids": [7] * length} for length in (2, 7, 2)]
-            >>> PaddingFreeCollator(max_seq_length=6, overlong="drop").selection(examples)
+            >>> PaddingFreeCollator(capacity=6, overlong="drop").selection(examples)
             BatchSelection(kept=[0, 2], truncated=[], own=[], dropped=[1], carried=[], num_tokens=4, lost_tokens=7, carried_tokens=0)
 
         Raises:
@@ -258,7 +258,7 @@ class PaddingFreeCollator:
             return lengths
         if self.overlong == "error":
             unit = "tokens" if self.document_multiple == 1 else "slots"
-            over = f"max_seq_length: expected at least the {longest} {unit} of the examples, got {limit}"
+            over = f"capacity: expected at least the {longest} {unit} of the examples, got {limit}"
             if longest <= limit:
                 over = f"max_sequences_per_bin: expected at least the {len(lengths)} examples, got {most}"
             raise ValueError(f"{over}; overlong='truncate', 'drop', 'carry' or 'own' accepts them")
@@ -274,7 +274,7 @@ class PaddingFreeCollator:
             if self.overlong == "carry":
                 room = f"the first example of {max(lengths[0])} tokens"
                 advice = "; overlong='own' keeps it whole"
-            raise ValueError(f"max_seq_length: expected room for {room}, got {limit}{advice}")
+            raise ValueError(f"capacity: expected room for {room}, got {limit}{advice}")
         return kept
 
     def _taken(self, lengths: list[tuple[int, ...]], limit: float, most: int) -> list[tuple[int, ...]]:
@@ -296,7 +296,7 @@ class PaddingFreeCollator:
 
     def _warn(self, chosen: BatchSelection, num_examples: int) -> None:
         if chosen.lost_tokens:
-            given = {n: getattr(self, n) for n in ("max_seq_length", "max_sequences_per_bin")}
+            given = {n: getattr(self, n) for n in ("capacity", "max_sequences_per_bin")}
             limits = ", ".join(f"{name}={most}" for name, most in given.items() if most is not None)
             warnings.warn(
                 f"{limits}: {len(chosen.dropped)} of {num_examples} examples dropped and {len(chosen.truncated)} cut, "
@@ -385,7 +385,7 @@ class PaddingFreeCollator:
 class PaddingFreeDPOCollator(PaddingFreeCollator):
     """PaddingFreeCollator for preference pairs: examples with ``chosen_*``, ``rejected_*`` and optionally ``index``.
 
-    max_seq_length limits each side separately. A pair without room on one side is left out of both, so that pairs stay
+    capacity limits each side separately. A pair without room on one side is left out of both, so that pairs stay
     pairs. ``overlong="own"`` is the rule of open-instruct's loader: the first pairs that fit, at least one, whole.
     selection and count_within_token_budget give their number without collating. To batch a whole dataset, pass the
     lengths of both sides to pack_sequences or PackedBatchSampler.
@@ -393,12 +393,12 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
     Attributes:
         concatenated: False: the entries of PaddingFreeCollator twice, as ``chosen_*`` and ``rejected_*``, a row for
             each side. True: one row for one forward, all chosen documents and then all rejected ones, with one
-            cu_seq_lens over both. Documents i and i + num_pairs are a pair; padding to ``2 * max_seq_length`` is at the
+            cu_seq_lens over both. Documents i and i + num_pairs are a pair; padding to ``2 * capacity`` is at the
             end.
         share_prompt: one row for one forward, a prefix tree (pack_prefix_tree) that holds once what documents share from
             their first token on, as a pair its prompt. Documents are in the order of ``concatenated``. Returned are
 
-            input_ids, position_ids: ``[1, num_rows]``. Nothing pads the row; max_seq_length limits the documents of a
+            input_ids, position_ids: ``[1, num_rows]``. Nothing pads the row; capacity limits the documents of a
                 side, counted as without sharing.
             cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of the segments; max_length of the longest document.
             segment_parents: int32 ``[num_segments]``.

@@ -40,7 +40,7 @@ class BudgetKeywords(TypedDict, total=False):
 @overload
 def token_budget_microbatches(
     lengths: torch.Tensor | Sequence[int],
-    max_tokens: int,
+    capacity: int,
     *,
     dp_size: int,
     return_statistics: Literal[False] = False,
@@ -49,7 +49,7 @@ def token_budget_microbatches(
 @overload
 def token_budget_microbatches(
     lengths: torch.Tensor | Sequence[int],
-    max_tokens: int,
+    capacity: int,
     *,
     dp_size: int,
     return_statistics: Literal[True],
@@ -57,7 +57,7 @@ def token_budget_microbatches(
 ) -> tuple[list[list[list[int]]], MicrobatchStatistics]: ...
 def token_budget_microbatches(
     lengths: torch.Tensor | Sequence[int],
-    max_tokens: int,
+    capacity: int,
     *,
     dp_size: int,
     cost: Cost = "tokens",
@@ -66,7 +66,7 @@ def token_budget_microbatches(
     row_multiple: int = 1,
     return_statistics: bool = False,
 ) -> list[list[list[int]]] | tuple[list[list[list[int]]], MicrobatchStatistics]:
-    """Choose which sequences each rank runs in each of its micro-batches, each of at most ``max_tokens`` tokens.
+    """Choose which sequences each rank runs in each of its micro-batches, each of at most ``capacity`` tokens.
 
     The number of micro-batches is about the fewest that the budget allows, rounded up to a multiple of ``dp_size``.
     They are balanced in cost, sorted from costly to cheap, and assigned ``dp_size`` at a time: a step gets the
@@ -76,14 +76,14 @@ def token_budget_microbatches(
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence, or a Python sequence.
-        max_tokens: per micro-batch, a hard cap. Padding is not counted: micro-batches are meant to be packed.
+        capacity: per micro-batch, a hard cap. Padding is not counted: micro-batches are meant to be packed.
         document_multiple, row_multiple: as pack_sequences: a sequence counts with its length rounded up to the first,
             in ``cost`` too, a micro-batch with its sum rounded up to the second, only in the cap.
         dp_size: number of data-parallel ranks; with ``sp_size`` the number of sequence groups.
         cost: what is balanced: ``"tokens"``, ``"flops"`` or ``("flops", a, b)``: a * L + b * L**2 for a sequence of L
             tokens (a = 12 * hidden_size, b = 1 for a dense causal decoder; "flops" assumes hidden_size 4096).
-        sp_size: ranks of a sequence group (packing_ops.parallel). Sequences over max_tokens, up to ``sp_size *
-            max_tokens``, go to a group: its ranks run such a micro-batch together. The others go to single ranks, which
+        sp_size: ranks of a sequence group (packing_ops.parallel). Sequences over ``capacity``, up to ``sp_size *
+            capacity``, go to a group: its ranks run such a micro-batch together. The others go to single ranks, which
             run them without the group's collectives.
         return_statistics: return also MicrobatchStatistics.
 
@@ -114,7 +114,7 @@ def token_budget_microbatches(
         (1, [1360.0, 1470.0, 1450.0, 1650.0])
 
     Raises:
-        ValueError: a length that is negative or over ``sp_size * max_tokens`` (it is named), a size below 1, an
+        ValueError: a length that is negative or over ``sp_size * capacity`` (it is named), a size below 1, an
             unknown cost, costs whose sum is past a double.
         TypeError: lengths that are not integers.
 
@@ -123,24 +123,24 @@ def token_budget_microbatches(
     costly and a cheap one. Where the cap leaves room, the balance is within 1 part in 5,000 of the largest differencing
     method (Karmarkar and Karp 1982), and usually better.
     """
-    max_tokens, dp_size = at_least(max_tokens, "max_tokens", 1), at_least(dp_size, "dp_size", 1, "rank")
+    capacity, dp_size = at_least(capacity, "capacity", 1), at_least(dp_size, "dp_size", 1, "rank")
     sp_size = at_least(sp_size, "sp_size", 1, "rank")
     document_multiple = at_least(document_multiple, "document_multiple", 1)
-    max_tokens = whole_rows(max_tokens, row_multiple, "max_tokens")
+    capacity = whole_rows(capacity, row_multiple, "capacity")
     per_token, per_pair = cost_coefficients(cost, "cost")
     lengths = index_tensor(lengths, "lengths").cpu()
     if lengths.dim() != 1 or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"lengths: expected int32 or int64 [num_sequences], got {described(lengths)}")
     if document_multiple > 1:
         lengths = (lengths.long() + document_multiple - 1) // document_multiple * document_multiple
-    if lengths.numel() and int(lengths.max()) > sp_size * max_tokens:
-        longest, most = int(lengths.argmax()), f"max_tokens={max_tokens}"
-        most = most if sp_size == 1 else f"sp_size * max_tokens = {sp_size * max_tokens}"
+    if lengths.numel() and int(lengths.max()) > sp_size * capacity:
+        longest, most = int(lengths.argmax()), f"capacity={capacity}"
+        most = most if sp_size == 1 else f"sp_size * capacity = {sp_size * capacity}"
         raise ValueError(f"lengths: expected at most {most}, got {int(lengths[longest])} at index {longest}")
     balance = ("flops", per_token, per_pair)
-    long = lengths > max_tokens
-    of_groups = _dealt(lengths, long.nonzero()[:, 0], sp_size * max_tokens, dp_size, balance)
-    of_ranks = _dealt(lengths, (~long).nonzero()[:, 0], max_tokens, dp_size * sp_size, balance)
+    long = lengths > capacity
+    of_groups = _dealt(lengths, long.nonzero()[:, 0], sp_size * capacity, dp_size, balance)
+    of_ranks = _dealt(lengths, (~long).nonzero()[:, 0], capacity, dp_size * sp_size, balance)
     costs, shared = (per_token * lengths.double() + per_pair * lengths.double() ** 2).tolist(), len(of_groups[0])
     if shared:  # the costliest to those whose group has the cheapest together
         by_cost = sorted(range(len(of_ranks)), key=lambda rank: -_cost(costs, of_groups[rank // sp_size]))
@@ -164,7 +164,7 @@ def _cost(costs: list[float], steps: list[list[int]]) -> float:
 
 
 def _dealt(
-    lengths: torch.Tensor, indices: torch.Tensor, max_tokens: int, ranks: int, balance: tuple[str, float, float]
+    lengths: torch.Tensor, indices: torch.Tensor, capacity: int, ranks: int, balance: tuple[str, float, float]
 ) -> list[list[list[int]]]:
     """Return the sequences at these indices as micro-batches of each rank."""
     if not indices.numel():
@@ -172,7 +172,7 @@ def _dealt(
     # Empty sequences: with them there are enough for a multiple of the ranks. They are removed from the result.
     lengths = torch.cat([lengths[indices], lengths.new_zeros(ranks - 1)])
     try:
-        packing = pack_sequences(lengths, max_tokens, strategy="balanced", balance=balance, bins_multiple_of=ranks)
+        packing = pack_sequences(lengths, capacity, strategy="balanced", balance=balance, bins_multiple_of=ranks)
     except ValueError as error:
         raise ValueError(re.sub("^balance:", "cost:", str(error))) from None
     index_of = indices.tolist()
@@ -181,17 +181,17 @@ def _dealt(
 
 
 def count_within_token_budget(
-    features: Sequence[Mapping[str, Any]], max_seq_length: int | None, *, max_sequences_per_bin: int | None = None
+    features: Sequence[Mapping[str, Any]], capacity: int | None, *, max_sequences_per_bin: int | None = None
 ) -> int:
-    """Count how many of the first examples fit into a row of max_seq_length tokens, by the rule of ``overlong="own"``.
+    """Count how many of the first examples fit into a row of ``capacity`` tokens, by the rule of ``overlong="own"``.
 
     Args:
         features: dicts with ``input_ids``, or a preference pair with ``chosen_input_ids`` and ``rejected_input_ids``.
-        max_seq_length: tokens of a row, for each side; None for no limit.
+        capacity: tokens of a row, for each side; None for no limit.
         max_sequences_per_bin: maximum number of examples in a row; None for no limit.
 
     Returns:
-        The number of examples before the first with which a side would exceed max_seq_length; at least 1 if there is an
+        The number of examples before the first with which a side would exceed ``capacity``; at least 1 if there is an
         example. Collate ``features[:count]`` and carry the others over to the next batch.
 
     Example:
@@ -200,7 +200,7 @@ def count_within_token_budget(
         (1, 2, 1)
 
     Raises:
-        ValueError: an example without input_ids, or without one of the first example's; a max_seq_length or
+        ValueError: an example without input_ids, or without one of the first example's; a capacity or
             max_sequences_per_bin below 1.
         TypeError: features that are no list of dicts.
     """
@@ -208,12 +208,12 @@ def count_within_token_budget(
     most = len(features) if max_sequences_per_bin is None else integer(max_sequences_per_bin, "max_sequences_per_bin")
     if most < 1 and features:
         raise ValueError(f"max_sequences_per_bin: expected at least 1 example or None, got {most}")
-    if max_seq_length is not None and integer(max_seq_length, "max_seq_length") < 1:
-        raise ValueError(f"max_seq_length: expected at least 1 token or None, got {max_seq_length}")
-    if max_seq_length is None or not features:
+    if capacity is not None and integer(capacity, "capacity") < 1:
+        raise ValueError(f"capacity: expected at least 1 token or None, got {capacity}")
+    if capacity is None or not features:
         return min(most, len(features))
     names = [prefix + "input_ids" for prefix in ("chosen_", "rejected_")]
     if not any(name in features[0] for name in names):
         names = ["input_ids"]
     lengths = list(zip(*(sequences(features, name)[1] for name in names), strict=True))
-    return max(1, min(num_fitting(lengths, max_seq_length), most))
+    return max(1, min(num_fitting(lengths, capacity), most))

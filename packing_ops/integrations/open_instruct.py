@@ -27,6 +27,7 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
     input_ids 0, labels -100, position_ids 0 and seq_idx -1.
 
     Attributes:
+        max_seq_length: open-instruct's name of capacity.
         return_tensors: taken, as transformers' collators have it; always "pt".
         pad_segment: the padding is a document too: cu_seq_lens end at the row's end (as attention over the whole row
             wants), and its position_ids count. Off, cu_seq_lens have only the real documents, as open-instruct's.
@@ -41,9 +42,15 @@ class TensorDataCollatorWithFlattening(PaddingFreeCollator):
     """
 
     return_num_targets: bool = field(default=False, kw_only=True)
+    max_seq_length: int | None = field(default=None, kw_only=True)
     overlong: Literal["error", "truncate", "drop", "carry", "own"] = "truncate"
     return_tensors: str = "pt"
     pad_segment: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_seq_length is not None:
+            self.capacity = self.max_seq_length
+        super().__post_init__()
 
     def _check_first_labels(self, *_: Any) -> None:
         """Accept any labels, as open-instruct's collator does."""

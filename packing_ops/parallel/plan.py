@@ -86,12 +86,12 @@ def _groups(world: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
 def plan_step(
     lengths: torch.Tensor | Sequence[int],
     ranks: int,
-    max_tokens: int,
+    capacity: int,
     *,
     cost: Cost = "flops",
     max_size: int | None = None,
 ) -> StepPlan:
-    """Return which documents each rank runs in a step, and over which ranks each document of more than max_tokens goes.
+    """Return which documents each rank runs in a step, and over which ranks each longer document than ``capacity`` goes.
 
     Groups have a power of two of neighbouring ranks, at least as many as hold the document. With a long document other
     groups run others, and single ranks rows of short ones. Larger groups leave fewer ranks waiting, smaller ones send less
@@ -100,12 +100,12 @@ def plan_step(
     Args:
         lengths: int32 or int64 ``[num_documents]``, or a Python sequence.
         ranks: a power of two.
-        max_tokens: of a rank's part of a row.
+        capacity: of a rank's part of a row.
         cost: of a document, as token_budget_microbatches takes it. A row also costs what 2,048 tokens do, and tokens
             that are shared cost 7% more.
 
     Example:
-        >>> plan = plan_step([26_000, 16_000, 15_000, 1_000], ranks=4, max_tokens=16_384)
+        >>> plan = plan_step([26_000, 16_000, 15_000, 1_000], ranks=4, capacity=16_384)
         >>> for shares in plan.steps:
         ...     print([(list(share.documents), share.size) for share in shares])
         [([0], 2), ([0], 2), ([1], 1), ([2, 3], 1)]
@@ -118,21 +118,21 @@ def plan_step(
         ...         model(**shard, num_items_in_batch=targets).loss.backward()
 
     Raises:
-        ValueError: ranks or a max_size that are no powers of two; a document of more than ``max_size * max_tokens`` tokens,
+        ValueError: ranks or a max_size that are no powers of two; a document of more than ``max_size * capacity`` tokens,
             by its index; negative lengths; an unknown cost.
         TypeError: lengths that are no integers.
     """
-    ranks, max_tokens = at_least(ranks, "ranks", 1), at_least(max_tokens, "max_tokens", 1)
+    ranks, capacity = at_least(ranks, "ranks", 1), at_least(capacity, "capacity", 1)
     most = ranks if max_size is None else min(ranks, at_least(max_size, "max_size", 1))
     for name, value in (("ranks", ranks), ("max_size", most)):
         if value & (value - 1):
             raise ValueError(f"{name}: expected a power of two, whose halves are groups, got {value}")
     found = lengths_tensor(lengths).tolist()
     for i, length in enumerate(found):
-        if not 0 <= length <= most * max_tokens:
-            raise ValueError(f"lengths: expected 0 to {most} ranks * {max_tokens} tokens, got {length} at index {i}")
-    costs = _Costs(found, max_tokens, cost, *cost_coefficients(cost, "cost"))
-    needed = [_ranks_for(length, max_tokens) for length in found]
+        if not 0 <= length <= most * capacity:
+            raise ValueError(f"lengths: expected 0 to {most} ranks * {capacity} tokens, got {length} at index {i}")
+    costs = _Costs(found, capacity, cost, *cost_coefficients(cost, "cost"))
+    needed = [_ranks_for(length, capacity) for length in found]
     powers = [1 << i for i in range(most.bit_length())]
     # Sizes of groups: times what a document needs, except short ones, and the least size
     tried = {tuple(min(most, max(n * times if n > 1 else 1, least)) for n in needed): least
@@ -142,15 +142,15 @@ def plan_step(
     return StepPlan(steps, costs.of_steps(steps), sum(costs.of((i,), 1) - costs.row for i in range(len(found))) / ranks)
 
 
-def _ranks_for(length: int, max_tokens: int) -> int:
+def _ranks_for(length: int, capacity: int) -> int:
     """Return the smallest power of two that suffices."""
-    return 1 << max(0, (-(-length // max_tokens) - 1).bit_length())
+    return 1 << max(0, (-(-length // capacity) - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class _Costs:
     lengths: list[int]
-    max_tokens: int
+    capacity: int
     cost: Cost
     per_token: float
     per_square: float
@@ -171,13 +171,13 @@ class _Costs:
     def rows(self, documents: list[int], size: int, ranks: int) -> list["_Row"]:
         """Return rows of groups of ``size``, as many as groups or a multiple, balanced, the costliest first."""
         lengths = [self.lengths[i] for i in documents]
-        found = token_budget_microbatches(lengths, self.max_tokens * size, dp_size=ranks // size, cost=self.cost)
+        found = token_budget_microbatches(lengths, self.capacity * size, dp_size=ranks // size, cost=self.cost)
         rows = [_Row([documents[i] for i in row], size) for of_rank in found for row in of_rank if row]
         return sorted(rows, key=lambda row: -self.of(row.documents, size))
 
     def filled(self, documents: list[int], size: int, most: float) -> "_Row":
         """Return a row that costs at most a limit, of documents that it takes out of these, the longest first."""
-        row, room = _Row([], size), self.max_tokens * size
+        row, room = _Row([], size), self.capacity * size
         left = (most - self.row) * size
         for i in list(documents):
             cost = (self.of((i,), size) - self.row) * size

@@ -117,16 +117,16 @@ def test_bad_multiples_are_named(options, message):
         po.pack_sequences([5, 39], 40, **options)
 
 
-@given(lengths=LENGTHS, max_tokens=st.integers(64, 130), dp_size=st.integers(1, 3), **MULTIPLES)
-def test_micro_batches_are_within_the_budget(lengths, max_tokens, dp_size, document_multiple, row_multiple):
+@given(lengths=LENGTHS, capacity=st.integers(64, 130), dp_size=st.integers(1, 3), **MULTIPLES)
+def test_micro_batches_are_within_the_budget(lengths, capacity, dp_size, document_multiple, row_multiple):
     multiples = {"document_multiple": document_multiple, "row_multiple": row_multiple}
     ranks, statistics = token_budget_microbatches(
-        lengths, max_tokens, dp_size=dp_size, return_statistics=True, **multiples
+        lengths, capacity, dp_size=dp_size, return_statistics=True, **multiples
     )
     steps = list(itertools.chain(*ranks))
     assert sorted(itertools.chain(*steps)) == list(range(len(lengths)))
     slots = [sum(up(lengths[i], document_multiple) for i in step) for step in steps]
-    assert max(up(own, row_multiple) for own in slots) <= max_tokens
+    assert max(up(own, row_multiple) for own in slots) <= capacity
     assert sum(statistics.cost_per_rank) == sum(slots)  # the padding of a row counts nowhere
 
 
@@ -157,12 +157,12 @@ def test_the_padding_of_a_packed_collator_s_row_is_one_document_at_its_end():
 
 
 @pytest.mark.parametrize("labels", [False, True])
-@pytest.mark.parametrize("max_seq_length", [None, 70])
-def test_a_padding_free_row_with_both_multiples(labels, max_seq_length):
+@pytest.mark.parametrize("capacity", [None, 70])
+def test_a_padding_free_row_with_both_multiples(labels, capacity):
     examples = [{"input_ids": example["input_ids"]} for example in EXAMPLES]
     if labels:
         examples = [{**example, "labels": [-100] + [7] * (len(example["input_ids"]) - 1)} for example in examples]
-    collator = PaddingFreeCollator(document_multiple=4, row_multiple=32, max_seq_length=max_seq_length, pad_token_id=99)
+    collator = PaddingFreeCollator(document_multiple=4, row_multiple=32, capacity=capacity, pad_token_id=99)
     batch = collator(examples)
     assert batch["input_ids"].shape == (1, 64)
     assert batch["cu_seq_lens_q"].diff().tolist() == [8, 12, 4, 16, 8, 16]
@@ -176,10 +176,10 @@ def test_a_padding_free_row_with_both_multiples(labels, max_seq_length):
 
 
 @given(lengths=LENGTHS, overlong=st.sampled_from(["truncate", "drop", "carry", "own"]), **MULTIPLES)
-@pytest.mark.filterwarnings("ignore:max_seq_length")
+@pytest.mark.filterwarnings("ignore:capacity")
 def test_no_padding_free_row_is_over_its_limit(lengths, overlong, **multiples):
     examples = [{"input_ids": [1] * length} for length in lengths]
-    collator = PaddingFreeCollator(max_seq_length=50, overlong=overlong, **multiples)
+    collator = PaddingFreeCollator(capacity=50, overlong=overlong, **multiples)
     row = 50 // multiples["row_multiple"] * multiples["row_multiple"]
     assert collator(examples)["input_ids"].shape[1] == row
     chosen = collator.selection(examples)
@@ -203,7 +203,7 @@ def test_rows_of_a_stream_fit_the_collator():
     examples = [{"input_ids": [1] * length} for length in (5, 30, 41, 9, 22, 17, 60, 3)]
     stream = PackedStream(examples, 100, **multiples)
     assert stream.slots == 96
-    collator = PaddingFreeCollator(max_seq_length=100, **multiples)
+    collator = PaddingFreeCollator(capacity=100, **multiples)
     rows = list(stream)
     assert sum(map(len, rows)) == len(examples)
     assert {collator(row)["input_ids"].shape[1] for row in rows} == {96}

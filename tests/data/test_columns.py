@@ -53,7 +53,7 @@ def test_weights_are_named():
 
 def test_masks_are_cut_with_their_tokens():
     with pytest.warns(UserWarning, match="3 of 12 tokens lost"):
-        batch = row({"loss_mask": MASK}, {"loss_mask": MASK}, max_seq_length=9, overlong="truncate")
+        batch = row({"loss_mask": MASK}, {"loss_mask": MASK}, capacity=9, overlong="truncate")
     assert batch["labels"].tolist() == [[*MASKED, -100, -100, -100]]
     padded = row({"loss_mask": MASK}, document_multiple=4)
     assert padded["labels"].tolist() == [[*MASKED, -100, -100]]
@@ -116,7 +116,7 @@ def test_documents_that_do_not_fit_are_named(given, message):
 
 def test_a_cut_example_keeps_its_documents():
     with pytest.warns(UserWarning, match="1 cut"):
-        batch = row({"seq_lengths": [2, 4]}, {"seq_lengths": [1, 3, 2]}, max_seq_length=9, overlong="truncate")
+        batch = row({"seq_lengths": [2, 4]}, {"seq_lengths": [1, 3, 2]}, capacity=9, overlong="truncate")
     assert batch["cu_seq_lens_q"].tolist() == [0, 2, 6, 7, 9]
     with pytest.raises(ValueError, match="document_multiple: expected 1 beside examples of several documents, got 4"):
         row({"seq_lengths": [2, 4]}, document_multiple=4)
@@ -127,7 +127,7 @@ def test_a_cut_example_keeps_its_documents():
 
 @pytest.mark.parametrize("name", _examples.OF_TOKENS)
 def test_types_go_with_their_tokens(name):
-    batch = row({name: MASK}, {name: MASK[::-1]}, max_seq_length=14)
+    batch = row({name: MASK}, {name: MASK[::-1]}, capacity=14)
     assert batch[name].tolist() == [[*MASK, *MASK[::-1], 0, 0]]
     with pytest.raises(ValueError, match=f"{name}: expected in every example"):
         row({name: MASK}, {})
@@ -143,13 +143,13 @@ def test_images_are_joined_in_order():
     batch = row(*examples)
     assert torch.equal(batch["pixel_values"], torch.cat(pixels))
     assert batch["image_grid_thw"].tolist() == [[1, 2, 2]] * 3
-    kept = row(*examples, max_seq_length=12, overlong="carry")
+    kept = row(*examples, capacity=12, overlong="carry")
     assert torch.equal(kept["pixel_values"], pixels[0])
     with (
         pytest.raises(ValueError, match="image_grid_thw: expected examples that fit whole"),
         pytest.warns(UserWarning, match="cut"),
     ):
-        row(*examples, max_seq_length=16, overlong="truncate")
+        row(*examples, capacity=16, overlong="truncate")
     with pytest.raises(ValueError, match="pixel_values: expected rows of one shape in all examples"):
         row(examples[0], {**examples[2], "pixel_values": torch.randn(8, 4)})
 
@@ -217,9 +217,9 @@ def test_rope_index_is_asked_for_each_example():
 
     grid = torch.tensor([[1, 2, 2]])
     examples = [{"mm_token_type_ids": MASK, "image_grid_thw": grid}, {"mm_token_type_ids": [0] * 6}]
-    batch = row(*examples, rope_index=rope_index, document_multiple=4, max_seq_length=18)
+    batch = row(*examples, rope_index=rope_index, document_multiple=4, capacity=18)
     assert asked == [((1, 6), [MASK], grid), ((1, 6), [[0] * 6], None)]
-    text = row(*examples, document_multiple=4, max_seq_length=18)["position_ids"]
+    text = row(*examples, document_multiple=4, capacity=18)["position_ids"]
     assert batch["position_ids"].shape == (4, 1, 18)
     assert torch.equal(batch["position_ids"][0], text)
     for axis, offset in enumerate((0, 100, 200)):
@@ -227,7 +227,7 @@ def test_rope_index_is_asked_for_each_example():
         assert own[[*range(6), *range(8, 14)]].tolist() == [*range(offset, offset + 6)] * 2
         assert torch.equal(own[[6, 7, 14, 15, 16, 17]], text[0, [6, 7, 14, 15, 16, 17]])  # without a token: the text's
     with pytest.warns(UserWarning, match="1 cut"):
-        cut = row(examples[1], examples[1], rope_index=rope_index, max_seq_length=9, overlong="truncate")
+        cut = row(examples[1], examples[1], rope_index=rope_index, capacity=9, overlong="truncate")
     assert cut["position_ids"][1:, 0, 6:].tolist() == [[0, 1, 2], [100, 101, 102], [200, 201, 202]]
 
 

@@ -50,7 +50,7 @@ def test_rows_of_collators(lengths, padding):
     """A row that is filled up holds one more document there, of pad_token_id alone."""
     total, documents = sum(lengths), len(lengths)
     for pad_token_id in (0, 99):
-        row = PaddingFreeCollator(max_seq_length=total + padding, pad_token_id=pad_token_id)(examples_of(lengths))
+        row = PaddingFreeCollator(capacity=total + padding, pad_token_id=pad_token_id)(examples_of(lengths))
         for names in (row, ["input_ids", "cu_seq_lens_q"]):
             batch = {name: row[name] for name in names}
             assert counted(batch, pad_token_id=pad_token_id) == (total, padding, documents)
@@ -66,8 +66,8 @@ def test_pairs(device):
         {"chosen_input_ids": [5, 6], "rejected_input_ids": [5, 7, 8]},
         {"chosen_input_ids": [4], "rejected_input_ids": [9]},
     ]
-    assert counted(PaddingFreeDPOCollator(max_seq_length=6)(pairs)) == (7, 5, 4)
-    assert counted(PaddingFreeDPOCollator(max_seq_length=6, concatenated=True)(pairs)) == (7, 5, 4)
+    assert counted(PaddingFreeDPOCollator(capacity=6)(pairs)) == (7, 5, 4)
+    assert counted(PaddingFreeDPOCollator(capacity=6, concatenated=True)(pairs)) == (7, 5, 4)
     padded = {
         "chosen_input_ids": torch.ones(2, 3, dtype=torch.int64, device=device),
         "chosen_attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]], device=device),
@@ -79,7 +79,7 @@ def test_pairs(device):
 
 def test_a_document_of_the_padding_token_is_no_padding():
     """num_tokens says what is; without it, and without labels, nobody can."""
-    row = PaddingFreeCollator(max_seq_length=8)([{"input_ids": [0, 0]}, {"input_ids": [0]}])
+    row = PaddingFreeCollator(capacity=8)([{"input_ids": [0, 0]}, {"input_ids": [0]}])
     batch = {name: row[name] for name in ("input_ids", "cu_seq_lens_q", "num_tokens")}
     assert counted(batch) == (3, 5, 2)
     collator = PackedCollator(12, tp_size=4)
@@ -137,7 +137,7 @@ def test_dummy_rows_are_sequences():
 
 def test_nothing_is_read():
     """On the meta device, where a number that is asked for is an error: nothing waits for a GPU."""
-    row = PaddingFreeCollator(max_seq_length=9)(examples_of([4, 2]))
+    row = PaddingFreeCollator(capacity=9)(examples_of([4, 2]))
     layout = po.PackedMetadata(torch.empty(3, dtype=torch.int32, device="meta"), total=9, max_seqlen=4)
     ids = row["input_ids"].to("meta")
     for batch in (
@@ -151,7 +151,7 @@ def test_nothing_is_read():
 
 def test_a_default_device_is_the_callers():
     with torch.device("meta"):
-        row = PaddingFreeCollator(max_seq_length=9)(examples_of([4, 2]))
+        row = PaddingFreeCollator(capacity=9)(examples_of([4, 2]))
         assert counted(row) == (6, 3, 2)
 
 

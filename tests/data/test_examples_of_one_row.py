@@ -27,8 +27,8 @@ def rows(examples, kind):
 @KINDS
 def test_padding_free(kind):
     assert plain(PaddingFreeCollator()(rows(LISTS, kind))) == plain(PaddingFreeCollator()(LISTS))
-    cut = PaddingFreeCollator(max_seq_length=4, overlong="truncate")
-    with pytest.warns(UserWarning, match="max_seq_length=4"):
+    cut = PaddingFreeCollator(capacity=4, overlong="truncate")
+    with pytest.warns(UserWarning, match="capacity=4"):
         assert plain(cut(rows(LISTS, kind)))["input_ids"] == [[5, 6, 7, 8]]
     assert cut.selection(rows(LISTS, kind)) == cut.selection(LISTS)
     assert count_within_token_budget(rows(LISTS, kind), 4) == 1

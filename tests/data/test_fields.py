@@ -35,7 +35,7 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=8)
 )
 def test_values_follow_their_tokens(lengths, as_lists, document_multiple, row):
     examples = [example_of(i, length, as_lists) for i, length in enumerate(lengths)]
-    options = {"document_multiple": document_multiple, "max_seq_length": row}
+    options = {"document_multiple": document_multiple, "capacity": row}
     batch = PaddingFreeCollator(**FIELDS, **options)(examples)
     edges = batch["cu_seq_lens_q"].tolist()
     is_token = torch.zeros(batch["input_ids"].shape[1], dtype=torch.bool)
@@ -55,11 +55,11 @@ def test_values_follow_their_tokens(lengths, as_lists, document_multiple, row):
     assert spread.shape == (batch["input_ids"].shape[1],)
 
 
-@pytest.mark.filterwarnings("ignore:max_seq_length")
+@pytest.mark.filterwarnings("ignore:capacity")
 @pytest.mark.parametrize(("overlong", "kept"), [("truncate", [7, 5]), ("drop", [7, 3]), ("carry", [7])])
 def test_values_of_examples_that_are_cut_or_left_out(overlong, kept):
     examples = [example_of(i, length) for i, length in enumerate([7, 9, 3])]
-    batch = PaddingFreeCollator(max_seq_length=12, overlong=overlong, **FIELDS)(examples)
+    batch = PaddingFreeCollator(capacity=12, overlong=overlong, **FIELDS)(examples)
     chosen = [examples[i] for i in ((0, 2) if overlong == "drop" else (0, 1))]
     start = 0
     for example, length in zip(chosen, kept, strict=False):
@@ -122,7 +122,7 @@ def test_allowed_ids_are_those_of_token_logps(lengths, flat, row):
         example["allowed_ids"] = sum(sets, []) if flat else sets  # noqa: RUF017
         if flat:
             example["allowed_offsets"] = torch.tensor([0, *map(len, sets)]).cumsum(0)
-    collator = PaddingFreeCollator(token_fields=["allowed_ids"], max_seq_length=row)
+    collator = PaddingFreeCollator(token_fields=["allowed_ids"], capacity=row)
     batch = collator(examples)
     sets = {name: batch[name] for name in ("allowed_ids", "allowed_offsets")}
     hidden = torch.randn(batch["input_ids"].shape[1], 4, generator=draw)
@@ -174,9 +174,7 @@ def test_allowed_ids_of_a_packed_collator_s_rows():
 
 def test_documents_of_one_example_have_its_number():
     example = {"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [2, 3], "advantage": 0.5}
-    batch = PaddingFreeCollator(document_fields=["advantage"], max_seq_length=12)(
-        [example, {**example, "advantage": -1}]
-    )
+    batch = PaddingFreeCollator(document_fields=["advantage"], capacity=12)([example, {**example, "advantage": -1}])
     assert batch["cu_seq_lens_q"].tolist() == [0, 2, 5, 7, 10, 12]
     assert batch["advantage"].tolist() == [0.5, 0.5, -1.0, -1.0, 0.0]
 

@@ -38,7 +38,7 @@ def test_examples_of_the_docstrings():
 
 
 def test_worked_example(device):
-    batch = PaddingFreeCollator(max_seq_length=7, pad_token_id=9)(on(device, documents(2, 3)))
+    batch = PaddingFreeCollator(capacity=7, pad_token_id=9)(on(device, documents(2, 3)))
     assert plain(batch) == {
         "input_ids": [[1, 2, 3, 4, 5, 9, 9]],
         "labels": [[-100, 2, -100, 4, 5, -100, -100]],
@@ -60,11 +60,11 @@ def test_worked_example(device):
 
 
 def test_the_filling_may_be_the_longest_segment():
-    batch = PaddingFreeCollator(max_seq_length=9)(documents(2, 3))
+    batch = PaddingFreeCollator(capacity=9)(documents(2, 3))
     assert (batch["cu_seq_lens_q"].tolist(), batch["max_length_q"]) == ([0, 2, 5, 9], 4)
-    separated = PaddingFreeCollator(max_seq_length=6, separator_id=7)(documents(2, 3))
+    separated = PaddingFreeCollator(capacity=6, separator_id=7)(documents(2, 3))
     assert separated["labels"].tolist() == [[7, 2, 7, 4, 5, -100]]  # nothing is learned from the filling
-    full = PaddingFreeCollator(max_seq_length=5)(documents(2, 3))
+    full = PaddingFreeCollator(capacity=5)(documents(2, 3))
     assert (full["cu_seq_lens_q"].tolist(), full["max_length_q"]) == ([0, 2, 5], 3)
 
 
@@ -95,7 +95,7 @@ def test_every_token_once_with_its_label(lengths, room, as_tensors, seed):
         example["labels"] = [rng.choice([-100, token]) for token in example["input_ids"]]
     total = sum(lengths) + room
     given_examples = on("cpu", examples) if as_tensors else examples
-    batch = plain(PaddingFreeCollator(max_seq_length=total, pad_token_id=-1)(given_examples))
+    batch = plain(PaddingFreeCollator(capacity=total, pad_token_id=-1)(given_examples))
     assert batch["input_ids"] == [[*range(1, sum(lengths) + 1), *[-1] * room]]
     first, row = 0, batch["labels"][0]
     for i, example in enumerate(examples):
@@ -114,7 +114,7 @@ def test_every_token_once_with_its_label(lengths, room, as_tensors, seed):
 def test_examples_stay_as_they_are():
     examples = on("cpu", [{**example, "labels": example["input_ids"]} for example in documents(2, 3)])
     before = [{name: value.clone() for name, value in example.items()} for example in examples]
-    PaddingFreeCollator(max_seq_length=8)(examples)
+    PaddingFreeCollator(capacity=8)(examples)
     single = PaddingFreeCollator()(examples[:1])  # a row of one tensor
     single["input_ids"].zero_()
     for example, old in zip(examples, before, strict=True):
@@ -123,24 +123,26 @@ def test_examples_stay_as_they_are():
 
 
 def test_threads_share_one_collator():
-    collator, batches = PaddingFreeCollator(max_seq_length=600), [documents(*range(1, 30 + i)) for i in range(5)]
+    collator, batches = PaddingFreeCollator(capacity=600), [documents(*range(1, 30 + i)) for i in range(5)]
     want = [plain(collator(batch)) for batch in batches]
     with ThreadPoolExecutor(8) as pool:
         assert [plain(batch) for batch in pool.map(collator, batches * 16)] == want * 16
 
 
-# --- more than max_seq_length ---
+# --- more than capacity ---
 
 
 def test_overlong_error():
-    message = "max_seq_length: expected at least the 9 tokens of the examples, got 6; overlong='truncate', 'drop', 'carry' or 'own'"
+    message = (
+        "capacity: expected at least the 9 tokens of the examples, got 6; overlong='truncate', 'drop', 'carry' or 'own'"
+    )
     with pytest.raises(ValueError, match=message):
-        PaddingFreeCollator(max_seq_length=6)(documents(2, 7))
+        PaddingFreeCollator(capacity=6)(documents(2, 7))
 
 
 def test_overlong_truncate_cuts_the_row():
-    collator = PaddingFreeCollator(max_seq_length=6, overlong="truncate")
-    with pytest.warns(UserWarning, match="max_seq_length=6: 1 of 3 examples dropped and 1 cut, 5 of 11 tokens lost"):
+    collator = PaddingFreeCollator(capacity=6, overlong="truncate")
+    with pytest.warns(UserWarning, match="capacity=6: 1 of 3 examples dropped and 1 cut, 5 of 11 tokens lost"):
         batch = plain(collator(documents(2, 7, 2)))
     assert batch["input_ids"] == [[1, 2, 3, 4, 5, 6]]
     assert (batch["cu_seq_lens_q"], batch["labels"]) == ([0, 2, 6], [[-100, 2, -100, 4, 5, 6]])
@@ -152,12 +154,12 @@ def test_overlong_truncate_cuts_the_row():
 
 
 def test_overlong_drop_keeps_whole_documents():
-    collator = PaddingFreeCollator(max_seq_length=6, overlong="drop")
-    with pytest.warns(UserWarning, match="max_seq_length=6: 1 of 3 examples dropped and 0 cut, 7 of 11 tokens lost"):
+    collator = PaddingFreeCollator(capacity=6, overlong="drop")
+    with pytest.warns(UserWarning, match="capacity=6: 1 of 3 examples dropped and 0 cut, 7 of 11 tokens lost"):
         batch = plain(collator(documents(2, 7, 2)))
     assert batch["input_ids"] == [[1, 2, 10, 11, 0, 0]]
     assert (batch["cu_seq_lens_q"], batch["seq_idx"]) == ([0, 2, 4, 6], [[0, 0, 1, 1, 2, 2]])
-    with pytest.raises(ValueError, match="max_seq_length: expected room for one of 1 examples, got 6"):
+    with pytest.raises(ValueError, match="capacity: expected room for one of 1 examples, got 6"):
         collator(documents(7))
 
 
@@ -165,7 +167,7 @@ def test_overlong_drop_keeps_whole_documents():
 def test_what_is_lost_is_counted(lengths, limit, overlong):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        row = PaddingFreeCollator(max_seq_length=limit, overlong=overlong)(documents(*lengths))["input_ids"]
+        row = PaddingFreeCollator(capacity=limit, overlong=overlong)(documents(*lengths))["input_ids"]
     assert row.shape == (1, limit)
     lost = sum(lengths) - int((row > 0).sum())
     assert [f"{lost} of {sum(lengths)} tokens lost" in str(warning.message) for warning in caught] == [True] * bool(
@@ -174,7 +176,7 @@ def test_what_is_lost_is_counted(lengths, limit, overlong):
 
 
 def test_overlong_carry_keeps_the_first_that_fit():
-    collator, examples = PaddingFreeCollator(max_seq_length=6, overlong="carry"), documents(2, 3, 4, 1)
+    collator, examples = PaddingFreeCollator(capacity=6, overlong="carry"), documents(2, 3, 4, 1)
     batch = plain(collator(examples))
     assert (batch["input_ids"], batch["cu_seq_lens_q"]) == ([[1, 2, 3, 4, 5, 0]], [0, 2, 5, 6])
     chosen = collator.selection(examples)
@@ -189,7 +191,7 @@ def test_overlong_carry_keeps_the_first_that_fit():
 
 
 def test_overlong_own_keeps_one_whole():
-    collator, examples = PaddingFreeCollator(max_seq_length=6, overlong="own"), documents(8, 2, 3)
+    collator, examples = PaddingFreeCollator(capacity=6, overlong="own"), documents(8, 2, 3)
     batch = plain(collator(examples))
     assert (batch["input_ids"], batch["cu_seq_lens_q"]) == ([list(range(1, 9))], [0, 8])
     assert batch["labels"] == [[-100, *range(2, 9)]]
@@ -211,7 +213,7 @@ def test_overlong_own_keeps_one_whole():
 def test_max_sequences_per_bin(overlong, rest):
     examples = documents(2, 3, 4, 1)
     for limit in (None, 10):
-        collator = PaddingFreeCollator(max_seq_length=limit, overlong=overlong, max_sequences_per_bin=2)
+        collator = PaddingFreeCollator(capacity=limit, overlong=overlong, max_sequences_per_bin=2)
         chosen = collator.selection(examples)
         assert chosen.kept == [0, 1]
         assert {name: getattr(chosen, name) for name in rest} == rest
@@ -220,7 +222,7 @@ def test_max_sequences_per_bin(overlong, rest):
             row = plain(collator(examples))["input_ids"][0]
         assert row == [1, 2, 3, 4, 5, *[0] * (len(row) - 5)]
         told = [str(warning.message) for warning in caught]
-        named = "max_seq_length=10, max_sequences_per_bin=2" if limit else "max_sequences_per_bin=2"
+        named = "capacity=10, max_sequences_per_bin=2" if limit else "max_sequences_per_bin=2"
         assert told == [f"{named}: 2 of 4 examples dropped and 0 cut, 5 of 10 tokens lost"] * ("dropped" in rest)
     with pytest.raises(ValueError, match="max_sequences_per_bin: expected at least the 4 examples, got 2; overlong="):
         PaddingFreeCollator(max_sequences_per_bin=2)(examples)
@@ -233,14 +235,14 @@ def test_max_sequences_per_bin(overlong, rest):
     st.sampled_from([None, 1, 3]),
 )
 def test_selection_counts_what_the_row_holds(lengths, limit, overlong, most):
-    collator = PaddingFreeCollator(max_seq_length=limit, overlong=overlong, max_sequences_per_bin=most, pad_token_id=-1)
+    collator = PaddingFreeCollator(capacity=limit, overlong=overlong, max_sequences_per_bin=most, pad_token_id=-1)
     examples = documents(*lengths)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             row = collator(examples)["input_ids"][0]
         except ValueError:
-            with pytest.raises(ValueError, match="max_seq_length: expected room for"):
+            with pytest.raises(ValueError, match="capacity: expected room for"):
                 collator.selection(examples)
             return
     chosen = collator.selection(examples)
@@ -269,19 +271,19 @@ def test_pairs_have_a_row_for_each_side():
     examples = pairs([2, 3], [4, 1], chosen_labels=None)
     for example in examples:
         example["chosen_labels"] = [-100] + [9] * (len(example["chosen_input_ids"]) - 1)
-    batch = PaddingFreeDPOCollator(max_seq_length=6)(examples)
+    batch = PaddingFreeDPOCollator(capacity=6)(examples)
     assert batch.pop("index").tolist() == [40, 41]
     for side in ("chosen", "rejected"):
         own = [
             {n.removeprefix(side + "_"): v for n, v in example.items() if n.startswith(side)} for example in examples
         ]
-        for name, value in PaddingFreeCollator(max_seq_length=6)(own).items():
+        for name, value in PaddingFreeCollator(capacity=6)(own).items():
             assert_same(batch.pop(f"{side}_{name}"), value)
     assert not batch
 
 
 def test_pairs_in_one_row_have_offset_cu_seqlens():
-    batch = plain(PaddingFreeDPOCollator(concatenated=True, max_seq_length=6)(pairs([2, 3], [4, 1])))
+    batch = plain(PaddingFreeDPOCollator(concatenated=True, capacity=6)(pairs([2, 3], [4, 1])))
     assert batch["input_ids"] == [[1, 2, 3, 4, 5, -1, -2, -3, -4, -5, 0, 0]]
     assert batch["labels"] == [[-100, 2, -100, 4, 5, -100, -2, -3, -4, -100, -100, -100]]
     assert batch["cu_seq_lens_q"] == [0, 2, 5, 9, 10, 12]
@@ -292,14 +294,14 @@ def test_pairs_in_one_row_have_offset_cu_seqlens():
 
 def test_pairs_stay_pairs():
     examples = pairs([2, 3, 1], [6, 1, 1])
-    with pytest.raises(ValueError, match="max_seq_length: expected at least the 8 tokens"):
-        PaddingFreeDPOCollator(max_seq_length=7)(examples)
+    with pytest.raises(ValueError, match="capacity: expected at least the 8 tokens"):
+        PaddingFreeDPOCollator(capacity=7)(examples)
     with pytest.warns(UserWarning, match="1 of 3 examples dropped and 0 cut, 2 of 14 tokens lost"):
-        batch = plain(PaddingFreeDPOCollator(max_seq_length=7, overlong="drop")(examples))
+        batch = plain(PaddingFreeDPOCollator(capacity=7, overlong="drop")(examples))
     assert (batch["chosen_cu_seq_lens_q"], batch["rejected_cu_seq_lens_q"]) == ([0, 2, 5, 7], [0, 6, 7])
     assert batch["index"] == [40, 41]
     with pytest.warns(UserWarning, match="2 of 3 examples dropped and 0 cut"):
-        batch = plain(PaddingFreeDPOCollator(max_seq_length=6, overlong="truncate")(examples))
+        batch = plain(PaddingFreeDPOCollator(capacity=6, overlong="truncate")(examples))
     assert (batch["chosen_input_ids"], batch["index"]) == ([[1, 2, 0, 0, 0, 0]], [40])
     with pytest.raises(ValueError, match=r"index: expected in every example, got only .* in example 1"):
         PaddingFreeDPOCollator()([examples[0], {n: v for n, v in examples[1].items() if n != "index"}])
@@ -330,7 +332,7 @@ def loaded(lengths, budget, most):
 def test_two_budgets_at_once(lengths, budget, most, concatenated):
     """The collator, the count and the packing of a whole dataset share one rule; every token is trained on once."""
     queue, kept, options = pairs(*zip(*lengths, strict=True)), [], {"max_sequences_per_bin": most}
-    collator = PaddingFreeDPOCollator(max_seq_length=budget, overlong="own", concatenated=concatenated, **options)
+    collator = PaddingFreeDPOCollator(capacity=budget, overlong="own", concatenated=concatenated, **options)
     while queue:
         batch = plain(collator(queue))
         chosen = collator.selection(queue)
@@ -349,11 +351,11 @@ def test_two_budgets_at_once(lengths, budget, most, concatenated):
 
 
 def test_a_pair_over_one_budget_has_a_longer_row_on_that_side():
-    batch = plain(PaddingFreeDPOCollator(max_seq_length=4, overlong="own")(pairs([2, 1], [6, 1])))
+    batch = plain(PaddingFreeDPOCollator(capacity=4, overlong="own")(pairs([2, 1], [6, 1])))
     assert (batch["chosen_input_ids"], batch["rejected_input_ids"]) == ([[1, 2, 0, 0]], [[-1, -2, -3, -4, -5, -6]])
     assert (batch["chosen_cu_seq_lens_q"], batch["rejected_cu_seq_lens_q"]) == ([0, 2, 4], [0, 6])
     with pytest.raises(ValueError, match="room for the first example of 6 tokens, got 4; overlong='own'"):
-        PaddingFreeDPOCollator(max_seq_length=4, overlong="carry")(pairs([2, 1], [6, 1]))
+        PaddingFreeDPOCollator(capacity=4, overlong="carry")(pairs([2, 1], [6, 1]))
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8), st.integers(1, 30))
@@ -413,7 +415,7 @@ def test_selection_is_of_what_can_be_collated():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seq_length": 0}, "max_seq_length: expected at least 1 token or None, got 0"),
+        ({"capacity": 0}, "capacity: expected at least 1 token or None, got 0"),
         ({"max_sequences_per_bin": 0}, "max_sequences_per_bin: expected at least 1 example or None, got 0"),
         ({"overlong": "split"}, "overlong: expected 'error', 'truncate', 'drop', 'carry' or 'own', got 'split'"),
     ],
@@ -448,7 +450,7 @@ def test_index_of_a_pair_is_an_integer(index):
 
 def test_no_pad_token():
     with pytest.raises(TypeError, match="pad_token_id: expected an integer, got None"):
-        PaddingFreeCollator(max_seq_length=8, pad_token_id=None)
+        PaddingFreeCollator(capacity=8, pad_token_id=None)
 
 
 def test_labels_that_are_all_ignored_stay_ignored():
@@ -458,16 +460,16 @@ def test_labels_that_are_all_ignored_stay_ignored():
 
 @pytest.mark.parametrize(("budget", "error"), [(0, ValueError), (-1, ValueError), (5.5, TypeError), ("5", TypeError)])
 def test_a_budget_that_the_collator_refuses_counts_nothing(budget, error):
-    with pytest.raises(error, match="max_seq_length: expected"):
-        PaddingFreeCollator(max_seq_length=budget)
-    with pytest.raises(error, match="max_seq_length: expected"):
+    with pytest.raises(error, match="capacity: expected"):
+        PaddingFreeCollator(capacity=budget)
+    with pytest.raises(error, match="capacity: expected"):
         count_within_token_budget([{"input_ids": [1] * 5}], budget)
 
 
 def test_pairs_are_counted_by_the_sides_that_are_collated():
     """Whatever other input_ids the examples have."""
     pair = {"prompt_input_ids": [1] * 9, "chosen_input_ids": [1], "rejected_input_ids": [1, 2], "input_ids": [3] * 9}
-    kept = PaddingFreeDPOCollator(max_seq_length=4, overlong="own").selection([pair] * 3).kept
+    kept = PaddingFreeDPOCollator(capacity=4, overlong="own").selection([pair] * 3).kept
     assert count_within_token_budget([pair] * 3, 4) == len(kept) == 2
     with pytest.raises(TypeError, match="examples: expected dicts, got list as example 0"):
         count_within_token_budget([[1, 2]], 4)
@@ -475,7 +477,7 @@ def test_pairs_are_counted_by_the_sides_that_are_collated():
 
 def test_packed_metadata_of_the_row():
     examples = [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}]
-    batch = PaddingFreeCollator(max_seq_length=6, return_packed_metadata=True)(examples)
+    batch = PaddingFreeCollator(capacity=6, return_packed_metadata=True)(examples)
     metadata = batch["packed_metadata"]
     assert (metadata.cu_seqlens.tolist(), metadata.total) == ([0, 2, 5], 6)
     assert metadata.position_ids.tolist() == batch["position_ids"][0].tolist()

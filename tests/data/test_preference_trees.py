@@ -25,7 +25,7 @@ def test_pairs_that_share_their_prompt(device):
         {name: torch.tensor(value, device=device) if name != "index" else value for name, value in each.items()}
         for each in pairs_of_prompts(130, 5)
     ]
-    batch = PaddingFreeDPOCollator(share_prompt=True, return_packed_metadata=True, max_seq_length=200)(examples)
+    batch = PaddingFreeDPOCollator(share_prompt=True, return_packed_metadata=True, capacity=200)(examples)
     unshared = PaddingFreeDPOCollator(concatenated=True)(examples)
     assert batch["cu_seq_lens_q"].tolist() == [0, 128, 133, 137, 145, 152]
     assert batch["segment_parents"].tolist() == [-1, 0, 0, -1, -1]
@@ -47,7 +47,7 @@ def test_pairs_that_share_are_chosen_as_without():
     """The limit is on the documents of a side: 133 and 132 tokens of the first pair leave no room for the second."""
     examples = pairs_of_prompts(130, 130)
     with pytest.warns(UserWarning, match="1 of 2 examples dropped"):
-        batch = PaddingFreeDPOCollator(share_prompt=True, max_seq_length=140, overlong="drop")(examples)
+        batch = PaddingFreeDPOCollator(share_prompt=True, capacity=140, overlong="drop")(examples)
     assert (batch["index"].tolist(), batch["sample_cu_seqlens"].tolist()) == ([40], [0, 133, 265])
     assert batch["input_ids"].shape == (1, 128 + 5 + 4)
     alone = {"chosen_input_ids": [1, 2], "rejected_input_ids": [3]}

@@ -46,12 +46,12 @@ def costs_of(ranks, lengths, cost):
     return [[sum(of(lengths[i]) for i in micro_batch) for micro_batch in steps] for steps in ranks]
 
 
-def holds_to_the_contract(ranks, lengths, max_tokens, dp_size):
+def holds_to_the_contract(ranks, lengths, capacity, dp_size):
     assert len(ranks) == dp_size
     assert len({len(steps) for steps in ranks}) == 1
     micro_batches = [micro_batch for steps in ranks for micro_batch in steps]
     assert sorted(itertools.chain(*micro_batches)) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in micro_batch) <= max_tokens for micro_batch in micro_batches)
+    assert all(sum(lengths[i] for i in micro_batch) <= capacity for micro_batch in micro_batches)
     for micro_batch in micro_batches:
         assert all(lengths[i] >= lengths[j] for i, j in itertools.pairwise(micro_batch))
     # Empty ones only in the last step, and only while no other could be divided.
@@ -87,13 +87,13 @@ def test_nothing_and_little():
 @settings(max_examples=300)
 @given(
     lengths=st.lists(st.integers(0, 64), max_size=60),
-    max_tokens=st.sampled_from([64, 65, 100, 1000]),
+    capacity=st.sampled_from([64, 65, 100, 1000]),
     dp_size=st.integers(1, 9),
     cost=st.sampled_from(list(COSTS)),
 )
-def test_contract(lengths, max_tokens, dp_size, cost):
-    ranks = token_budget_microbatches(lengths, max_tokens, dp_size=dp_size, cost=cost)
-    holds_to_the_contract(ranks, lengths, max_tokens, dp_size)
+def test_contract(lengths, capacity, dp_size, cost):
+    ranks = token_budget_microbatches(lengths, capacity, dp_size=dp_size, cost=cost)
+    holds_to_the_contract(ranks, lengths, capacity, dp_size)
     if not lengths:
         return
     # Micro-batches are dealt costly to cheap: no rank waits in a step for one that the next step could have had.
@@ -120,7 +120,7 @@ def test_deterministic_and_forms_of_lengths(device):
 
 # --- beside Karmarkar and Karp ---
 
-# (sequences, median length, max_tokens, ranks): many and few per micro-batch, many and few ranks
+# (sequences, median length, capacity, ranks): many and few per micro-batch, many and few ranks
 CASES = [
     (2048, 300, 16_384, 8),
     (512, 300, 8192, 8),
@@ -135,10 +135,10 @@ CASES = [
 def test_as_equal_as_largest_differencing(cost):
     """Within 1 in 5,000 in every case and better on the whole, though differencing knows no cap and no steps."""
     ours, theirs = [], []
-    for seed, (count, median, max_tokens, dp_size) in enumerate(CASES):
+    for seed, (count, median, capacity, dp_size) in enumerate(CASES):
         lengths = lognormal(count, median, seed)
         each = list(map(cost_function(cost), lengths))
-        ranks = costs_of(token_budget_microbatches(lengths, max_tokens, dp_size=dp_size, cost=cost), lengths, cost)
+        ranks = costs_of(token_budget_microbatches(lengths, capacity, dp_size=dp_size, cost=cost), lengths, cost)
         micro = [c for steps in ranks for c in steps]
         ours.append(excess(micro))
         theirs.append(excess(largest_differencing(each, len(micro))))
@@ -171,16 +171,16 @@ def test_more_sequences_than_swaps_are_for():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (([3, 9], 8), {}, ValueError, "lengths: expected at most max_tokens=8, got 9 at index 1"),
+        (([3, 9], 8), {}, ValueError, "lengths: expected at most capacity=8, got 9 at index 1"),
         (([3, -2], 8), {}, ValueError, "lengths: expected no negative length, got -2 at index 1"),
-        (([3], 0), {}, ValueError, "max_tokens: expected at least 1, got 0"),
+        (([3], 0), {}, ValueError, "capacity: expected at least 1, got 0"),
         (([3], 8), {"dp_size": 0}, ValueError, "dp_size: expected at least 1 rank, got 0"),
         (([3], 8), {"cost": "time"}, ValueError, "cost: expected .* 'flops' .* got 'time'"),
         (([3], 8), {"cost": ("flops", -1, 0)}, ValueError, "cost: expected .* finite a, b >= 0"),
         ((torch.ones(2), 8), {}, ValueError, r"lengths: expected int32 or int64 \[num_sequences\], got float32"),
         ((torch.ones(2, 2).long(), 8), {}, ValueError, r"\[num_sequences\], got int64 \[2, 2\]"),
         (([1.5], 8), {}, TypeError, r"lengths: expected integers, got 1\.5"),
-        (([3], 8.5), {}, TypeError, r"max_tokens: expected an integer, got 8\.5"),
+        (([3], 8.5), {}, TypeError, r"capacity: expected an integer, got 8\.5"),
         (([3], 8), {"dp_size": "2"}, TypeError, "dp_size: expected an integer, got '2'"),
     ],
 )
@@ -196,9 +196,9 @@ def test_bad_input_is_named(arguments, options, error, message):
 @example([29, 36], 1, 3)
 def test_sequence_groups(lengths, dp_size, sp_size):
     """Every sequence once; long ones by all ranks of one group, in the shared steps; costs as the lists say."""
-    max_tokens = -(-max([1, *lengths]) // sp_size)
+    capacity = -(-max([1, *lengths]) // sp_size)
     ranks, statistics = token_budget_microbatches(
-        lengths, max_tokens, dp_size=dp_size, sp_size=sp_size, return_statistics=True
+        lengths, capacity, dp_size=dp_size, sp_size=sp_size, return_statistics=True
     )
     assert len(ranks) == dp_size * sp_size
     assert len({len(steps) for steps in ranks}) == 1
@@ -207,8 +207,8 @@ def test_sequence_groups(lengths, dp_size, sp_size):
         assert steps[:shared] == ranks[rank // sp_size * sp_size][:shared]
         for number, step in enumerate(steps):
             together = number < shared
-            assert sum(lengths[i] for i in step) <= max_tokens * (sp_size if together else 1)
-            assert all((lengths[i] > max_tokens) == together for i in step)
+            assert sum(lengths[i] for i in step) <= capacity * (sp_size if together else 1)
+            assert all((lengths[i] > capacity) == together for i in step)
             if not together or rank % sp_size == 0:
                 seen += step
     assert sorted(seen) == list(range(len(lengths)))
@@ -225,7 +225,7 @@ def test_groups_change_nothing_without_long_sequences():
 
 
 def test_longer_than_a_group():
-    with pytest.raises(ValueError, match=r"lengths: expected at most sp_size \* max_tokens = 200, got 201 at index 1"):
+    with pytest.raises(ValueError, match=r"lengths: expected at most sp_size \* capacity = 200, got 201 at index 1"):
         token_budget_microbatches([200, 201], 100, dp_size=1, sp_size=2)
     with pytest.raises(ValueError, match="sp_size: expected at least 1 rank, got 0"):
         token_budget_microbatches([200], 100, dp_size=1, sp_size=0)

@@ -134,7 +134,7 @@ def planned_loss_of_a_rank():
     apply_packing_ops(model, sequence_group=torch.distributed.group.WORLD)
     forward = model.forward
     model.forward = lambda **batch: found.append(forward(**batch)) or found[-1]
-    names = {"plan_step": plan_step, "shard_packed": shard_packed, "model": model, "world_size": 2, "max_tokens": 16}
+    names = {"plan_step": plan_step, "shard_packed": shard_packed, "model": model, "world_size": 2, "capacity": 16}
     names |= {"lengths": [len(text["input_ids"]) for text in texts], "num_targets_of_all": 69}
     names |= {"collate": lambda documents: PaddingFreeCollator()([texts[i] for i in documents] or [nothing])}
     exec(blocks_of("docs/parallel.md")[3].replace("max_size=8", "max_size=2"), names)
@@ -311,7 +311,7 @@ SAMPLES = [
 ]
 
 
-def parameters_after_the_loop(world_size, max_tokens):
+def parameters_after_the_loop(world_size, capacity):
     from torch.nn.parallel import DistributedDataParallel
 
     from packing_ops.data import PaddingFreeCollator, masked_loss, token_budget_microbatches
@@ -332,7 +332,7 @@ def parameters_after_the_loop(world_size, max_tokens):
         "rollouts": [[dict(zip(keys, sample, strict=True)) for sample in samples] for samples in SAMPLES],
         "rank": torch.distributed.get_rank(),
         "world_size": world_size,
-        "max_tokens": max_tokens,
+        "capacity": capacity,
     }
     exec(blocks_of("docs/data.md")[3], names)
     return [parameter.detach() for parameter in model.parameters()], names["steps"]

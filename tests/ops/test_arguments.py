@@ -119,7 +119,7 @@ FRACTIONS = {
         "dp_size",
     ),
     "slice": (lambda: data.slice_batch(BATCH, 0, 1.5), "end"),
-    "max_seq_length": (lambda: data.PaddingFreeCollator(max_seq_length=7.5), "max_seq_length"),
+    "capacity": (lambda: data.PaddingFreeCollator(capacity=7.5), "capacity"),
     "separator_id": (lambda: data.PaddingFreeCollator(separator_id=-0.5), "separator_id"),
     "separator_id of a call": (
         lambda: data.PaddingFreeCollator()([{"input_ids": [1]}], separator_id=-0.5),

@@ -92,7 +92,7 @@ CALLS = {
     "PackedCollator": lambda: collate(EXAMPLES),
     "PackedCollator, arrays": lambda: collate(ARRAYS),
     "PackedCollator, tensors": lambda: collate(TENSORS, dp_size=2),
-    "PaddingFreeCollator": lambda: data.PaddingFreeCollator(max_seq_length=20)(EXAMPLES),
+    "PaddingFreeCollator": lambda: data.PaddingFreeCollator(capacity=20)(EXAMPLES),
     "PaddingFreeCollator, arrays": lambda: data.PaddingFreeCollator()(ARRAYS),
     "PaddingFreeDPOCollator": lambda: data.PaddingFreeDPOCollator(concatenated=True)(PAIRS),
     "token_budget_microbatches": lambda: data.token_budget_microbatches(LENGTHS, 8, dp_size=2),

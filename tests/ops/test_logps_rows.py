@@ -192,7 +192,7 @@ def example(length, trained):
 
 def test_collators_count_targets():
     examples = [example(9, 4), example(5, 5), example(3, 0)]
-    batch = PaddingFreeCollator(max_seq_length=30, return_packed_metadata=True)(examples)
+    batch = PaddingFreeCollator(capacity=30, return_packed_metadata=True)(examples)
     assert batch["num_targets"] == batch["packed_metadata"].num_targets == 8  # the first token of one is no target
     alone = PaddingFreeCollator(return_flash_attn_kwargs=False)(examples)
     assert "num_targets" not in alone

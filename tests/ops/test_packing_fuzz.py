@@ -77,18 +77,18 @@ def test_pack_sequences(lengths, capacity, strategy, alignment, balance, overlon
 
 
 @settings(max_examples=300)
-@given(lengths=lengths_lists, max_tokens=sizes, dp_size=st.integers(1, 20), cost=costs)
-def test_token_budget_microbatches(lengths, max_tokens, dp_size, cost):
+@given(lengths=lengths_lists, capacity=sizes, dp_size=st.integers(1, 20), cost=costs)
+def test_token_budget_microbatches(lengths, capacity, dp_size, cost):
     try:
-        ranks = token_budget_microbatches(lengths, max_tokens, dp_size=dp_size, cost=cost)
+        ranks = token_budget_microbatches(lengths, capacity, dp_size=dp_size, cost=cost)
     except ValueError as error:
         assert str(error).startswith(("lengths: ", "cost: "))  # noqa: PT017
         return
     micro_batches = [micro_batch for steps in ranks for micro_batch in steps]
     assert len({len(steps) for steps in ranks}) == 1
     assert sorted(i for micro_batch in micro_batches for i in micro_batch) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in micro_batch) <= max_tokens for micro_batch in micro_batches)
-    if sum(lengths) <= max_tokens:
+    assert all(sum(lengths[i] for i in micro_batch) <= capacity for micro_batch in micro_batches)
+    if sum(lengths) <= capacity:
         assert_balanced([[lengths[i] for i in micro_batch] for micro_batch in micro_batches], cost_function(cost))
 
 

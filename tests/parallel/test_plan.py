@@ -58,7 +58,7 @@ def test_it_costs_no_more_than_groups_of_one_size(lengths, size):
 
 def test_a_long_document_runs_beside_short_ones():
     """A long one over two ranks takes as long as two short ones beside it."""
-    found = plan_step([7 * MOST, 4 * MOST, 4 * MOST - 100, 100], ranks=4, max_tokens=4 * MOST, cost="tokens")
+    found = plan_step([7 * MOST, 4 * MOST, 4 * MOST - 100, 100], ranks=4, capacity=4 * MOST, cost="tokens")
     (shares,) = found.steps
     assert [share.size for share in shares] == [2, 2, 1, 1]
     assert {frozenset(share.documents) for share in shares} >= {frozenset([0])}
@@ -77,7 +77,7 @@ def test_nothing_to_run():
         (([5], 8, 10, 3), "max_size: expected a power of two, whose halves are groups, got 3"),
         (([5, 21], 8, 10, 2), r"lengths: expected 0 to 2 ranks \* 10 tokens, got 21 at index 1"),
         (([5], 0, 10), "ranks: expected"),
-        (([5], 4, 0), "max_tokens: expected"),
+        (([5], 4, 0), "capacity: expected"),
     ],
 )
 def test_bad_arguments_are_named(arguments, words):

@@ -68,11 +68,11 @@ def test_short_rows_are_filled():
 
 
 def test_long_rows_are_cut_and_lost_documents_told():
-    with pytest.warns(UserWarning, match="max_seq_length=4: 0 of 2 examples dropped and 1 cut, 1 of 5 tokens lost"):
+    with pytest.warns(UserWarning, match="capacity=4: 0 of 2 examples dropped and 1 cut, 1 of 5 tokens lost"):
         batch = plain(TensorDataCollatorWithFlattening(max_seq_length=4)(documents(2, 3)))
     assert batch["input_ids"] == [[1, 2, 11, 12]]
     assert (batch["cu_seq_lens_q"], batch["max_length_q"]) == ([0, 2, 4], 2)
-    with pytest.warns(UserWarning, match="max_seq_length=2: 2 of 3 examples dropped and 0 cut, 4 of 6 tokens lost"):
+    with pytest.warns(UserWarning, match="capacity=2: 2 of 3 examples dropped and 0 cut, 4 of 6 tokens lost"):
         batch = plain(TensorDataCollatorWithFlattening(max_seq_length=2)(documents(2, 3, 1)))
     assert (batch["cu_seq_lens_q"], batch["seq_idx"]) == ([0, 2], [[0, 0]])
 
@@ -120,7 +120,7 @@ def test_examples_that_do_not_fit_are_named():
         TensorDataCollatorWithFlattening()([{"input_ids": [1, 2, 3], "labels": [1, 2]}])
     with pytest.raises(ValueError, match="features: expected at least one example, got none"):
         TensorDataCollatorWithFlattening()([])
-    with pytest.raises(ValueError, match="max_seq_length: expected at least 1 token or None, got 0"):
+    with pytest.raises(ValueError, match="capacity: expected at least 1 token or None, got 0"):
         TensorDataCollatorWithFlattening(max_seq_length=0)
 
 

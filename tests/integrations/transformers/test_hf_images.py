@@ -80,7 +80,7 @@ def packed_model(family, device):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"max_seq_length": 64}, {"document_multiple": 4, "row_multiple": 16}])
+@pytest.mark.parametrize("options", [{}, {"capacity": 64}, {"document_multiple": 4, "row_multiple": 16}])
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
 def test_a_row_trains_as_its_documents_alone(family, options, device):
     batch = PaddingFreeCollator(**options)(examples_of(family))
@@ -120,7 +120,7 @@ def test_axes_that_the_collator_asks_for(family, device):
     """Of each example alone, in front of them the text's, by which documents are found without cu_seq_lens_q too."""
     model = packed_model(family, device)
     index = tiny_image_model(family).model.get_rope_index
-    for options in ({}, {"document_multiple": 4, "max_seq_length": 64}, {"return_flash_attn_kwargs": False}):
+    for options in ({}, {"document_multiple": 4, "capacity": 64}, {"return_flash_attn_kwargs": False}):
         batch = PaddingFreeCollator(rope_index=index, **options)(examples_of(family))
         assert batch["position_ids"].shape == (4, 1, batch["input_ids"].shape[1])
         assert_trains(model, [batch], family, device)

@@ -101,7 +101,7 @@ COLLATED = {
     "rows": rows_of(),
     "aligned rows": rows_of(tp_size=4),
     "positions alone": PaddingFreeCollator(
-        max_seq_length=sum(LENGTHS) + TAIL, pad_token_id=9, return_flash_attn_kwargs=False
+        capacity=sum(LENGTHS) + TAIL, pad_token_id=9, return_flash_attn_kwargs=False
     ),
     "unsloth": unsloth_row,
 }

@@ -149,7 +149,7 @@ def test_a_packed_row_with_experts_of_its_documents(device):
         examples.append({"input_ids": document, "routed_experts": (experts + 3) % EXPERTS})
         with replay_routing(model, examples[-1]["routed_experts"]), torch.no_grad():
             wanted.append(model(document[None]).logits[0])
-    batch = PaddingFreeCollator(token_fields=["routed_experts"], max_seq_length=16)(examples)
+    batch = PaddingFreeCollator(token_fields=["routed_experts"], capacity=16)(examples)
     batch.pop("labels")
     with replay_routing(model, batch.pop("routed_experts")), torch.no_grad():
         found = model(**batch).logits[0, :13]
