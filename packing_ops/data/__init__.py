@@ -20,7 +20,7 @@ from packing_ops.data.context_parallel import (
 )
 from packing_ops.data.counts import TokenCounts, count_tokens
 from packing_ops.data.losses import masked_loss, sequence_logps
-from packing_ops.data.mini_batches import normalize_advantages, stage_chunks
+from packing_ops.data.mini_batches import normalize_advantages, stage_chunks, validate_batch_sizes
 from packing_ops.data.packed import PackedCollator
 from packing_ops.data.padding_free import PaddingFreeCollator, PaddingFreeDPOCollator
 from packing_ops.data.rows import empty_like_batch, num_rows, pad_batch_to_multiple, select_rows, slice_batch
@@ -60,4 +60,5 @@ __all__ = [
     "thd_partition_indices",
     "token_budget_microbatches",
     "trim_padding",
+    "validate_batch_sizes",
 ]

@@ -56,7 +56,7 @@ class AsyncBatchCollator:
     starts another worker, which computes the pending step again; the parent's worker goes on.
 
     It can replace SkyRL's class of the same name: the methods are the same, and so are the AssertionErrors and their
-    words. One difference: ``clear`` and ``shutdown`` do not raise what the discarded step raised.
+    words. One difference: ``clear`` and ``shutdown`` raise no Exception of the discarded step.
     """
 
     def __init__(self, compute: Callable[[int], Any], thread_name_prefix: str = "batch-collate"):
@@ -124,10 +124,17 @@ class AsyncBatchCollator:
         return self._last_compute_seconds
 
     def clear(self) -> None:
-        """Wait for the pending step, if there is one, and discard its batch or its error."""
+        """Wait for the pending step, if there is one, and discard its batch or its error.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: the step raised it. It is meant for the process, not for the batch.
+        """
+        error = None
         if not self._forked() and self._pending is not None:
-            self._pending[1].exception()  # waits, and returns what get would raise
+            error = self._pending[1].exception()  # waits, and returns what get would raise
         self._pending = self._last_error = None
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
     def shutdown(self) -> None:
         """Discard the pending step and join the worker, even when waiting is interrupted. May be called again."""
@@ -141,7 +148,7 @@ class AsyncBatchCollator:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.shutdown()  # raises no error of the worker, which would hide the with block's error
+        self.shutdown()  # raises no Exception of the worker, which would hide the with block's error
 
     def _start_worker(self) -> None:
         self._process = os.getpid()

@@ -35,6 +35,63 @@ Reduction = Literal["token_mean", "token_mean_legacy", "sequence_mean", "seq_mea
 REDUCTIONS = get_args(Reduction)
 
 
+def validate_batch_sizes(
+    train_batch_size: int,
+    mini_batch_size: int,
+    *,
+    n_samples_per_prompt: int = 1,
+    dp_size: int = 1,
+    micro_batch_size: int = 1,
+    reduction: Reduction = "token_mean",
+    is_stepwise: bool = False,
+) -> int:
+    """Return the number of mini-batches of a rollout, where the sizes fit each other: before the first rollout is made.
+
+    Args:
+        train_batch_size: prompts of a rollout, a multiple of ``mini_batch_size``.
+        mini_batch_size: prompts of an optimizer step.
+        n_samples_per_prompt: rows of each prompt.
+        dp_size: data-parallel ranks; they divide the rows of a mini-batch.
+        micro_batch_size: rows of a forward, which divide those of a rank's mini-batch.
+        reduction: as normalize_advantages takes it.
+        is_stepwise: a prompt has any number of rows. Dummy rows then fill what ranks and micro-batches leave, and
+            ``"token_mean_legacy"``, a mean over micro-batches, would depend on how many.
+
+    Example:
+        >>> validate_batch_sizes(256, 64, n_samples_per_prompt=5, dp_size=8, micro_batch_size=4)
+        4
+        >>> validate_batch_sizes(256, 64, n_samples_per_prompt=5, dp_size=7)
+        Traceback (most recent call last):
+        ValueError: mini_batch_size: expected rows that dp_size=7 divides, got 64 prompts of 5 rows, 320 in all
+
+    Raises:
+        ValueError: a size below 1 or one that does not divide what it must; an unknown reduction, or
+            ``"token_mean_legacy"`` with ``is_stepwise``.
+        TypeError: a size that is no integer.
+    """
+    prompts = at_least(train_batch_size, "train_batch_size", 1, "prompt")
+    mini = at_least(mini_batch_size, "mini_batch_size", 1, "prompt")
+    samples = at_least(n_samples_per_prompt, "n_samples_per_prompt", 1, "row")
+    ranks, micro = at_least(dp_size, "dp_size", 1, "rank"), at_least(micro_batch_size, "micro_batch_size", 1, "row")
+    if prompts % mini:
+        raise ValueError(f"train_batch_size: expected a multiple of mini_batch_size={mini}, got {prompts}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if is_stepwise:
+        if reduction == "token_mean_legacy":
+            raise ValueError(
+                f"reduction: with is_stepwise expected one that dummy rows do not change, got {reduction!r}"
+            )
+        return prompts // mini
+    rows = mini * samples
+    got = f"got {mini} prompts of {samples} rows, {rows} in all"
+    if rows % ranks:
+        raise ValueError(f"mini_batch_size: expected rows that dp_size={ranks} divides, {got}")
+    if rows // ranks % micro:
+        raise ValueError(f"micro_batch_size: expected a divisor of a rank's {rows // ranks} rows, got {micro}")
+    return prompts // mini
+
+
 def stage_chunks(
     batch: Mapping[str, Any],
     boundaries: Boundaries,

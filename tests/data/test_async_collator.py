@@ -211,16 +211,25 @@ def test_clear_waits_and_discards():
         assert collator.get(1) == 1
 
 
-@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_clear_swallows_the_error_of_a_step_that_nobody_asked_for(error):
+def test_clear_swallows_the_error_of_a_step_that_nobody_asked_for():
+    with AsyncBatchCollator(fail) as collator:
+        collator.submit(0)
+        collator.clear()
+        assert not collator.has_pending()
+        collator.clear()  # an empty slot is cleared already
+
+
+@pytest.mark.parametrize("discard", ["clear", "shutdown"])
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_what_ends_a_process_is_not_discarded_with_its_step(error, discard):
     def compute(step):
         raise error
 
     with AsyncBatchCollator(compute) as collator:
         collator.submit(0)
-        collator.clear()
+        with pytest.raises(error):
+            getattr(collator, discard)()
         assert not collator.has_pending()
-        collator.clear()  # an empty slot is cleared already
 
 
 def test_shutdown_discards_joins_and_may_be_called_again():
