@@ -7,6 +7,7 @@ Unsloth's Triton kernels (norms, MLP, loss) need a GPU: those parts of the model
 import json
 import os
 from types import MethodType, SimpleNamespace
+from unittest import mock
 
 os.environ["UNSLOTH_ALLOW_CPU"] = "1"
 
@@ -21,6 +22,7 @@ from transformers import (
     MistralForCausalLM,
 )
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from unsloth import device_type
 from unsloth.models.gemma2 import Gemma2Attention_fast_forward
 from unsloth.models.llama import LlamaAttention_fast_forward, original_apply_o, original_apply_qkv
 from unsloth.models.mistral import MistralAttention_fast_forward
@@ -43,16 +45,16 @@ FAST_FORWARD = {
 }
 
 
-def model_of(kind):
+def model_of(kind, window=WINDOW):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2}
     if kind == "Llama":
         return LlamaForCausalLM(LlamaConfig(**sizes))
     if kind == "Gemma 2":  # its softcap is of attention and of the logits
-        sizes |= {"head_dim": 8, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}
+        sizes |= {"head_dim": 8, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "sliding_window": window}
         return Gemma2ForCausalLM(Gemma2Config(**sizes, attn_implementation="eager"))
-    return MistralForCausalLM(MistralConfig(**sizes, sliding_window=WINDOW))
+    return MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))
 
 
 def with_unsloths_attention(model, batch):
@@ -93,7 +95,8 @@ def train(model, inputs, labels):
 
 def padded(kind, with_attention=False):
     batch = DataCollatorForLanguageModeling(pad_token_id=0)([{"input_ids": ids} for ids in documents()])
-    model = model_of(kind)
+    # Unsloth gives Gemma 2's window to flash-attn as it is: one key more than transformers sees.
+    model = model_of(kind, WINDOW + (kind == "Gemma 2"))
     if with_attention:
         with_unsloths_attention(model, {"attention_mask": batch["attention_mask"]})
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -114,14 +117,38 @@ def packed(kind):
     return train(with_unsloths_attention(model, fields), {"input_ids": batch["input_ids"]}, labels)
 
 
+def the_host_keeps(capability):
+    """The flag leaves a host's GPUs alone where one of them is older than the kernels."""
+    ask = mock.patch.object(torch.cuda, "get_device_capability", return_value=capability)
+    with mock.patch.object(device_type, "DEVICE_COUNT", 1), ask:
+        return not device_type.use_packing_ops()
+
+
+def float32_is_the_hosts():
+    """DoRA's float32 projections become the dtype of the others, as for flash-attn; all float32 stays float32."""
+    dtypes = []
+    for projected in (torch.bfloat16, torch.float32):
+        Q, K, V = (torch.zeros(1, 2, 4, 8, dtype=dtype) for dtype in (torch.float32, projected, projected))
+        options = {"backend": attention_dispatch.PACKING_OPS, "n_kv_heads": 2, "n_groups": 1}
+        layout = torch.tensor([4]), torch.tensor([0, 4], dtype=torch.int32), 4
+        context = attention_dispatch.AttentionContext(1, 4, 4, 2, 8, False, layout, None, None)
+        config = attention_dispatch.AttentionConfig(**options)
+        dtypes.append(attention_dispatch.run_attention(config=config, context=context, Q=Q, K=K, V=V).dtype)
+    return dtypes == [torch.bfloat16, torch.float32]
+
+
 def main():
+    assert the_host_keeps((7, 5)), "expected a T4 to keep Unsloth's own code"
+    assert not the_host_keeps((8, 0)), "expected the flag to be on since sm_80"
+    assert float32_is_the_hosts()
     stock = "padded, all of it transformers'"
     runs = {
         "Llama": {"padded": padded("Llama", with_attention=True)},
         f"Mistral, window of {WINDOW}": {},
-        "Gemma 2": {},
+        f"Gemma 2, window of {WINDOW}": {},
     }
-    for kind, ways in runs.items():
+    for name, ways in runs.items():
+        kind = name.partition(",")[0]
         ways |= {"packed": packed(kind), stock: padded(kind)}
     print(json.dumps(runs))
 

@@ -24,8 +24,7 @@ def packed_attention(
 
     Args:
         Q: ``[batch, num_heads, seqlen, head_dim]``, any strides with a contiguous last dimension.
-        K, V: the same with another number of heads, which divides that of Q. Where dtypes differ (DoRA makes some
-            float32) all are taken in the widest.
+        K, V: the same with another number of heads, which divides the number of Q's.
         seq_info: (lengths, cu_seqlens int32 ``[num_documents + 1]``, max_seqlen) of the ``batch * seqlen`` slots, as
             Unsloth's get_packed_info_from_kwargs returns it. The layers of a batch share one layout.
         sliding_window: visible keys including the query itself; None, 0 and less for all. Not read with ``window_size``.
@@ -59,8 +58,7 @@ def packed_attention(
         return PackedMetadata.from_cu_seqlens(cu_seqlens.clone(), total=total, max_seqlen=max_seqlen)
 
     metadata = kept_with([cu_seqlens], ("unsloth attention", total), layout)
-    dtype = torch.promote_types(torch.promote_types(Q.dtype, K.dtype), V.dtype)
-    q, k, v = (t.to(dtype).transpose(1, 2).flatten(0, 1) for t in (Q, K, V))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (Q, K, V))
     out = varlen_attention(
         q, k, v, metadata, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=softcap or 0.0
     )

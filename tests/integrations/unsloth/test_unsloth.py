@@ -137,7 +137,6 @@ def test_packed_attention_is_sdpa_under_the_packed_mask(device, options, batch):
 def test_packed_attention_of_layers_that_share_a_batch(device):
     (Q, K, V), info = case_of_attention(device, [3, 5])
     assert_same(packed_attention(Q, K, V, info), packed_attention(Q, K, V, info))
-    assert packed_attention(Q.half(), K, V.half(), info).dtype == torch.float32  # DoRA makes one float32
     longer = torch.zeros(1, 4, 10, 8, device=device)
     assert not packed_attention(longer, longer, longer + 1, info)[0, 8:].any()  # padding after the documents
 
