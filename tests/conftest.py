@@ -16,6 +16,7 @@ if {"CUDA_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER"} <= os.environ.keys():  # befo
 
 import pytest
 import torch
+from helpers import gpu_asserts
 from hypothesis import HealthCheck, settings
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -44,6 +45,14 @@ def pytest_collection():
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    return gpu_asserts.runs_alone(pyfuncitem) or None
+
+
+lost_gpu = gpu_asserts.LostGpu()
+
+
 @pytest.fixture(params=DEVICES)
 def device(request):
     """Every device that this machine has: the same test runs on each."""
@@ -51,8 +60,11 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def seed(request):
+    lost_gpu.refuse_others()
     torch.manual_seed(0)
+    yield
+    lost_gpu.look(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)

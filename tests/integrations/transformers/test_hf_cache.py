@@ -10,6 +10,7 @@ from helpers import cu_seqlens_of
 
 transformers = pytest.importorskip("transformers")
 
+from helpers.gpu_asserts import refused  # noqa: E402
 from helpers.hf_models import CACHE, tiny_model  # noqa: E402
 
 import packing_ops  # noqa: E402
@@ -158,17 +159,16 @@ def test_generate_with_a_mask_reads_them_once(prompt, device, reads):
     assert len(reads) <= 1 + (1 if device == "cuda" else steps)
 
 
+@pytest.mark.asserts_on_gpu
 @torch.no_grad()
-def test_a_compiled_model_refuses_it(device, fresh_compile):
-    if device == "cuda":
-        pytest.skip("the assertion of a compiled graph ends the process's use of the GPU")
-    model = tiny_model("llama", attn_implementation="packing_ops", num_hidden_layers=1)
+def test_a_compiled_model_refuses_it(device, fresh_compile, capfd):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device, num_hidden_layers=1)
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
     for kind in ("one document", "positions"):
-        kept = filled(model, kind, "static")
+        kept = filled(model, kind, "static", device)
         torch._dynamo.mark_static_address(kept.layers[0].keys)
         if kind == "positions":
-            with pytest.raises(RuntimeError, match=REFUSED):
+            with refused(REFUSED, capfd):
                 more(model, kept, call=step)
         else:
             wanted = more(model, copy.deepcopy(kept))

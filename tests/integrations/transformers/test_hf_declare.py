@@ -7,6 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from helpers import gpu_asserts  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
 from stateful_case import (  # noqa: E402
     CLOSE,
@@ -256,17 +257,28 @@ def test_layers_of_libraries_that_replace_linear_ones(device):
 # --- graphs, checkpoints, shards ---
 
 
-@pytest.mark.parametrize("compiled", ["model", "layer"])
-def test_compiled(compiled, device, fresh_compile):
-    cls = of_its_own()
-    model, (ids, positions, _) = in_llama(cls(), device), packed(device)
-    call = torch.compile(model, backend="eager") if compiled == "model" else model
+def in_graphs(compiled, cls, device):
+    """(Its model, a call of it)."""
+    model = in_llama(cls(), device)
     if compiled == "layer":
         model.model.layers[0].mlp.compile(backend="eager")
+    return model, torch.compile(model, backend="eager") if compiled == "model" else model
+
+
+@pytest.mark.parametrize("compiled", [gpu_asserts.asserting("model"), "layer"])
+def test_refused_in_graphs(compiled, device, fresh_compile, capfd):
+    (_, call), (ids, positions, _) = in_graphs(compiled, of_its_own(), device), packed(device)
     logits(call, ids, position_ids=torch.arange(16, device=device)[None])
-    if device == "cpu" or compiled == "layer":  # a graph asserts on the device
-        with pytest.raises((RuntimeError, ValueError), match=refused("Own")):
-            logits(call, ids, position_ids=positions)
+    with gpu_asserts.refused(refused("Own"), capfd):
+        logits(call, ids, position_ids=positions)
+
+
+@pytest.mark.parametrize("compiled", ["model", "layer"])
+def test_served_in_graphs(compiled, device, fresh_compile):
+    """Declared after a call that was traced."""
+    cls = of_its_own()
+    model, call = in_graphs(compiled, cls, device)
+    logits(call, packed(device)[0], position_ids=torch.arange(16, device=device)[None])
     torch._dynamo.reset()
     declare(cls, mixes=True)
     assert_served(model, device, call)
