@@ -166,9 +166,9 @@ def test_rows_of_sequence_parallel_ranks(tmp_path):
     assert torch.equal(torch.cat(maps).nonzero()[:, 1].view(-1, K), experts[0].sort(-1).values)
 
 
-def test_what_is_refused(megatron):
-    model = model_of("cpu")
-    experts = torch.zeros(4, LAYERS, K, dtype=torch.int64)
+def test_what_is_refused(megatron, device):
+    model = model_of(device)
+    experts = torch.zeros(4, LAYERS, K, dtype=torch.int64, device=device)
     for given, message in (
         (experts[:, :1], f"routed_experts: expected all {LAYERS} layers, got 1"),
         (experts[..., :1], "routed_experts: expected k=2 experts of a token, got 1"),
@@ -180,12 +180,12 @@ def test_what_is_refused(megatron):
             pass
     with pytest.raises(ValueError, match=r"^routed_experts: expected 6 tokens as the router has, got 4$"):  # noqa: SIM117
         with replay_routing(model, experts):
-            model(torch.ones(1, 6, dtype=torch.int64), None, causal_mask(6, "cpu"))
+            model(torch.ones(1, 6, dtype=torch.int64, device=device), None, causal_mask(6, device))
     assert not any("routing" in vars(module) for module in model.modules())
     with pytest.raises(NotImplementedError, match=r"^model: expected routers of megatron-core, got none in Linear"):  # noqa: SIM117
         with replay_routing(torch.nn.Linear(2, 2), experts):
             pass
-    sinkhorn = model_of("cpu", moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0)
+    sinkhorn = model_of(device, moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0)
     with (
         pytest.raises(
             NotImplementedError, match=r"^model: expected routers .* got moe_router_load_balancing_type='sinkhorn'"
