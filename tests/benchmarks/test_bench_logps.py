@@ -9,9 +9,10 @@ import bench_logps as bench
 from compiled_code import compiled_alone
 
 
-def test_backward_of_a_compiled_peer_runs_again():
-    hidden, weight = (torch.randn(rows, 16).requires_grad_() for rows in (32, 64))
-    targets, grad, leaves = torch.randint(0, 64, (32,)), torch.randn(32), (hidden, weight)
+def test_backward_of_a_compiled_peer_runs_again(device):
+    hidden, weight = (torch.randn(rows, 16, device=device).requires_grad_() for rows in (32, 64))
+    targets, grad = torch.randint(0, 64, (32,), device=device), torch.randn(32, device=device)
+    leaves = hidden, weight
     peers = [compiled_alone(bench.eager_logps) for _ in range(2)]
     bench.without_gradient(lambda: peers[0](hidden, weight, targets))()  # fills torch's caches
     backward = bench.backward_of(lambda: peers[1](hidden, weight, targets), leaves, grad)

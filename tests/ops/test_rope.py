@@ -428,7 +428,7 @@ for found, wanted in zip(torch._inductor.aoti_load_package(package)(*arguments),
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def test_ahead_of_time_package(tmp_path):
+def test_ahead_of_time_package_for_the_cpu(tmp_path):
     """AOTInductor hands an empty list on as None: without sections there is none."""
     module = """
 class Model(torch.nn.Module):

@@ -141,7 +141,7 @@ def test_eager_code_keeps_rms_norm():
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_compiled_rows_have_equal_bits(dtype, fresh_compile):
+def test_rows_compiled_for_the_cpu_have_equal_bits(dtype, fresh_compile):
     """inductor's own kernels: of a fixed number of rows, of any, of one."""
     model, (module, *_) = norms_of("qwen3")
     module = module.to(dtype)
