@@ -1,7 +1,7 @@
 """The figures of README.md and docs/, from benchmarks/results: python benchmarks/render_pages.py [--check]
 
 Whatever stands between ``<!-- results: NAME -->`` and ``<!-- end -->`` is what a function of render_pages_attention.py,
-render_pages_ops.py, render_pages_training.py or render_pages_whole.py makes of the result files; --check changes nothing and fails where it is something else.
+render_pages_memory.py, render_pages_ops.py, render_pages_training.py or render_pages_whole.py makes of the result files; --check changes nothing and fails where it is something else.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 
 import render_pages_attention
+import render_pages_memory
 import render_pages_ops
 import render_pages_training
 import render_pages_whole
@@ -70,20 +71,19 @@ def invariance() -> str:
 
 
 def same_bits() -> str:
-    """Ratios of examples/same_bits.py that are not 1, in the layout with most of them."""
-    path = RESULTS / "same_bits_cpu.json"
+    """How many log-probs of a rollout differ from the trainer's in bf16 on a GPU, with the mode and without."""
+    path = RESULTS / "grpo_same_bits_cuda.json"
     if not path.exists():
-        return "Not run yet: `benchmarks/bench_demo.py --only same_bits`."
+        return "Not run yet: `benchmarks/bench_demo.py --only grpo_same_bits --device cuda`."
     results = json.loads(path.read_text())
-    within, without = (results[mode].values() for mode in ("invariant=True", "without the mode"))
-    most = max(without, key=lambda layout: layout["not_1"])
-    differ, tokens = max(layout["not_1"] for layout in within), most["tokens"]
+    without, within = (results[mode] for mode in ("without the mode", "invariant=True"))
+    differ, still = (sum(step["not_0"] for step in steps) for steps in (without, within))
+    tokens, largest = sum(step["tokens"] for step in without), max(step["largest"] for step in without)
     where = f"{results['device']}, torch {results['torch']}, commit {results['commit'][:7]}"
     return prose(
-        "In the mode [`invariant=True`](docs/same-bits.md) a token's log-probability has the same bits in any pack and "
-        f"micro-batch. At the start of a GRPO update {differ} of {tokens} ratios differ from 1; without the mode up to "
-        f"{most['not_1']} of {tokens} do, by up to {most['largest']:.1e} ([picture](benchmarks/results/same_bits_cpu.png); "
-        f"float32, {where})."
+        f"In bfloat16 {differ / tokens:.0%} of the log-probabilities of a rollout differ from the trainer's, by up to "
+        f"{largest:.3f}. With `apply_packing_ops(model, invariant=True)` {still or 'none'} do: a token has the same bits in any "
+        f"pack and micro-batch ([the mode](docs/same-bits.md), [picture](benchmarks/results/{path.stem}.png); {where})."
     )
 
 
@@ -163,6 +163,7 @@ def build() -> str:
 
 TABLES = (
     render_pages_attention.TABLES
+    | render_pages_memory.TABLES
     | render_pages_ops.TABLES
     | render_pages_training.TABLES
     | render_pages_whole.TABLES

@@ -130,8 +130,7 @@ class Environment:
         helpers = (place / TESTS).with_name("helpers")
         helpers.mkdir()
         (helpers / "fresh_process.py").write_text(PROCESS)
-        for name in (TESTS, "README.md"):
-            shutil.copy(ROOT / name, place / name)
+        shutil.copy(ROOT / TESTS, place / TESTS)
         start = time.monotonic()
         options = ["-q", "-rs", "-c", os.devnull, "--rootdir", ".", "-k", selected]
         done = self.run(self.python, "-m", "pytest", *options, TESTS, cwd=place, check=False)

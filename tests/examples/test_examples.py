@@ -147,9 +147,20 @@ def block(page):
     return blocks(page)[0]
 
 
+def test_the_decoder_of_the_ops_learns_and_keeps_documents_apart():
+    names = {}
+    torch.manual_seed(0)
+    exec(block("ops.md"), names)
+    assert names["losses"][-1] < 0.9 * names["losses"][0]
+    model, documents = names["model"].cpu(), [torch.arange(5), torch.arange(9) + 3]
+    together = model(torch.cat(documents), po.PackedMetadata.from_lengths([5, 9]))
+    alone = torch.cat([model(d, po.PackedMetadata.from_lengths([len(d)])) for d in documents])
+    torch.testing.assert_close(together, alone)
+
+
 def test_the_snippet_of_the_ops_runs():
     names = {}
-    exec(block("ops.md"), names)
+    exec(blocks("ops.md")[1], names)
     assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
     assert names["out"].shape == (980, 8, 64)
     assert names["heads"].shape == (980, 4, 32)
@@ -158,7 +169,7 @@ def test_the_snippet_of_the_ops_runs():
 
 
 def test_the_other_snippets_of_the_ops_run():
-    _, state, allowed = blocks("ops.md")
+    _, _, state, allowed = blocks("ops.md")
     exec(state, {"torch": torch, "po": po})  # it compares by itself
     names = {"torch": torch, "po": po}
     exec(allowed, names)

@@ -99,8 +99,3 @@ def test_megatron(tmp_path):
     losses = losses_of(run("megatron_step.py", cwd=tmp_path))
     assert len(losses) == 3
     assert losses[-1] < losses[0]
-
-
-def test_readme_shows_the_script_that_is_tested():
-    _, script = (FIRST / "sft_trl.py").read_text().split('"""\n\n', 1)
-    assert f"```python\n{script}```" in (ROOT / "README.md").read_text()

@@ -18,11 +18,11 @@ PAGES = [
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 MEASURED = re.compile(r"\d\s?(us|ms|GiB|MiB|GB/s|TFLOPS?|tokens per second)\b|\d\.\d+x\b|\d% (of copy|faster|slower)")
 RUN_BY = {  # pages with blocks of Python
-    "README.md": "test_first_scripts.py",
     "docs/data.md": "test_examples.py",
     "docs/megatron.md": "test_examples.py",
     "docs/ops.md": "test_examples.py",
     "docs/same-bits.md": "test_examples.py",
+    "docs/transformers.md": "test_page_transformers.py",
 }
 FOLDERS = "benchmarks|csrc|docs|examples|packing_ops|tests|tools"
 

@@ -1,0 +1,182 @@
+"""The Python of docs/transformers.md runs as it is written, and what its tables say of models that are copied and loaded holds."""
+
+import copy
+import pickle
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+from helpers.pages import ROWS, block_with, blocks_of, tiny_llama
+
+import packing_ops as po
+
+
+def run_apply(block):
+    names = {"model": tiny_llama()}
+    exec(block, names)
+    assert names["model"].config._attn_implementation == "packing_ops"
+
+
+def run_grpo(block, folder):
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    from common.hf_setup import byte_tokenizer
+
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    datasets.disable_progress_bars()
+    options = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
+    options |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    options |= {"disable_tqdm": True}
+    names = {
+        "trl": type("trl", (), {"GRPOTrainer": lambda *args, **more: trl.GRPOTrainer(*args, **more, **tokens)}),
+        "model": tiny_llama(),
+        "reward": lambda completions, **_: [float(len(set(text))) for text in completions],
+        "args": trl.GRPOConfig(str(folder), **options),
+        "prompts": datasets.Dataset.from_list([{"prompt": "p" * i} for i in (1, 2, 3)]),
+        "packing_ops": po,
+        "apply_packing_ops": apply_packing_ops,
+    }
+    tokens = {"processing_class": byte_tokenizer()}
+    exec(block, names)
+    trainer, rows = names["trainer"], []
+    trainer.model.model.register_forward_pre_hook(
+        lambda _, __, kwargs: rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    trainer.train()
+    assert rows == [1] * 5, (
+        "four samples in one packed row; this model has no KV cache: also while four tokens are sampled"
+    )
+
+
+def test_a_model_that_is_there():
+    pytest.importorskip("transformers")
+    for page in ("README.md", "docs/transformers.md"):
+        run_apply(blocks_of(page)[0])
+
+
+def test_grpo_of_the_page(tmp_path):
+    run_grpo(block_with("docs/transformers.md", "GRPOTrainer"), tmp_path)
+
+
+def test_checkpointing_of_the_page(capsys):
+    pytest.importorskip("transformers")
+    model = tiny_llama().train()
+    steps = "model(torch.arange(9)[None], labels=torch.arange(9)[None], use_cache=False).loss.backward()"
+    block = block_with("docs/transformers.md", "checkpoint_policy").replace("...", steps)
+    exec(block, {"packing_ops": po, "model": model, "torch": torch})
+    assert f"each of {model.config.num_hidden_layers} layers keeps" in capsys.readouterr().out
+
+
+def test_the_alias_of_the_page_and_its_undo():
+    names = {"torch": torch}
+    exec(block_with("docs/transformers.md", "install_flash_attn_alias"), names)
+    q, k, v, ends = (names[name] for name in ("q", "k", "v", "ends"))
+    assert torch.equal(names["out"], po.varlen_attention(q, k, v, ends))
+    assert "flash_attn" not in sys.modules
+
+
+def trainer_of(folder, **options):
+    """Of a model that does not know this package yet."""
+    transformers = pytest.importorskip("transformers")
+    from packing_ops.data import PaddingFreeCollator
+
+    torch.manual_seed(0)
+    args = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=2, save_steps=2, logging_steps=1, report_to="none", use_cpu=True,
+        disable_tqdm=True, dataloader_pin_memory=False, **options,
+    )  # fmt: skip
+    return {
+        "Trainer": transformers.Trainer,
+        "model": tiny_llama(),
+        "args": args,
+        "dataset": ROWS,
+        "collator": PaddingFreeCollator(),
+    }
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_trainer_resumes_with_what_was_applied(tmp_path, applied):
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    names = trainer_of(tmp_path, max_steps=4) | {
+        "apply_packing_ops": apply_packing_ops if applied else lambda model: None
+    }
+    block = block_with("docs/transformers.md", "resume_from_checkpoint")
+    first = block.replace("resume_from_checkpoint=True", "")
+    exec(first, names)
+    whole = [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    names |= trainer_of(tmp_path, max_steps=4)
+    exec(block, names)
+    resumed = [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
+    assert resumed == pytest.approx(whole, abs=1e-5)
+    assert (names["model"].config._attn_implementation == "packing_ops") == applied
+
+
+def test_what_copies_and_weights_keep():
+    pytest.importorskip("transformers")
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    model = tiny_llama()
+    apply_packing_ops(model, fused_loss=True)
+    ids = torch.arange(9)[None]
+    call = {
+        "input_ids": ids,
+        "labels": ids,
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]),
+        "use_cache": False,
+    }
+    wanted = model.train()(**call).loss
+    for kept in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert kept.config._attn_implementation == "packing_ops"
+        out = kept(**call)
+        assert out.logits is None
+        torch.testing.assert_close(out.loss, wanted)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert model(**call).logits is None
+
+
+def test_a_model_that_is_loaded_has_nothing_applied(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    model = tiny_llama()
+    apply_packing_ops(model)
+    model.save_pretrained(tmp_path)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation != "packing_ops"
+
+
+def test_the_lines_of_a_llama_are_those_of_transformers():
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    source = Path(modeling.__file__).read_text()
+    table = (ROOT / "docs" / "llama.md").read_text()
+    lines = re.findall(r"^\| `(.+?)` \|", table, re.M)
+    assert len(lines) == 6
+    assert [line for line in lines if line.partition("...")[0] not in source] == []
+
+
+def test_experts_of_the_sampler_are_replayed():
+    model = pytest.importorskip("helpers.hf_models").tiny_model("gpt_oss", vocab_size=64)
+    from packing_ops.data import PaddingFreeCollator
+    from packing_ops.integrations.transformers import apply_packing_ops, replay_routing
+
+    apply_packing_ops(model)
+    layers = model.config.num_hidden_layers
+    experts = {3: torch.tensor([0, 1]), 5: torch.tensor([1, 2])}  # of documents with so many tokens
+    examples = [{"input_ids": [7] * n, "routed_experts": pair.expand(n, layers, 2)} for n, pair in experts.items()]
+    names = {"PaddingFreeCollator": PaddingFreeCollator, "replay_routing": replay_routing}
+    names |= {"model": model, "examples": examples}
+    exec(block_with("docs/transformers.md", "replay_routing"), names)
+    gradients = [parameter.grad for name, parameter in model.named_parameters() if name.endswith("experts.down_proj")]
+    assert len(gradients) == layers
+    for gradient in gradients:  # of expert 3, which no token was sent to, there is none
+        assert gradient.flatten(1).any(1).tolist() == [True, True, True, False]
+
+
+def test_the_script_of_the_page_is_the_one_that_is_tested():
+    _, script = (ROOT / "examples" / "first" / "sft_trl.py").read_text().split('"""\n\n', 1)
+    assert f"```python\n{script}```" in (ROOT / "docs" / "transformers.md").read_text()
