@@ -39,6 +39,11 @@ def cu_seqlens_from_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tens
 
     Raises:
         ValueError: a negative length, or a sum over 2**31 - 1.
+
+    Determinism: the same integers in every call.
+    Synchronises: never; a wrong length on CUDA raises in a later call.
+    Memory: the result.
+    Gradients: none: integers.
     """
     return gate.cu_seqlens_from_lengths(index_tensor(lengths, "lengths"))
 
@@ -59,6 +64,11 @@ def position_ids_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = N
 
     Raises:
         ValueError: cu_seqlens not integer, not starting at 0, decreasing or ending past ``total``.
+
+    Determinism: the same integers in every call.
+    Synchronises: on CUDA once without ``total``; with it never.
+    Memory: the result.
+    Gradients: none: integers.
     """
     return gate.position_ids_from_cu_seqlens(cu_seqlens, _total(cu_seqlens, total))
 
@@ -79,6 +89,11 @@ def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int | None = None) 
 
     Raises:
         ValueError: as position_ids_from_cu_seqlens.
+
+    Determinism: the same integers in every call.
+    Synchronises: on CUDA once without ``total``; with it never.
+    Memory: the result.
+    Gradients: none: integers.
     """
     return gate.seq_idx_from_cu_seqlens(cu_seqlens, _total(cu_seqlens, total))
 
@@ -101,6 +116,11 @@ def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tenso
 
     Raises:
         ValueError: a document without tokens; cu_seqlens that do not start at 0, or of another dtype or shape.
+
+    Determinism: the same integers in every call.
+    Synchronises: once on CUDA; never in a compiled or captured graph.
+    Memory: the result.
+    Gradients: none: integers.
     """
     if isinstance(cu_seqlens, PackedMetadata):
         check_no_tree(cu_seqlens, "cu_seqlens")
@@ -137,6 +157,11 @@ def cu_seqlens_from_position_ids(position_ids: torch.Tensor, *, padded: bool = F
 
     Raises:
         ValueError: position_ids of another dtype or shape.
+
+    Determinism: the same integers in every call.
+    Synchronises: once on CUDA, for the number of documents; with ``padded`` never.
+    Memory: the result and ``total`` integers.
+    Gradients: none: integers.
     """
     cu_seqlens, count = gate.cu_seqlens_from_position_ids(one_row(position_ids, "position_ids"))
     return cu_seqlens if padded else cu_seqlens[: int(count) + 1]
@@ -169,6 +194,11 @@ def mask_boundary_labels(
     Raises:
         ValueError: labels of another dtype, device or shape (rows of a padded batch are no packed row), cu_seqlens past
             the labels, both or neither of cu_seqlens and lengths.
+
+    Determinism: the same integers in every call.
+    Synchronises: never; wrong cu_seqlens on CUDA raise in a later call.
+    Memory: the result.
+    Gradients: none: integers.
     """
     return gate.mask_boundary_labels(labels, _cu_seqlens(labels, cu_seqlens, lengths), ignore_index)
 
@@ -194,6 +224,11 @@ def mask_boundary_labels_shifted_(
 
     Raises:
         ValueError: as mask_boundary_labels.
+
+    Determinism: the same integers in every call.
+    Synchronises: never; wrong cu_seqlens on CUDA raise in a later call.
+    Memory: nothing: in place.
+    Gradients: none: integers.
     """
     gate.mask_boundary_labels_shifted_(labels, _cu_seqlens(labels, cu_seqlens, lengths), ignore_index)
     if not torch.compiler.is_compiling():  # autograd must notice if a loss has saved them
@@ -220,6 +255,11 @@ def shift_labels(
 
     Raises:
         ValueError: as mask_boundary_labels.
+
+    Determinism: the same integers in every call.
+    Synchronises: never; wrong cu_seqlens on CUDA raise in a later call.
+    Memory: the result.
+    Gradients: none: integers.
     """
     return gate.shift_labels(labels, _of_row(labels, cu_seqlens, "labels"), ignore_index)
 
@@ -250,6 +290,11 @@ def shift_values(
     Raises:
         ValueError: values of another shape, wrong cu_seqlens, or cu_seqlens that end past the values, a fill_value that the
             dtype of the values does not hold.
+
+    Determinism: the same bits in every call.
+    Synchronises: never; wrong cu_seqlens on CUDA raise in a later call.
+    Memory: the result and some integers per slot.
+    Gradients: of values, of any order; forward mode too.
     """
     check_tensor(values, "values")
     one_row(values, "values")
@@ -283,6 +328,11 @@ def count_target_tokens(
 
     Raises:
         ValueError: labels of another dtype, device or shape, cu_seqlens past the labels.
+
+    Determinism: the same integer in every call.
+    Synchronises: never.
+    Memory: the result.
+    Gradients: none: integers.
     """
     if cu_seqlens is None:
         check_tensor(labels, "labels")

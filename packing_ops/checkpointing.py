@@ -82,6 +82,11 @@ def checkpoint_policy(
         >>> x.sum().backward()
         >>> policy.explain()
         'each of 3 layers keeps 256 bytes of 256: 0 of attention, 256 of 1 of 2 products'
+
+    Determinism: losses and gradients have the bits of full checkpointing.
+    Synchronises: never; "auto" asks the GPU for its free memory once.
+    Memory: at most the budget beyond full checkpointing.
+    Gradients: those of the model; second derivatives as torch.utils.checkpoint has them.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

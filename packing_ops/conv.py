@@ -69,10 +69,6 @@ def causal_conv1d(
         any pack, and if a document is passed in several calls, each with the final state of the one before. So one row
         for each document, with its state, is the step of decoding.
 
-    Gradients:
-        Of x, weight, bias and initial_state, also through final_state. Deterministic: the sums over tokens have a fixed
-        order. There is no second derivative.
-
     Cost:
         Reads x and writes out once. No synchronisation.
 
@@ -94,6 +90,11 @@ def causal_conv1d(
     Raises:
         ValueError: tensors of another dtype, device or shape than x asks for; a width over 8; another activation;
             cu_seqlens past the end of x.
+
+    Determinism: the same bits in every call, backward too, and for a row in any pack.
+    Synchronises: never.
+    Memory: the results; in backward the gradients and their partial sums.
+    Gradients: of x, weight, bias and initial_state, also through final_state. No second derivative, no forward mode.
     """
     check_tensor(x, "x")
     if activation not in (None, "silu", "swish"):

@@ -60,6 +60,11 @@ def unpad_input(
     Raises:
         ValueError: a mask that is not ``[batch, seqlen]``, shapes or devices that differ, lengths or totals that do
             not fit the mask (on CUDA found in the next call).
+
+    Determinism: the same bits in every call, backward too: nothing is added up.
+    Synchronises: once on CUDA; with ``lengths`` or ``total`` never.
+    Memory: the results; a copy of hidden_states if its rows are not contiguous.
+    Gradients: of hidden_states, of any order; forward mode too.
     """
     check_padded("hidden_states", hidden_states, attention_mask)
     if lengths is None and total is None and not torch.compiler.is_compiling():
@@ -90,6 +95,11 @@ def pad_input(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: i
 
     Raises:
         ValueError: indices that are not int64 ``[total]``, do not increase or name a row outside the batch.
+
+    Determinism: the same bits in every call, backward too: nothing is added up.
+    Synchronises: never; wrong indices on CUDA raise in a later call.
+    Memory: the result.
+    Gradients: of packed, of any order; forward mode too.
     """
     return gate.scatter_rows(packed, indices, batch, seqlen)
 
@@ -122,6 +132,11 @@ def unpad_inputs(
 
     Raises:
         ValueError: as unpad_input, with the tensor's name.
+
+    Determinism: as unpad_input.
+    Synchronises: once on CUDA for all tensors; with ``lengths`` or ``total`` never.
+    Memory: as unpad_input.
+    Gradients: of floating tensors, of any order; forward mode too.
     """
     for name, tensor in tensors.items():
         check_padded(name, tensor, attention_mask)
@@ -150,6 +165,11 @@ def pad_inputs(
 
     Raises:
         ValueError: as pad_input.
+
+    Determinism: as pad_input.
+    Synchronises: as pad_input.
+    Memory: the results.
+    Gradients: of floating tensors, of any order; forward mode too.
     """
     return _many(gate.scatter_rows_many, packed, indices, batch, seqlen)
 

@@ -63,6 +63,11 @@ def trim_padding(
     Raises:
         ValueError: no mask, a mask that is not ``[batch, seqlen]``, a tensor with other first dimensions, an unknown
             side, min_length < 0 or multiple_of < 1.
+
+    Determinism: the same columns in every call.
+    Synchronises: once for a mask on CUDA.
+    Memory: nothing, the results are views; with ``own`` a copy of what is kept.
+    Gradients: through the views, or the copies, as torch has them.
     """
     mask: Any = batch.get("attention_mask") if attention_mask is None else attention_mask
     if mask is None:
@@ -112,6 +117,11 @@ def iter_microbatches(
         ValueError: microbatch_size < 1, no pad_values, a name that is missing in an example, a sequence whose name
             has no pad value, several rows in an example, sequences of one example that differ in length, a pad value
             that their dtype cannot hold.
+
+    Determinism: the same batches for the same examples.
+    Synchronises: never for examples on the CPU.
+    Memory: one micro-batch at a time.
+    Gradients: of floating tensors, by torch's copies.
     """
     at_least(microbatch_size, "microbatch_size", 1, "example")
     if not pad_values:

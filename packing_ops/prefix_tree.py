@@ -77,6 +77,11 @@ def pack_prefix_tree(
         TypeError: a number that is not an integer.
 
     Deterministic. Time and memory grow with the tokens (docs/performance.md), one core, the GIL released.
+
+    Determinism: the same tree in every call.
+    Synchronises: once for each CUDA tensor, which is copied.
+    Memory: grows with the tokens, on the CPU.
+    Gradients: none: integers.
     """
     tokens = one_row(tokens, "tokens")
     if isinstance(cu_seqlens, PackedMetadata):
@@ -192,6 +197,11 @@ def prefix_token_logps(
 
     Raises:
         ValueError: as token_logps; labels or a tree that do not fit hidden.
+
+    Determinism: the same bits in every call; within packing_ops.invariant() those of token_logps for each sample.
+    Synchronises: never; a wrong label on CUDA raises in a later call.
+    Memory: as token_logps for the rows of the tree.
+    Gradients: of hidden, weight and bias, as token_logps.
     """
     if not isinstance(tree, PrefixTree):
         raise wrong_type("tree", "a PrefixTree", tree)

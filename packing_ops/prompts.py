@@ -35,6 +35,11 @@ def compute_prompt_end_indices(uids: torch.Tensor | Sequence[Any]) -> torch.Tens
     Raises:
         ValueError: a uid that returns after another one; names it and its index.
         TypeError: uids that are one string, a uid that is a list, or a tensor of several numbers.
+
+    Determinism: the same integers in every call.
+    Synchronises: once for a tensor on CUDA; a list never.
+    Memory: the result and, for a tensor, sorted copies of uids.
+    Gradients: none: integers.
     """
     if isinstance(uids, torch.Tensor):
         ends, count = gate.prompt_end_indices(uids)
@@ -68,6 +73,11 @@ def compute_prompt_boundaries(uids: torch.Tensor | Sequence[Any]) -> torch.Tenso
 
     Raises:
         ValueError: as compute_prompt_end_indices.
+
+    Determinism: the same integers in every call.
+    Synchronises: once for a tensor on CUDA; a list never.
+    Memory: as compute_prompt_end_indices.
+    Gradients: none: integers.
     """
     ends = compute_prompt_end_indices(uids)
     if isinstance(ends, torch.Tensor):
@@ -105,6 +115,11 @@ def compute_prompt_mini_batch_boundaries(
 
     Raises:
         ValueError: ends that do not grow, mini_batch_size < 1, uids that are not as the arguments say.
+
+    Determinism: the same integers in every call.
+    Synchronises: once for a tensor on CUDA; a list never.
+    Memory: the list of pairs.
+    Gradients: none: integers.
     """
     if integer(mini_batch_size, "mini_batch_size") < 1:
         raise ValueError(f"mini_batch_size: expected at least 1 prompt, got {mini_batch_size}")

@@ -88,10 +88,6 @@ def apply_rotary_qk(
         themselves with ``inplace``. Computed in float32 (float64 for float64). The result of a head depends on its
         values and angles only, so its bits are the same in any layout, batch or packing. Deterministic.
 
-    Gradients:
-        The gradient is rotated back, in the same pass; it may be expanded or strided. Second derivatives and forward
-        mode (torch.func.jvp) work too. cos and sin get no gradient, so they must not require one.
-
     Cost:
         Reads and writes q and k once; tables are read once per token. Nothing synchronises.
 
@@ -109,6 +105,12 @@ def apply_rotary_qk(
 
     Source:
         Su et al., RoFormer, arXiv:2104.09864; sections: Wang et al., Qwen2-VL, arXiv:2409.12191.
+
+    Determinism: the same bits in every call, and for a head in any layout, batch or packing.
+    Synchronises: never; a wrong position on CUDA raises in a later call.
+    Memory: the results; with ``inplace`` nothing.
+    Gradients: of q and k, expanded or strided, by the inverse rotation; of any order, and forward mode. None of cos and
+        sin, which may not require one.
     """
     if isinstance(position_ids, PackedMetadata):
         position_ids = _positions_of(position_ids, q, unsqueeze_dim, sections)

@@ -61,6 +61,11 @@ def router_statistics(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, top_k out of range, both or neither of top_k and routed.
+
+    Determinism: the same bits in every call: the order of additions depends only on a document's length.
+    Synchronises: never.
+    Memory: two copies of probabilities in the dtype of the results.
+    Gradients: of probabilities, through probability_sums only; second derivatives too, no forward mode.
     """
     check_tensor(probabilities, "probabilities")
     if probabilities.dim() != 2 or probabilities.dtype not in FLOATS:
@@ -134,6 +139,11 @@ def load_balancing_loss(
         ValueError: as router_statistics; no layers, or other numbers of probabilities and routed.
 
     Source: Fedus et al., Switch Transformers (2021), equations 4 to 6.
+
+    Determinism: the same bits in every call.
+    Synchronises: never.
+    Memory: as router_statistics, for each layer.
+    Gradients: of probabilities, through their means only; second derivatives too, no forward mode.
     """
     layers = [probabilities] if isinstance(probabilities, torch.Tensor) else list(probabilities)
     chosen = [routed] if routed is None or isinstance(routed, torch.Tensor) else list(routed)

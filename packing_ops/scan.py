@@ -90,9 +90,6 @@ def gated_delta_rule(
         multiples of 64, each with the final state of the one before. To decode with these bits, keep the state at the start
         of the open chunk, and run the rows since then again. NaN and infinity stay in their document.
 
-    Gradients:
-        Of q, k, v, g, beta and initial_state, also through final_state. Deterministic. There is no second derivative.
-
     Cost:
         Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds one
         for each chunk: ``2 * head_dim * head_dim_v * num_v_heads`` numbers of v's dtype for 64 tokens. No synchronisation.
@@ -115,6 +112,11 @@ def gated_delta_rule(
 
     Source:
         Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
+
+    Determinism: the same bits in every call, backward too, and for a document in any pack.
+    Synchronises: never.
+    Memory: scratch for each chunk of 64 tokens; in backward the states of all chunks (see Cost).
+    Gradients: of q, k, v, g, beta and initial_state, also through final_state. No second derivative, no forward mode.
     """
     for name, tensor in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
         check_tensor(tensor, name)
@@ -209,10 +211,6 @@ def mamba2_scan(
         Bits are as in gated_delta_rule: those of a document in a row without others, in chunks of 64 tokens counted from its first on CUDA.
         NaN and infinity stay in their document.
 
-    Gradients:
-        Of x, dt, A, B, C, D, dt_bias and initial_state, also through final_state. Deterministic. A step at its limit has
-        the gradient 0. There is no second derivative.
-
     Cost:
         Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds one
         for each chunk: ``2 * head_dim * state_dim * num_heads`` numbers of x's dtype for 64 tokens. No synchronisation.
@@ -235,6 +233,12 @@ def mamba2_scan(
 
     Source:
         Dao, Gu, Transformers are SSMs, arXiv:2405.21060.
+
+    Determinism: the same bits in every call, backward too, and for a document in any pack.
+    Synchronises: never.
+    Memory: scratch for each chunk of 64 tokens; in backward the states of all chunks (see Cost).
+    Gradients: of x, dt, A, B, C, D, dt_bias and initial_state, also through final_state; 0 for a step at its limit. No
+        second derivative, no forward mode.
     """
     for name, tensor in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
         check_tensor(tensor, name)

@@ -54,6 +54,12 @@ def segment_sum(
 
     Raises:
         ValueError: values, a mask or cu_seqlens of another dtype, device or shape; cu_seqlens past the values.
+
+    Determinism: the same bits in every call: the order of additions depends only on a document's length and on values
+        per slot.
+    Synchronises: never; wrong cu_seqlens on CUDA raise in a later call.
+    Memory: the result, and partial sums of long documents.
+    Gradients: of values, of any order; forward mode too.
     """
     check_tensor(values, "values")
     cu_seqlens = cu_seqlens_of(cu_seqlens, values.shape[0] if values.dim() else 1, like="values")
@@ -79,6 +85,11 @@ def segment_mean(
 
     Raises:
         ValueError: as segment_sum.
+
+    Determinism: as segment_sum.
+    Synchronises: as segment_sum.
+    Memory: as segment_sum.
+    Gradients: of values, of any order; forward mode too.
     """
     return segment_sum(values, cu_seqlens, mask, average=True)
 
@@ -118,6 +129,11 @@ def segment_std(
     Raises:
         ValueError: values, a mask or cu_seqlens of another shape or dtype, cu_seqlens past the values, a correction
             below 0.
+
+    Determinism: the same bits in every call: the order of additions depends only on a document's length.
+    Synchronises: never; wrong cu_seqlens on CUDA raise in a later call.
+    Memory: values and their squares in float64.
+    Gradients: of values, of any order, 0 where all are equal; forward mode too.
     """
     check_tensor(values, "values")
     one_row(values, "values")
@@ -173,6 +189,11 @@ def segment_broadcast(
 
     Raises:
         ValueError: not one value per document, cu_seqlens of another shape or dtype or past ``total``.
+
+    Determinism: the same bits in every call, backward too: the order of additions depends only on a document's length.
+    Synchronises: on CUDA once without ``total`` or a PackedMetadata; else never.
+    Memory: the result.
+    Gradients: of values, of any order; forward mode too.
     """
     if isinstance(cu_seqlens, PackedMetadata):
         total = cu_seqlens.total if total is None else total
@@ -275,6 +296,11 @@ def gae(
     Raises:
         ValueError: rewards, values, a mask or a bootstrap of another dtype, device or shape; gamma or lam outside 0 to
             1; metadata of another total, cu_seqlens past the end of rewards.
+
+    Determinism: the same bits in every call, and for a document in any row.
+    Synchronises: never.
+    Memory: the two results.
+    Gradients: none: backward raises NotImplementedError, since PPO's losses take both as constants.
     """
     given: dict[str, Any] = {"rewards": rewards, "values": values, "bootstrap": bootstrap}
     for name, tensor in given.items():

@@ -209,6 +209,11 @@ def prefetch(
     Raises:
         TypeError: steps that are no iterable, a compute that is no function.
         Exception: what ``compute`` raised, in place of that batch, with the worker's traceback.
+
+    Determinism: the batches of ``map(compute, steps)``, in their order.
+    Synchronises: never by itself; ``compute`` may.
+    Memory: one batch more than the loop holds.
+    Gradients: as ``compute`` makes them: the worker has the caller's grad mode.
     """
     if not isinstance(steps, Iterable) and not hasattr(steps, "__getitem__"):
         raise TypeError(f"steps: expected an iterable, such as a range, got {steps!r} ({type(steps).__name__})")

@@ -114,6 +114,11 @@ def thd_partition_indices(
 
     Source:
         TransformerEngine's context parallelism (thd_get_partitioned_indices), as megatron-core expects it.
+
+    Determinism: the same integers in every call.
+    Synchronises: on CUDA once without ``total``; with it never.
+    Memory: the result and some integers per document.
+    Gradients: none: integers.
     """
     cp_size, cp_rank = integer(cp_size, "cp_size"), integer(cp_rank, "cp_rank")
     if cp_size < 1 or not 0 <= cp_rank < cp_size:
@@ -206,6 +211,11 @@ def thd_inverse_indices(cu_seqlens: torch.Tensor, cp_size: int, *, total: int | 
 
     Raises:
         ValueError: as thd_partition_indices.
+
+    Determinism: the same integers in every call.
+    Synchronises: as thd_partition_indices.
+    Memory: the result and one more of its size.
+    Gradients: none: integers.
     """
     check_cu_seqlens(cu_seqlens)
     if total is None:

@@ -136,6 +136,11 @@ def stage_chunks(
             pad_batch_to_multiple.
 
     Copies the rows of padded mini-batches; with ``put`` all rows. The same chunks as SkyRL's MeshDispatch.stage_chunks.
+
+    Determinism: the same chunks in every call.
+    Synchronises: once for boundaries on CUDA.
+    Memory: copies of padded mini-batches; with ``put`` of all rows.
+    Gradients: of floating tensors, through views and copies.
     """
     at_least(dp_size, "dp_size", 1, "rank")
     fields = Fields(batch, row_keys, batch_keys)
@@ -217,6 +222,11 @@ def normalize_advantages(
             of a mini-batch that are in no prompt, or that micro_batch_size does not divide.
 
     Statistics are computed in float64, the product in float32 or more. No synchronisation. The reductions are SkyRL's.
+
+    Determinism: the same bits in every call.
+    Synchronises: never for boundaries on the CPU.
+    Memory: the result; on the CPU float64 copies of a few rows at a time.
+    Gradients: of advantages, of any order; forward mode too.
     """
     check_tensor(advantages, "advantages")
     if not advantages.is_floating_point() or advantages.dim() != 2:

@@ -64,6 +64,11 @@ def num_rows(batch: Mapping[str, object], *, row_keys: Sequence[str] = (), batch
             that the batch does not have, or that is in both.
         TypeError: a name in row_keys whose field cannot be sliced; a batch that is no Mapping, or of tensordict's
             classes.
+
+    Determinism: the same number in every call.
+    Synchronises: never.
+    Memory: nothing.
+    Gradients: none: an integer.
     """
     return Fields(batch, row_keys, batch_keys).count()
 
@@ -107,6 +112,11 @@ def pad_batch_to_multiple(
             a value that the field's dtype cannot hold; a function that returns another number of rows, dtype or shape;
             neither a loss mask nor labels nor fill.
         TypeError: a multiple that is no integer, a fill that is no dict.
+
+    Determinism: the same rows in every call, if the functions in ``fill`` are.
+    Synchronises: never.
+    Memory: a copy of the batch; nothing if no row is added.
+    Gradients: of floating tensors, by torch's copies.
     """
     if fill is not None and not isinstance(fill, Mapping):
         raise wrong_type("fill", "a dict of values by name", fill)
@@ -151,6 +161,11 @@ def slice_batch(
 
     Raises:
         ValueError: rows that the batch does not have; as num_rows; a list-like that cannot be sliced.
+
+    Determinism: the same rows in every call.
+    Synchronises: never.
+    Memory: nothing: views.
+    Gradients: of floating tensors, through the views.
     """
     fields = Fields(batch, row_keys, batch_keys)
     rows = fields.count()
@@ -184,6 +199,11 @@ def select_rows(
     Raises:
         ValueError: a row that the batch does not have; as num_rows; a list-like whose class cannot be called with rows.
         TypeError: an index that is no integer; so is a mask: pass ``mask.nonzero()[:, 0]``.
+
+    Determinism: the same rows in every call.
+    Synchronises: once for indices on CUDA.
+    Memory: a copy of these rows.
+    Gradients: of floating tensors, by torch's indexing.
     """
     fields = Fields(batch, row_keys, batch_keys)
     rows = fields.count()
@@ -253,6 +273,11 @@ def empty_like_batch(
             rows; as num_rows for such a batch; a list-like that cannot be empty.
         TypeError: a padding that is no integer.
         NotImplementedError: packed rows with images.
+
+    Determinism: the same batch in every call.
+    Synchronises: never.
+    Memory: the fields without rows are shared, the others empty.
+    Gradients: none of the result; a loss of it gives every parameter zeros.
     """
     at_least(padding, "padding", 0, "slots")
     fields = Fields(batch, row_keys, batch_keys)

@@ -189,6 +189,11 @@ def check_invariance(
     Raises:
         TypeError: model is no module.
         ValueError: rows or documents that are empty, no documents for a model without embeddings of tokens.
+
+    Determinism: the rows and the default documents are the same in every call.
+    Synchronises: often: it compares on the host.
+    Memory: that of the model's forward on the longest row, and the bits of every module's rows.
+    Gradients: of the embeddings, only to be compared. Those of parameters are not touched.
     """
     return check_with_progress(model, run, documents, rows, gradients, lambda amount: None)
 

@@ -60,6 +60,11 @@ def ulysses_attention(
         NotImplementedError: a second derivative.
         ValueError: heads that the ranks do not divide, documents of another row, and as varlen_attention. Under
             PACKING_OPS_CHECK also ranks that disagree on options, heads, dtypes, rows or documents.
+
+    Determinism: the same bits in every call; those of one GPU if num_kv_heads is at least the ranks.
+    Synchronises: never the host; the ranks meet in all-to-alls, forward and backward.
+    Memory: the heads of this rank for the whole row, of q, k, v and out.
+    Gradients: of q, k, v and sinks, through lse too. No second derivative, no forward mode.
     """
     group = process_group(group)
     scheme = check_scheme(scheme)
@@ -122,6 +127,11 @@ def gathered_attention(
     torch.compile: a graph breaks here.
 
     Method: Llama Team, The Llama 3 Herd of Models (2024): gathered keys and values, 2 * ranks chunks.
+
+    Determinism: the same bits in every call, on the same ranks; not those of one GPU in low precision.
+    Synchronises: the host once per batch on a GPU, in the first layer; never in a CUDA graph.
+    Memory: the keys and values that this rank's documents need; with ``keep_keys`` until backward.
+    Gradients: of q, k, v and sinks, through lse too. No second derivative, no forward mode.
     """
     group = process_group(group)
     scheme = check_scheme(scheme)
@@ -174,6 +184,11 @@ def choose_attention(
 
     Raises:
         ValueError: heads and a mask that neither can serve.
+
+    Determinism: the same choice in every call and on every rank.
+    Synchronises: never.
+    Memory: nothing.
+    Gradients: none: a name.
     """
     refused = head_refusal(num_heads, num_kv_heads, ranks)
     not_gathered = _not_gathered(documents, causal, window_size)
@@ -226,6 +241,11 @@ def varlen_attention_over(
 
     Raises:
         ValueError: as the one that it picks.
+
+    Determinism: as the one that it picks.
+    Synchronises: as the one that it picks.
+    Memory: as the one that it picks.
+    Gradients: as the one that it picks.
     """
     group, scheme = process_group(group), check_scheme(scheme)
     options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)

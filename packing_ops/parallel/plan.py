@@ -121,6 +121,11 @@ def plan_step(
         ValueError: ranks or a max_size that are no powers of two; a document of more than ``max_size * capacity`` tokens,
             by its index; negative lengths; an unknown cost.
         TypeError: lengths that are no integers.
+
+    Determinism: the same plan in every call and on every rank.
+    Synchronises: once for a CUDA tensor, which is copied.
+    Memory: grows with the number of documents, on the CPU.
+    Gradients: none: integers.
     """
     ranks, capacity = at_least(ranks, "ranks", 1), at_least(capacity, "capacity", 1)
     most = ranks if max_size is None else min(ranks, at_least(max_size, "max_size", 1))

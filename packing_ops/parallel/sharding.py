@@ -98,6 +98,11 @@ def shard_packed(
     Raises:
         ValueError: no documents; labels of a prefix tree; input_ids, inputs_embeds, labels, shift_labels, position_ids, seq_idx, attention_mask or
             loss_mask of another shape; an unknown scheme.
+
+    Determinism: the same slots in every call.
+    Synchronises: once on CUDA if the documents are found by position_ids; else never. Nothing is sent.
+    Memory: this rank's slots of each tensor.
+    Gradients: of floating tensors, by torch's indexing.
     """
     group = process_group(group)
     return shard_of(
@@ -128,6 +133,11 @@ def shard_of(
 
     Raises:
         ValueError: as shard_packed; a rank outside of ``ranks``.
+
+    Determinism: the same slots in every call.
+    Synchronises: as shard_packed.
+    Memory: as shard_packed.
+    Gradients: of floating tensors, by torch's indexing.
     """
     check_scheme(scheme)
     if not 0 <= rank < at_least(ranks, "ranks", 1):
@@ -184,6 +194,11 @@ def shard_indices(
 
     Raises:
         ValueError: a total that the ranks do not divide, an unknown scheme.
+
+    Determinism: the same integers in every call.
+    Synchronises: never.
+    Memory: the result and some integers per slot.
+    Gradients: none: integers.
     """
     check_scheme(scheme)
     if total is None:
@@ -226,6 +241,11 @@ def unshard(
 
     Raises:
         ValueError: documents of another row, a total above it.
+
+    Determinism: the same bits in every call, on the same ranks: gradients are summed in their order.
+    Synchronises: never the host; one all-gather, in backward its transpose.
+    Memory: the whole row.
+    Gradients: of rows. No second derivative.
     """
     group = process_group(group)
     check_tensor(rows, "rows")
@@ -269,6 +289,11 @@ def count_targets(shift_labels: torch.Tensor, group: Group | None = None, *, ign
 
     Example:
         >>> count_targets(batch["shift_labels"], group)  # needs several processes # doctest: +SKIP
+
+    Determinism: exact, the same integer on every rank.
+    Synchronises: never the host; the ranks meet in one all-reduce.
+    Memory: one number.
+    Gradients: none: an integer.
     """
     group = process_group(group)
     check_process(group)
@@ -307,6 +332,11 @@ def sharded_loss(
 
     Raises:
         ValueError: as masked_loss.
+
+    Determinism: the same bits in every call, on the same ranks.
+    Synchronises: never the host; one all-reduce without ``num_items_in_batch``.
+    Memory: losses in float64.
+    Gradients: of losses, of any order.
     """
     if num_items_in_batch is None:
         num_items_in_batch = count_targets(shift_labels, group, ignore_index=ignore_index)

@@ -4,8 +4,8 @@ import pytest
 
 from tools import prose
 
-DIALECT_WORDS = {"packing_ops": 9.4, "csrc": 8.8, "docs": 10.3, "tests": 15.7}  # at most, per 1,000
-VERBS = 0.5  # at least, of the docstrings of functions
+DIALECT_WORDS = {"packing_ops": 2.5, "csrc": 8.8, "docs": 10.3, "tests": 15.7}  # at most, per 1,000
+VERBS = 0.85  # at least, of the docstrings of functions
 LONG_LINES = 580
 
 
