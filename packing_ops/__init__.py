@@ -6,7 +6,8 @@ are; PackedMetadata holds it with all that is made from it.
 Subpackages, imported at their first use:
     data: collators, samplers, mini-batches and losses.
     parallel: rows spread over several ranks, and attention over them.
-    integrations: transformers, trl, megatron, unsloth, flash_attn, ring_flash_attn, open_instruct.
+    integrations: transformers, trl, megatron, flash_attn.
+    contrib: unsloth, ring_flash_attn, open_instruct, whose names are those of one project each.
     reference: the ops in plain torch, which the tests compare with.
 
 Without a compiled library (macOS, a clone that was not built) packing_ops.data and what it needs run in plain torch, slower;
@@ -60,7 +61,7 @@ from packing_ops.varlen.visible_ends import (
 
 __version__ = VERSION  # the library's, which is checked
 __getattr__, __dir__ = lazy.lazy_modules(
-    globals(), dict.fromkeys(("data", "integrations", "parallel", "reference"), "torch")
+    globals(), dict.fromkeys(("contrib", "data", "integrations", "parallel", "reference"), "torch")
 )
 
 __all__ = [

@@ -3,12 +3,14 @@
 import importlib
 
 NEEDS = {"transformers": "transformers", "trl": "trl", "megatron": "megatron.core"}  # to import an integration
-HOSTS = ["transformers", "trl", "megatron", "unsloth", "flash_attn", "ring_flash_attn", "open_instruct"]
+HOSTS = ["transformers", "trl", "megatron", "flash_attn"]
+CONTRIB = ["unsloth", "ring_flash_attn", "open_instruct"]
 PUBLIC = [
     "packing_ops",
     "packing_ops.data",
     "packing_ops.parallel",
     *(f"packing_ops.integrations.{host}" for host in HOSTS),
+    *(f"packing_ops.contrib.{host}" for host in CONTRIB),
 ]
 
 

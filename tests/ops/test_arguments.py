@@ -8,7 +8,7 @@ import torch
 
 import packing_ops as po
 from packing_ops import data
-from packing_ops.integrations.unsloth import PackingCollator
+from packing_ops.contrib.unsloth import PackingCollator
 from packing_ops.report import make_report
 
 LENGTHS = [3, 0, 2]

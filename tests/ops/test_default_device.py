@@ -229,8 +229,8 @@ def test_report(tmp_path, default):
 @pytest.mark.parametrize("default", DEVICES)
 def test_integrations(default):
     pytest.importorskip("megatron.core")
+    from packing_ops.contrib.unsloth import enable_packing
     from packing_ops.integrations.megatron import preprocess_packed_seqs
-    from packing_ops.integrations.unsloth import enable_packing
 
     def pad(examples):
         return {"input_ids": MASK, "attention_mask": MASK}

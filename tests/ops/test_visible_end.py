@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import packing_ops as po
-from packing_ops.integrations import unsloth
+from packing_ops.contrib import unsloth
 from packing_ops.reference import attention as oracle
 
 ops = torch.ops.packing_ops

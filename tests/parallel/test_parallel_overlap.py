@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
 from packing_ops._runtime import gate
-from packing_ops.integrations.ring_flash_attn import (
+from packing_ops.contrib.ring_flash_attn import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
 )

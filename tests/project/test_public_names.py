@@ -10,7 +10,7 @@ import typing
 
 import pytest
 from helpers import fresh_process
-from helpers.public_names import HOSTS, NEEDS, PUBLIC, public_names
+from helpers.public_names import CONTRIB, HOSTS, NEEDS, PUBLIC, public_names
 
 import packing_ops as po
 import packing_ops.data
@@ -102,8 +102,8 @@ for package in (packing_ops, integrations):
 def test_subpackages_are_imported_at_their_first_use(tmp_path):
     """As pages write them: packing_ops.integrations.trl.enable_padding_free, after ``import packing_ops`` alone."""
     there = [host for host in HOSTS if importlib.util.find_spec(NEEDS.get(host, "torch").partition(".")[0])]
-    assert {"flash_attn", "unsloth"} <= {*there}
-    fresh_process.run("-c", SUBPACKAGES, *there, folder=tmp_path)
+    assert "flash_attn" in there
+    fresh_process.run("-c", SUBPACKAGES, *there, *CONTRIB, folder=tmp_path)
 
 
 def test_hosts_that_are_not_installed_are_not_listed():

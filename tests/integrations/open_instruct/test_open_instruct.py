@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packing_ops import pack_sequences
-from packing_ops.integrations import open_instruct
-from packing_ops.integrations.open_instruct import (
+from packing_ops.contrib import open_instruct
+from packing_ops.contrib.open_instruct import (
     TensorDataCollatorWithFlattening,
     TensorDataCollatorWithFlatteningDPO,
     packing_advice,

@@ -69,7 +69,7 @@ def trl_packing():
 
 
 def ring_substitution():
-    from packing_ops.integrations.ring_flash_attn import restore_hf_flash_attn, substitute_hf_flash_attn
+    from packing_ops.contrib.ring_flash_attn import restore_hf_flash_attn, substitute_hf_flash_attn
 
     return lambda: substitute_hf_flash_attn(None), restore_hf_flash_attn, {"_global_mapping"}
 

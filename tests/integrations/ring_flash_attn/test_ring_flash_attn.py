@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers import cu_seqlens_of
 from helpers.processes import message_of, spawn
 
-from packing_ops.integrations.ring_flash_attn import (
+from packing_ops.contrib.ring_flash_attn import (
     install_ring_flash_attn_alias,
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,

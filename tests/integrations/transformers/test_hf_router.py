@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 import transformers
 
 import packing_ops as po
+from packing_ops.contrib.unsloth import enable_packing
 from packing_ops.data import PackedCollator, PaddingFreeCollator
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
-from packing_ops.integrations.unsloth import enable_packing
 
 LENGTHS, TAIL, TOP_K, EXPERTS = [5, 1, 11], 4, 2, 4
 FAMILIES = {

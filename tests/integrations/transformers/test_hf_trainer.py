@@ -9,9 +9,9 @@ pytest.importorskip("accelerate")
 from common.hf_setup import byte_tokenizer  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
 
+from packing_ops.contrib.unsloth import enable_packing  # noqa: E402
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
-from packing_ops.integrations.unsloth import enable_packing  # noqa: E402
 
 LENGTHS = [30, 7, 21, 2, 45, 33, 12, 9]
 ROWS, ACCUMULATED = 2, 2  # documents of a batch, batches of a step

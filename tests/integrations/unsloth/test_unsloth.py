@@ -12,7 +12,7 @@ from helpers import assert_same, cu_seqlens_of, lengths_strategy
 from hypothesis import given
 
 from packing_ops import PackedMetadata, varlen_attention
-from packing_ops.integrations.unsloth import (
+from packing_ops.contrib.unsloth import (
     PackingCollator,
     enable_packing,
     fast_rope_embedding,

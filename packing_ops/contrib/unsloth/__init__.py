@@ -4,10 +4,10 @@ A packed batch is one row ``[1, total]`` without attention_mask; ``packed_seq_le
 where its documents end. Nothing here imports Unsloth.
 """
 
-from packing_ops.integrations.unsloth.attention import packed_attention
-from packing_ops.integrations.unsloth.metadata import packed_metadata, sdpa_mask, xformers_mask
-from packing_ops.integrations.unsloth.packing_collator import PackingCollator, enable_packing
-from packing_ops.integrations.unsloth.rope import fast_rope_embedding
+from packing_ops.contrib.unsloth.attention import packed_attention
+from packing_ops.contrib.unsloth.metadata import packed_metadata, sdpa_mask, xformers_mask
+from packing_ops.contrib.unsloth.packing_collator import PackingCollator, enable_packing
+from packing_ops.contrib.unsloth.rope import fast_rope_embedding
 
 __all__ = [
     "PackingCollator",

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from packing_ops._runtime.arguments import sides_of_keys
-from packing_ops.integrations.ring_flash_attn.llama3 import (
+from packing_ops.contrib.ring_flash_attn.llama3 import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
 )
+from packing_ops.integrations.adapters import sides_of_keys
 
 _NAME = "flash_attention_2"
 # Until restore_hf_flash_attn: "stock", what transformers had, once it is substituted; "prepared" and "group", the documents

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from packing_ops.integrations.ring_flash_attn import hf, llama3
+from packing_ops.contrib.ring_flash_attn import hf, llama3
 
 _LLAMA3 = [name for name in vars(llama3) if name.startswith("llama3_")]
 _HF = ["substitute_hf_flash_attn", "update_ring_flash_attn_params"]

@@ -6,9 +6,7 @@ from typing import Any
 import torch
 
 from packing_ops import PackedMetadata, block_causal_mask, xformers_bias
-from packing_ops._runtime.arguments import sides_of_keys
-from packing_ops._runtime.batch_cache import kept_with
-from packing_ops.metadata import check_causal
+from packing_ops.integrations.adapters import check_causal, kept_with, sides_of_keys
 
 
 def packed_metadata(kwargs: Mapping[str, Any], device: torch.device | str | None = None) -> PackedMetadata | None:

@@ -4,21 +4,21 @@
     hf.py       substitute_hf_flash_attn: transformers' "flash_attention_2" over a group.
     alias.py    Lets ``import ring_flash_attn`` find them.
 
-from packing_ops.integrations.ring_flash_attn import install_ring_flash_attn_alias
+from packing_ops.contrib.ring_flash_attn import install_ring_flash_attn_alias
 
 install_ring_flash_attn_alias()  # before the code that imports ring_flash_attn
 """
 
-from packing_ops.integrations.ring_flash_attn.alias import (
+from packing_ops.contrib.ring_flash_attn.alias import (
     install_ring_flash_attn_alias,
     remove_ring_flash_attn_alias,
 )
-from packing_ops.integrations.ring_flash_attn.hf import (
+from packing_ops.contrib.ring_flash_attn.hf import (
     restore_hf_flash_attn,
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,
 )
-from packing_ops.integrations.ring_flash_attn.llama3 import (
+from packing_ops.contrib.ring_flash_attn.llama3 import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
     llama3_flash_attn_varlen_kvpacked_func,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from packing_ops import PackedMetadata, mask_boundary_labels, unpad_inputs
-from packing_ops._runtime.arguments import check_tensor, integer
+from packing_ops.integrations.adapters import check_tensor, integer
 
 
 class PackingCollator:

@@ -3,8 +3,7 @@
 import torch
 
 from packing_ops import PackedMetadata, varlen_attention
-from packing_ops._runtime.arguments import sides_of_flash_attn, sides_of_keys
-from packing_ops._runtime.batch_cache import kept_with
+from packing_ops.integrations.adapters import kept_with, sides_of_flash_attn, sides_of_keys
 
 
 def packed_attention(

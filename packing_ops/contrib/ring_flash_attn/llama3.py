@@ -6,13 +6,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from packing_ops._runtime.arguments import check_cu_seqlens, check_cumulated, int32_cu_seqlens, sides_of_flash_attn
-from packing_ops._runtime.batch_cache import kept_with
-from packing_ops.parallel.agreement import check_agreement
-from packing_ops.parallel.collectives import process_group
-from packing_ops.parallel.gathered import attention_over_keys, refuse_window
-from packing_ops.parallel.key_layout import KeyLayout
-from packing_ops.varlen.options import checked_options
+from packing_ops.integrations.adapters import (
+    KeyLayout,
+    attention_over_keys,
+    check_agreement,
+    check_cu_seqlens,
+    check_cumulated,
+    checked_options,
+    int32_cu_seqlens,
+    kept_with,
+    process_group,
+    refuse_window,
+    sides_of_flash_attn,
+)
 
 
 def llama3_flash_attn_prepare_cu_seqlens(

@@ -1,0 +1,159 @@
+"""open-instruct's padding-free collators, GRPO's packs and a line for its log. Nothing here imports open-instruct."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from packing_ops import PackedMetadata, pack_sequences
+from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator
+from packing_ops.integrations.adapters import at_least, index_tensor
+
+__all__ = [
+    "TensorDataCollatorWithFlattening",
+    "TensorDataCollatorWithFlatteningDPO",
+    "packing_advice",
+    "packs_for_ranks",
+]
+
+
+@dataclass
+class TensorDataCollatorWithFlattening(PaddingFreeCollator):
+    """PaddingFreeCollator under the name and with the keys of open-instruct's collator.
+
+    Rows over max_seq_length are cut by default, with a warning that counts what is lost. What fills shorter ones has
+    input_ids 0, labels -100, position_ids 0 and seq_idx -1.
+
+    Attributes:
+        max_seq_length: open-instruct's name of capacity.
+        return_tensors: taken, as transformers' collators have it; always "pt".
+        pad_segment: the padding is a document too: cu_seq_lens end at the row's end (as attention over the whole row
+            wants), and its position_ids count. Off, cu_seq_lens have only the real documents, as open-instruct's.
+
+    Example:
+        >>> import torch
+        >>> batch = TensorDataCollatorWithFlattening()([{"input_ids": torch.tensor(ids)} for ids in ([5, 6], [7, 8])])
+        >>> batch["labels"], batch["position_ids"], batch["cu_seq_lens_q"].tolist(), batch["max_length_q"]
+        (tensor([[-100,    6, -100,    8]]), tensor([[0, 1, 0, 1]]), [0, 2, 4], 2)
+
+    Raises: as PaddingFreeCollator.
+    """
+
+    return_num_targets: bool = field(default=False, kw_only=True)
+    max_seq_length: int | None = field(default=None, kw_only=True)
+    overlong: Literal["error", "truncate", "drop", "carry", "own"] = "truncate"
+    return_tensors: str = "pt"
+    pad_segment: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_seq_length is not None:
+            self.capacity = self.max_seq_length
+        super().__post_init__()
+
+    def _check_first_labels(self, *_: Any) -> None:
+        """Accept any labels, as open-instruct's collator does."""
+
+    def _row(self, documents: Any, total: int | None, separator_id: int | None) -> dict[str, Any]:
+        batch = super()._row(documents, total, separator_id)
+        lengths = documents.flat_lengths
+        padding = slice(sum(lengths), None)
+        if self.return_seq_idx:
+            batch["seq_idx"][:, padding] = -1
+        if not self.pad_segment:
+            if self.return_position_ids:
+                batch["position_ids"][:, padding] = 0
+            if self.return_flash_attn_kwargs:
+                real = PackedMetadata.from_lengths(lengths, device=batch["input_ids"].device)
+                batch.update(real.to_transformers())
+        return batch
+
+
+@dataclass
+class TensorDataCollatorWithFlatteningDPO(TensorDataCollatorWithFlattening, PaddingFreeDPOCollator):
+    """The same for preference pairs: ``chosen_*`` and ``rejected_*`` rows, each with a separate layout.
+
+    Over max_seq_length the rule is that by which open-instruct's loader counts (``overlong="own"``): the first pairs of
+    which both sides fit, whole, and at least one, in a longer row if it must be. The others are not lost: the loader
+    carries what ``len(batch["index"])`` leaves, and ``selection(features)`` lists it. Nothing warns of it.
+    ``index`` int64 ``[num_pairs]``, of the pairs in the batch, where the examples have one.
+
+    Example:
+        >>> pair = {"chosen_input_ids": [5, 6], "rejected_input_ids": [5, 7, 8]}
+        >>> batch = TensorDataCollatorWithFlatteningDPO()([pair, pair])
+        >>> batch["chosen_cu_seq_lens_q"].tolist(), batch["rejected_cu_seq_lens_q"].tolist()
+        ([0, 2, 4], [0, 3, 6])
+        >>> pairs = [{**pair, "index": i} for i in range(3)]
+        >>> TensorDataCollatorWithFlatteningDPO(max_seq_length=6)(pairs)["index"].tolist()
+        [0, 1]
+    """
+
+    overlong: Literal["error", "truncate", "drop", "carry", "own"] = "own"
+
+
+def packs_for_ranks(lengths: torch.Tensor | Sequence[int], pack_length: int, num_ranks: int = 1) -> list[list[int]]:
+    """Choose which sequences go into which packed row, so that each rank has a row and no row is left over.
+
+    Args:
+        lengths: int32 or int64 ``[num_sequences]``, tokens, or a list of ints. One over ``pack_length`` gets a separate row.
+        pack_length: tokens of a row.
+        num_ranks: of data parallelism, each of which takes as many rows as the others.
+
+    Returns:
+        The rows, each the indices of its sequences in ascending order: the first ``num_rows / num_ranks`` are for rank 0,
+        and so on. Few rows: of one rank by best fit; of several a multiple of ``num_ranks``, nearly equal in tokens. Where
+        there are too few sequences for such a multiple, no multiple.
+
+    Example:
+        >>> packs_for_ranks([5, 4, 3, 2, 9], pack_length=10, num_ranks=2)
+        [[4], [1], [0], [2, 3]]
+        >>> packs_for_ranks([5, 4, 3], pack_length=16)
+        [[0, 1, 2]]
+
+    Raises:
+        ValueError: pack_length or num_ranks below 1, a negative length.
+
+    Deterministic; see pack_sequences, strategies "bfd" and "balanced".
+    """
+    lengths = index_tensor(lengths, "lengths")
+    capacity, ranks = at_least(pack_length, "pack_length", 1, "token"), at_least(num_ranks, "num_ranks", 1)
+    options: dict[str, Any] = {"strategy": "bfd" if ranks == 1 else "balanced", "overlong": "own"}
+    packing = pack_sequences(lengths, capacity, **options)
+    order = list(range(packing.num_bins))
+    if ranks > 1 and max(-(-packing.num_bins // ranks), 1) * ranks <= lengths.numel():
+        packing = pack_sequences(lengths, capacity, min_bins=ranks, bins_multiple_of=ranks, **options)
+        order = [row for rank in range(ranks) for row in packing.rows_for_rank(rank, ranks)]
+    bins = packing.bins
+    return [sorted(bins[row]) for row in order]
+
+
+def packing_advice(lengths: torch.Tensor | Sequence[int], batch_size: int) -> str:
+    """Return a line for the log of a padded run: what share of its slots is padding, and whether packing would pay.
+
+    Args:
+        lengths: int32 or int64 ``[num_examples]``, tokens in the order of arrival, or a list of ints.
+        batch_size: examples of a padded batch.
+
+    Returns:
+        The line. It recommends packing where a tenth of the slots or more is padding.
+
+    Example:
+        >>> packing_advice([5, 7, 2, 6], batch_size=2)
+        'padded to the longest of 2, the first 4 examples fill 77% of the slots: --packing is recommended, it leaves 23% out'
+        >>> packing_advice([5, 5], batch_size=2)
+        'padded to the longest of 2, the first 2 examples fill 100% of the slots: --packing would save little'
+
+    Raises:
+        ValueError: no lengths, a length below 1, batch_size below 1.
+    """
+    lengths, rows = index_tensor(lengths, "lengths"), at_least(batch_size, "batch_size", 1, "example")
+    if not lengths.numel() or int(lengths.min()) < 1:
+        raise ValueError(f"lengths: expected at least one, each at least 1, got {lengths.tolist()[:8]}")
+    slots = sum(int(batch.max()) * batch.numel() for batch in lengths.split(rows))
+    filled = round(100 * int(lengths.sum()) / slots)
+    if filled > 90:
+        advice = "--packing would save little"
+    else:
+        advice = f"--packing is recommended, it leaves {100 - filled}% out"
+    some = f"the first {lengths.numel()} examples fill {filled}% of the slots"
+    return f"padded to the longest of {rows}, {some}: {advice}"
