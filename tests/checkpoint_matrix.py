@@ -3,6 +3,8 @@
 On a GPU, or without one on the CPU:  python tests/checkpoint_matrix.py [--part 1/8] [--only llama layers] [--out table.md] [--all]
 On several, beside a wrapper:         torchrun --nproc-per-node 2 tests/checkpoint_matrix.py --around fsdp2 [--out table.md]
 
+--seconds 200 begins no other setting after so many; those that are left are counted as not run.
+
 A row of the table is one setting, with what came out: "same bits", "as exact" (another order of sums: against float64 the error
 is at most twice that of eager code), "refused" with the first words of the error, before anything is trained, "not ours" with an
 error that the model raises without packing_ops too, or what is wrong.
@@ -13,10 +15,12 @@ import argparse
 import functools
 import importlib.util
 import itertools
+import math
 import os
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -279,12 +283,21 @@ def verdict(setting, device, dtype, backend="inductor", around=None):
     return f"WRONG: error {errors[0]:.2g}, eager code has {errors[1]:.2g}"
 
 
-def summary(found):
+def is_over(options, start, device):
+    """Whether the time is; all ranks agree, by the clock of the first."""
+    over = torch.tensor(time.monotonic() - start > options.seconds, device=device)
+    if options.around:
+        dist.broadcast(over, 0)
+    return bool(over)
+
+
+def summary(found, chosen):
     """How many settings ended how, then what was refused, by its text."""
     kinds = Counter(said.partition(":")[0] for said in found)
     told = Counter(said for said in found if ":" in said)
     counts = [f"{kinds[kind]} {kind}" for kind in ("same bits", "as exact", "refused", "not ours", "WRONG")]
-    return [f"{len(found)} settings: {', '.join(counts)}", *(f"- {count} {said}" for said, count in told.most_common())]
+    counts += [f"{chosen - len(found)} not run"] if chosen > len(found) else []
+    return [f"{chosen} settings: {', '.join(counts)}", *(f"- {count} {said}" for said, count in told.most_common())]
 
 
 def main():
@@ -295,7 +308,8 @@ def main():
     parser.add_argument("--around", choices=["ddp", "fsdp2"], help="under torchrun")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    options, start = parser.parse_args(), time.monotonic()
     rank, device = 0, "cuda" if torch.cuda.is_available() else "cpu"
     if options.around:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -320,13 +334,15 @@ def main():
     ]
     found = []
     for setting in chosen:
+        if is_over(options, start, device):
+            break
         found.append(verdict(setting, device, dtype, options.backend, options.around))
         lines.append(f"| {setting} | {found[-1]} |")
         if rank == 0:
             print(lines[-1], flush=True)
-    lines += ["", *summary(found)]
+    lines += ["", *summary(found, len(chosen))]
     if rank == 0:
-        print("\n".join(summary(found)))
+        print("\n".join(lines[len(found) + 5 :]))
         if options.out:
             options.out.write_text("\n".join(lines) + "\n")
     if options.around:

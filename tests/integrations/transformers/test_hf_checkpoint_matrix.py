@@ -1,15 +1,12 @@
-"""Gradient checkpointing beside compiled layers: some settings of tests/checkpoint_matrix.py here, all of them on a GPU."""
+"""Gradient checkpointing beside compiled layers: some settings of tests/checkpoint_matrix.py, which runs all of them."""
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 import checkpoint_matrix as matrix
-from helpers import ROOT
 
 # Nothing is compiled: each takes a fraction of a second.
 EAGER = [
@@ -31,20 +28,20 @@ COMPILED = [
     ("llama", "model", "non-reentrant", "position_ids", "stock loss", "full", "plain"),
 ]
 GOOD = "same bits", "as exact"
-PARTS = 8  # processes on one GPU
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 @pytest.mark.parametrize("setting", EAGER, ids=" ".join)
-def test_eager(setting):
+def test_eager(setting, device):
     pytest.importorskip("peft")
-    said = matrix.verdict(matrix.Setting(*setting), "cpu", torch.float32)
+    said = matrix.verdict(matrix.Setting(*setting), device, DTYPES[device])
     assert said == "same bits" or (said in GOOD and setting[0] == "moe"), said
 
 
 @pytest.mark.parametrize("setting", COMPILED, ids=" ".join)
-def test_compiled(setting, fresh_compile):
+def test_compiled(setting, device, fresh_compile):
     pytest.importorskip("peft")
-    said = matrix.verdict(matrix.Setting(*setting), "cpu", torch.float32, backend="aot_eager")
+    said = matrix.verdict(matrix.Setting(*setting), device, DTYPES[device], backend="aot_eager")
     assert said in GOOD, said
 
 
@@ -59,16 +56,3 @@ def test_every_pair_of_values_is_tried():
     for first, second in itertools.combinations(range(len(matrix.AXES)), 2):
         tried = {(each[first], each[second]) for each in matrix.settings()}
         assert tried == {*itertools.product(list(matrix.AXES.values())[first], list(matrix.AXES.values())[second])}
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="on the CPU they take an hour")
-def test_all_settings_on_a_gpu(tmp_path):
-    script = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "checkpoint_matrix.py")]
-    tables = [tmp_path / f"{part}.md" for part in range(PARTS)]
-    parts = [
-        subprocess.Popen([*script, "--part", f"{part + 1}/{PARTS}", "--out", str(table)], stdout=subprocess.DEVNULL)
-        for part, table in enumerate(tables)
-    ]
-    failed = [part for part, process in enumerate(parts) if process.wait()]
-    rows = "\n".join(tables[part].read_text() if tables[part].exists() else f"part {part}: no table" for part in failed)
-    assert not failed, "\n".join(row for row in rows.splitlines() if "WRONG" in row or "no table" in row)
