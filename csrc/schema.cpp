@@ -60,7 +60,7 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("varlen_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan, Tensor? visible_end=None) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("paged_attention_plan(Tensor cu_seqlens_q, Tensor seqused_k, SymInt total_q, SymInt max_keys, SymInt num_heads, SymInt num_kv_heads, SymInt head_dim, bool causal, int window_left, int window_right, SymInt? head_dim_v=None) -> Tensor");
   m.def("paged_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor block_table, Tensor seqused_k, Tensor? sinks, bool causal, float? softmax_scale, int window_left, int window_right, float softcap, Tensor? plan) -> (Tensor, Tensor)");
-  m.def("prefix_paths(Tensor cu_seqlens, Tensor parents, SymInt total) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("prefix_paths(Tensor cu_seqlens, Tensor parents, SymInt total, bool forks_anywhere=False) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("prefix_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor path_cu_seqlens, Tensor? sinks, Tensor row_of_key, Tensor key_offsets, Tensor keys_of_row, float? softmax_scale, int window_left, float softcap, Tensor? plan, bool? in_blocks=None) -> (Tensor, Tensor)");
   m.def("prefix_attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, Tensor path_cu_seqlens, Tensor? sinks, Tensor row_of_key, Tensor key_offsets, Tensor keys_of_row, float? softmax_scale, int window_left, float softcap, Tensor? plan, bool? in_blocks=None) -> (Tensor, Tensor, Tensor, Tensor)");
 

@@ -39,7 +39,7 @@ from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Packing, pack_ffd, pack_sequences
 from packing_ops.padding import pad_input, pad_inputs, unpad_input, unpad_inputs
 from packing_ops.padding_batches import iter_microbatches, trim_padding
-from packing_ops.prefix_tree import pack_prefix_tree, prefix_token_logps
+from packing_ops.prefix_tree import pack_prefix_tree, prefix_token_logps, prefix_tree_metadata
 from packing_ops.prompts import (
     compute_prompt_boundaries,
     compute_prompt_end_indices,
@@ -107,6 +107,7 @@ __all__ = [
     "pad_inputs",
     "position_ids_from_cu_seqlens",
     "prefix_token_logps",
+    "prefix_tree_metadata",
     "register_flop_formulas",
     "router_statistics",
     "segment_broadcast",

@@ -247,6 +247,29 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
     )
 
 
+def paths_of_segments(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
+    """Return the paths of segments that fork at any token, and stand in any order after their parents.
+
+    Args:
+        cu_seqlens, parents, total: as prefix_paths, on the CPU.
+
+    Example:
+        >>> cu_seqlens, parents = torch.tensor([[0, 2, 3, 5], [-1, 0, 0, 0]], dtype=torch.int32)
+        >>> paths = paths_of_segments(cu_seqlens, parents[:3], 5)
+        >>> paths.cu_seqlens.tolist(), paths.row_of_key.tolist(), paths.in_blocks
+        ([0, 2, 5, 9], [0, 1, 0, 1, 2, 0, 1, 3, 4], False)
+
+    Raises:
+        ValueError: parents that are not before their children, or paths of 2**31 keys or more in all.
+    """
+    of_paths, *found = gate.prefix_paths(cu_seqlens, parents, total, True)
+    forks = of_paths.diff()[parents[parents >= 0]]
+    in_blocks = bool((forks % FORK_ALIGNMENT == 0).all())
+    row_of_key, key_offsets, keys_of_row = found
+    shares = forks.numel() > 0
+    return PrefixPaths(cu_seqlens, of_paths, row_of_key, key_offsets, keys_of_row, shares, in_blocks)
+
+
 def paths_of_rows(
     segments: torch.Tensor, cu_seqlens: torch.Tensor, row_of_key: torch.Tensor, total: int
 ) -> PrefixPaths:

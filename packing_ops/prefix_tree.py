@@ -13,11 +13,12 @@ from packing_ops._runtime.arguments import (
     described,
     index_tensor,
     int32_cu_seqlens,
+    int64_tensor,
     integer,
     one_row,
     wrong_type,
 )
-from packing_ops.keys import FORK_ALIGNMENT, PrefixTree
+from packing_ops.keys import FORK_ALIGNMENT, PrefixTree, paths_of_segments
 from packing_ops.losses.logps import (
     HeadKeywords,
     LogpsOptions,
@@ -27,7 +28,7 @@ from packing_ops.losses.logps import (
     logps_of_targets,
     output_names,
 )
-from packing_ops.metadata import PackedMetadata, cu_seqlens_of
+from packing_ops.metadata import PackedMetadata, cu_seqlens_of, metadata_of_segments
 
 
 def pack_prefix_tree(
@@ -112,6 +113,83 @@ def pack_prefix_tree(
         repeated_at_forks=repeated_at_forks,
         repeated_by_cuts=repeated_by_cuts,
     )
+
+
+def prefix_tree_metadata(
+    group_ids: torch.Tensor | Sequence[int],
+    parent_ids: torch.Tensor | Sequence[int],
+    *,
+    device: torch.device | str | None = None,
+) -> PackedMetadata:
+    """Return the PackedMetadata of a row that holds prefix trees already, forks at any token; its order stays.
+
+    A group is a segment of the tree: tokens next to each other that continue the group of parent_ids, and see it, its
+    parent and so on, then their group causally.
+
+    Args:
+        group_ids: int64 or int32 ``[total]`` or ``[1, total]``, or a Python sequence: the group of each token. CUDA tensors
+            are copied to the CPU, which synchronises.
+        parent_ids: alike, the group that each token's group continues, which lies before it; a root has its group_ids.
+            Padding with such ids (-1 and -1, say) is a root.
+        device: of the tensors; by default that of group_ids.
+
+    Returns:
+        PackedMetadata of the row, as from_prefix_tree makes it: for varlen_attention, apply_rotary_qk and, by
+        to_transformers, models. position_ids are distances from the root. cu_seqlens are the segments.
+
+    The bits are those of pack_prefix_tree's trees. Where a group has children, and it and those above hold no multiple of
+    FORK_ALIGNMENT tokens, the forward of attention gathers k and v along the paths, as the backward does.
+
+    Example:
+        >>> group_ids, parent_ids = [7, 7, 7, 8, 8, 9, -1], [7, 7, 7, 7, 7, 7, -1]  # a prompt, two answers, padding
+        >>> metadata = prefix_tree_metadata(group_ids, parent_ids)
+        >>> metadata.cu_seqlens.tolist(), metadata.position_ids.tolist()
+        ([0, 3, 5, 6, 7], [0, 1, 2, 3, 4, 3, 0])
+
+    Raises:
+        ValueError: ids that are not int64 or int32 of one row, or differ in length; a group whose tokens are apart, or that
+            has two parents; a parent that is not before its child.
+        TypeError: ids that are not integers.
+
+    Determinism: the same in every call.
+    Synchronises: once for each CUDA tensor of ids, which is copied.
+    Memory: 8 bytes for each key of the paths, and 4 for each token.
+    Gradients: none: integers.
+    """
+    groups, of_parents = _row_of_ids(group_ids, "group_ids"), _row_of_ids(parent_ids, "parent_ids")
+    if of_parents.shape != groups.shape:
+        raise ValueError(f"parent_ids: expected [total={groups.numel()}] like group_ids, got {described(of_parents)}")
+    paths = paths_of_segments(*_segments_of_groups(groups.cpu(), of_parents.cpu()), groups.numel())
+    return metadata_of_segments(paths.segments, paths, groups.numel(), groups.device if device is None else device)
+
+
+def _row_of_ids(ids: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
+    """Return int64 ``[total]``, checked."""
+    ids = one_row(index_tensor(ids, name), name)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: expected int32 or int64, got {described(ids)}")
+    return ids.long()
+
+
+def _segments_of_groups(groups: torch.Tensor, of_parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the segments' cu_seqlens and parents, int32."""
+    changes = (groups[1:] != groups[:-1]) | (of_parents[1:] != of_parents[:-1])
+    starts = F.pad(changes.nonzero()[:, 0] + 1, (1, 0)) if groups.numel() else groups
+    parents, found = list[int](), dict[int, int]()
+    for segment, start in enumerate(starts.tolist()):
+        group, parent = int(groups[start]), int(of_parents[start])
+        if group in found:
+            raise ValueError(
+                f"group_ids: expected the tokens of a group next to each other, with one parent, got {group} again at "
+                f"index {start}"
+            )
+        if parent != group and parent not in found:
+            raise ValueError(
+                f"parent_ids: expected the group itself or one that is before it, got {parent} at index {start}"
+            )
+        parents.append(-1 if parent == group else found[parent])
+        found[group] = segment
+    return F.pad(starts, (0, 1), value=groups.numel()).int(), int64_tensor(parents).int()
 
 
 @overload

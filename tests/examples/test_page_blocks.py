@@ -262,7 +262,7 @@ def test_rl_loop_on_two_ranks(tmp_path):
 def test_a_prefix_tree():
     from packing_ops.integrations.transformers import apply_packing_ops
 
-    pack, run, bins = blocks_of("docs/prefix-trees.md")
+    pack, run, of_art, of_unsloth, bins = blocks_of("docs/prefix-trees.md")
     names = {"torch": torch, "po": packing_ops, "apply_packing_ops": apply_packing_ops}
     block = pack.replace("torch.arange(1000, 2024)", "torch.arange(1000, 2024) % 256").replace("300, 340", "200, 240")
     exec(block, names)
@@ -275,6 +275,11 @@ def test_a_prefix_tree():
     names["model"] = tiny_llama()
     exec(run, names)
     assert names["logps"].shape == (tree.num_tokens,)
+    exec(of_art, names)
+    assert names["metadata"].position_ids[[0, 300, 340, 365]].tolist() == [0, 300, 300, 0]
+    assert names["out"].shape == (368, 4, 64)
+    exec(of_unsloth, names)
+    assert names["metadata"].lengths.tolist() == [300, 40, 25, 128, 7]
     exec(bins, names)
     assert names["packed"].num_bins > 1
     assert int(names["one"].num_rows) <= 1120
@@ -333,6 +338,6 @@ def test_every_block_is_run():
         "docs/ops.md": 3,
         "docs/pages.md": 2,
         "docs/parallel.md": 4,
-        "docs/prefix-trees.md": 3,
+        "docs/prefix-trees.md": 5,
         "docs/transformers.md": 6,
     }

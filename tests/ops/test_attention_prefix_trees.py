@@ -298,7 +298,7 @@ def op_samples(device):
     heads = [t.detach() for t in leaves]
     by_rows = (*heads, *documents, None, True, 0.3, 20, -1, 0.0, None, None, paths[0])
     return [
-        (ops.prefix_paths, (tree.cu_seqlens, tree.parents, tree.q.shape[0])),
+        (ops.prefix_paths, (tree.cu_seqlens, tree.parents, tree.q.shape[0], True)),
         (ops.prefix_attention, forward),
         (ops.prefix_attention_backward, backward),
         (ops.varlen_attention, by_rows),

@@ -138,6 +138,7 @@ CALLS = {
     "pack_prefix_tree": lambda: [
         (tree, tree.bin(1)) for tree in [po.pack_prefix_tree(LABELS, CU_SEQLENS, groups=[0, 1, 2, 1], capacity=8)]
     ],
+    "prefix_tree_metadata": lambda: metadata(po.prefix_tree_metadata([4, 4, 5, 6], [4, 4, 4, 5])),
     "from_lengths": lambda: metadata(po.PackedMetadata.from_lengths(LENGTHS, total=17)),
     "from_lengths, none": lambda: metadata(po.PackedMetadata.from_lengths([])),
     "from_cu_seqlens": lambda: metadata(po.PackedMetadata.from_cu_seqlens(CU_SEQLENS)),

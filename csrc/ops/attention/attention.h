@@ -130,6 +130,7 @@ inline AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
 // The keys of each segment of a prefix tree: the rows of its ancestors, then its own. One such list after the other.
 struct PrefixPathsParams {
   Documents segments;
+  bool forks_anywhere = false;       // at any token, and segments in any order after their parents
   const int32_t* parents = nullptr;  // [num_segments], -1 for a root
   int32_t* cu_seqlens = nullptr;     // [num_segments + 1], of the paths
   int32_t* row_of_key = nullptr;     // [cu_seqlens[num_segments]]

@@ -17,7 +17,8 @@ int32_t* values_of(const Tensor& t) {
 
 // (cu_seqlens of the paths, rows, key_offsets, keys_of_row), on the device of cu_seqlens. Sizes depend on the values,
 // so they are made on the host.
-std::tuple<Tensor, Tensor, Tensor, Tensor> prefix_paths(Tensor cu_seqlens, const Tensor& parents, int64_t total) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> prefix_paths(Tensor cu_seqlens, const Tensor& parents, int64_t total,
+                                                        bool forks_anywhere) {
   check_total(total, "total");
   check_rank(cu_seqlens, "cu_seqlens", 1);
   check_dtype(parents, "parents", {DType::kInt32});
@@ -29,6 +30,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefix_paths(Tensor cu_seqlens, const
   const Tensor path_cu_seqlens = empty({cu_seqlens.numel()}, DType::kInt32, cu_seqlens);
   PrefixPathsParams p;
   p.segments = documents_view(cu_seqlens, total);
+  p.forks_anywhere = forks_anywhere;
   p.parents = values_of(parents_on_host);
   p.cu_seqlens = values_of(path_cu_seqlens);
   launch_prefix_path_lengths_cpu(p);

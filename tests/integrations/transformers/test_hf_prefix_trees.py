@@ -155,6 +155,34 @@ STATEFUL = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("config", ["LlamaConfig", "Qwen3_5TextConfig", "Lfm2Config"])
+def test_a_stream_that_forks_inside_of_a_tile(config, device):
+    """Of a prompt and its answers, as another library has laid it out."""
+    if not hasattr(transformers, config):
+        pytest.skip("not in this transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    options = {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **STATEFUL.get(config, {})}
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**options), attn_implementation="packing_ops"
+    ).to(device)
+    groups = torch.arange(1 + len(ANSWERS)).repeat_interleave(torch.tensor([PROMPT, *ANSWERS]))
+    stream = torch.randint(3, 61, groups.shape, device=device)
+    metadata = po.prefix_tree_metadata(groups, torch.zeros_like(groups), device=device)
+    rows = [(groups == 0) | (groups == answer) for answer in range(1, 1 + len(ANSWERS))]
+    weights = [torch.randn(int(mask.sum()), 61, device=device) for mask in rows]
+
+    def step(logits):
+        model.zero_grad()
+        sum((each * weight).sum() for each, weight in zip(logits, weights, strict=True)).backward()
+        return [each.detach() for each in logits], [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    given = {"position_ids": metadata.position_ids[None], **metadata.to_transformers(), "use_cache": False}
+    logits = model(stream[None], **given).logits[0]
+    shared = step([logits[mask.to(device)] for mask in rows])
+    alone = step([model(stream[None, mask.to(device)], use_cache=False).logits[0] for mask in rows])
+    torch.testing.assert_close(shared, alone, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("config", STATEFUL)
 def test_layers_with_a_state_run_on_whole_paths(config, device):
     if not hasattr(transformers, config):

@@ -26,6 +26,7 @@ void check_parent(const PrefixPathsParams& p, int64_t segment) {
   const int64_t parent = p.parents[segment];
   check(parent >= -1 && parent < segment, "parents: expected -1 or an earlier segment at index ", segment, ", got ",
         parent);
+  if (p.forks_anywhere) return;
   check(follows(p, segment), "parents: expected segments in depth-first order, got ", parent, " at index ", segment,
         ", whose subtree has ended before");
   if (parent < 0) return;
