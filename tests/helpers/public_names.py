@@ -3,7 +3,7 @@
 import importlib
 
 NEEDS = {"transformers": "transformers", "trl": "trl", "megatron": "megatron.core"}  # to import an integration
-HOSTS = ["transformers", "trl", "megatron", "flash_attn"]
+HOSTS = ["transformers", "trl", "megatron", "flash_attn", "vllm"]
 CONTRIB = ["unsloth", "ring_flash_attn", "open_instruct"]
 PUBLIC = [
     "packing_ops",

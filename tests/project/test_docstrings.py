@@ -12,7 +12,7 @@ from helpers import ROOT
 from helpers.public_names import NEEDS, PUBLIC, public_names
 
 # Shown in the examples of what they undo.
-UNDO = {"revert_packing_ops", "unpatch_pack_dataset", "unpatch_rope", "unpatch_router"}
+UNDO = {"revert_packing_ops", "unpatch_pack_dataset", "unpatch_rope", "unpatch_router", "unregister"}
 
 
 def prompts_of_modules():
@@ -64,7 +64,7 @@ def test_examples(name, tmp_path, monkeypatch):
 
 def test_what_is_not_run_says_why():
     skipped = [line for _, lines in PROMPTS.values() for line in lines]
-    assert len(skipped) == 20
+    assert len(skipped) == 23
     assert [line for line in skipped if not re.search(r"# needs \w.* # doctest: \+SKIP$", line)] == []
 
 

@@ -253,6 +253,7 @@ NAMES = {
     "packing_ops.integrations.flash_attn": 9,
     "packing_ops.contrib.ring_flash_attn": 9,
     "packing_ops.contrib.open_instruct": 4,
+    "packing_ops.integrations.vllm": 3,
 }
 # What Patch replaces in a host, by file: the attribute, and where it is.
 PATCHES = {
@@ -284,6 +285,12 @@ PATCHES = {
     "integrations.transformers.rope": {"module.name"},
     "integrations.trl.packing": {"data_utils.pack_dataset"},
     "integrations.trl.trees": {"_packing().tree_attention"},
+    "integrations.vllm.__init__": {"type(current_platform).get_attn_backend_cls"},
+    "integrations.vllm.layers": {
+        "GeluAndMul.forward", "GemmaRMSNorm.forward", "RMSNorm.forward", "RotaryEmbedding.forward", "SiluAndMul.forward",
+        "Sampler.compute_logprobs", "Sampler.forward", "Sampler.sample", "UnquantizedEmbeddingMethod.apply",
+        "UnquantizedLinearMethod.apply", "UnquantizedLinearMethod.process_weights_after_loading",
+    },
 }  # fmt: skip
 CATCH_ALLS = {"options", "others", "given", "rest", "arguments", "more"}  # starred parameters that hide what comes
 MOST_CATCH_ALLS = 52
@@ -293,7 +300,7 @@ STATEMENTS = {
     "_runtime": 1100,
     "contrib": 390,
     "data": 2250,
-    "integrations": 5350,
+    "integrations": 5500,  # vLLM came
     "invariance": 680,
     "losses": 630,
     "parallel": 970,

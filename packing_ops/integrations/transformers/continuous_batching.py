@@ -4,11 +4,9 @@ import functools
 import importlib
 
 import torch
-import torch.nn.functional as F
 
-from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import sum_dtype
 from packing_ops._runtime.batch_cache import kept_with
+from packing_ops.integrations._log_probs import log_sums_of
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers.call import NAMES, call_of_layers
 from packing_ops.keys import KeyPages
@@ -105,27 +103,13 @@ def _with_our_logps(stock):
         stock(self, scores, output_ids)
         if not self.return_logprobs or self.cache.config._attn_implementation not in NAMES:
             return
-        tokens, dtype = output_ids[0, : scores.shape[1]], self.cache.dtype
-        found = _log_probs(scores[0], tokens)
-        if not self.logit_processor.do_processing and dtype != scores.dtype:
-            # The head's logits were of the model's dtype, as token_logps sees them, unless rounding to it changes one.
-            rounded = scores[0].to(dtype)
-            same = (rounded.to(scores.dtype) == scores[0]).all()
-            found = torch.where(same, _log_probs(rounded, tokens), found)
-        output_ids[1, : scores.shape[1]].copy_(found.view(torch.int32))
+        logits, tokens = scores[0], output_ids[0, : scores.shape[1]]
+        # Without processors the head's logits were of the model's dtype.
+        sums = log_sums_of(logits, logits.dtype if self.logit_processor.do_processing else self.cache.dtype)
+        chosen = logits.gather(-1, tokens.long()[:, None])[:, 0].to(sums.dtype)
+        output_ids[1, : scores.shape[1]].copy_((chosen - sums).float().view(torch.int32))
 
     return sample
-
-
-def _log_probs(logits, tokens):
-    """Return float32 log p of a token in each row, by the sums of token_logps."""
-    rows, vocab = logits.shape
-    logits = F.pad(logits, (0, -vocab % 8))[:, :vocab]  # rows start on 16 bytes, as those of token_logps
-    sums = logits.new_zeros(3, rows, dtype=sum_dtype(logits.dtype))
-    sums[0] = -float("inf")
-    gate.logps_chunk_(logits, None, tokens, 0, torch.ones_like(sums[0]), 0.0, sums)
-    largest, total, chosen = sums
-    return (chosen - (largest + total.log())).float()
 
 
 def _patches() -> list[Patch]:

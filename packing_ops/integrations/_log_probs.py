@@ -1,0 +1,33 @@
+"""Log-probabilities from logits that an engine holds, by the sums of token_logps: within invariant() with a trainer's bits."""
+
+import torch
+import torch.nn.functional as F
+
+from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import sum_dtype
+
+
+def log_sums_of(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Log of the sum of exponentials of each row ``[rows]``, float32 (float64 for float64).
+
+    Args:
+        logits: ``[rows, vocab]``.
+        dtype: of the head that they came from. token_logps sums in the order of that dtype.
+    """
+    sums = _log_sums(logits)
+    if dtype == logits.dtype:
+        return sums
+    # Unless rounding to it changes one, the logits are as the head gave them.
+    rounded = logits.to(dtype)
+    return torch.where((rounded.to(logits.dtype) == logits).all(), _log_sums(rounded).to(sums.dtype), sums)
+
+
+def _log_sums(logits: torch.Tensor) -> torch.Tensor:
+    rows, vocab = logits.shape
+    logits = F.pad(logits, (0, -vocab % 8))[:, :vocab]  # rows start on 16 bytes, as those of token_logps
+    sums = logits.new_zeros(3, rows, dtype=sum_dtype(logits.dtype))
+    sums[0] = -float("inf")
+    targets = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+    gate.logps_chunk_(logits, None, targets, 0, torch.ones_like(sums[0]), 0.0, sums)
+    largest, total, _ = sums
+    return largest + total.log()

@@ -1,0 +1,171 @@
+"""Layers of vLLM's models as a trainer runs them within invariant(): patches that live as long as the attention of a model."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.v1.sample.sampler import Sampler
+
+from packing_ops.integrations._log_probs import log_sums_of
+from packing_ops.integrations._patching import PRIVATE, Patch
+from packing_ops.integrations.transformers.rms_norm import FORWARDS
+from packing_ops.invariance.mode import GRAIN, ProductsByBlocks, by_blocks, pad_rows, whole_pairs
+from packing_ops.rope import apply_rotary_qk
+
+# --- norms, activations, RoPE ---
+
+
+def _norm(formula: str):
+    def make(stock):
+        @functools.wraps(stock)
+        def forward(self, x, residual=None):
+            if getattr(self, "variance_size_override", None) is not None:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: expected a norm over the whole row, got one over a part"
+                )
+            x = x if residual is None else x + residual  # rounded, as a residual stream in a trainer is
+            normalised = FORWARDS["no_weight" if not getattr(self, "has_weight", True) else formula](self, x)
+            return normalised if residual is None else (normalised, x)
+
+        return forward
+
+    return make
+
+
+def _gated(activation):
+    def make(stock):
+        @functools.wraps(stock)
+        def forward(self, x):
+            # Contiguous: on the CPU the last elements of a strided row round otherwise.
+            gate, up = (half.contiguous() for half in x.chunk(2, -1))
+            return activation(self, gate) * up
+
+        return forward
+
+    return make
+
+
+ROTARY = ("RotaryEmbedding", "Llama3RotaryEmbedding")  # whose tables are those of transformers
+
+
+def _rotary(stock):
+    @functools.wraps(stock)
+    def forward(self, positions, query, key=None):
+        if type(self).__name__ not in ROTARY or not self.is_neox_style:
+            raise NotImplementedError(f"rope: expected one of {', '.join(ROTARY)}, got {type(self).__name__}")
+        cos, sin = self._match_cos_sin_cache_dtype(query).chunk(2, -1)
+        tokens = positions.numel()
+        q, k = (each if each is None else each.view(tokens, -1, self.head_size) for each in (query, key))
+        apply_rotary_qk(q, k, cos, sin, positions.flatten(), rotary_dim=self.rotary_dim, inplace=True)
+        return query, key
+
+    return forward
+
+
+# --- products ---
+
+
+def _linear(stock):
+    @functools.wraps(stock)
+    def apply(self, layer, x, bias=None):
+        weight = layer.weight.data
+        if not x.is_cpu:
+            return F.linear(x, weight, bias)
+        # q, k and v, or gate and up, are one weight here. On the CPU a product's bits may depend on its columns.
+        sizes = getattr(layer, "output_partition_sizes", None) or [weight.shape[0]]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        with ProductsByBlocks():
+            return torch.cat([F.linear(x, *each) for each in zip(weight.split(sizes), biases, strict=True)], -1)
+
+    return apply
+
+
+def _plain_weights(stock):
+    """On the CPU vLLM packs weights for kernels of its own, and drops them."""
+
+    @functools.wraps(stock)
+    def process(self, layer):
+        if not layer.weight.is_cpu:
+            stock(self, layer)
+
+    return process
+
+
+def _head(stock):
+    @functools.wraps(stock)
+    def apply(self, layer, x, bias=None):
+        if bias is not None:
+            raise NotImplementedError("lm_head: expected no bias, got one")
+        weight = layer.weight.data[: layer.org_vocab_size]
+        if not x.is_cpu:
+            return F.linear(x, weight)
+        rows, weight = whole_pairs(pad_rows(x), weight)
+        parts = [torch.cat(by_blocks(torch.mm, [rows], part.t())) for part in weight.split(GRAIN)]
+        return torch.cat(parts, 1)[: x.shape[0]]
+
+    return apply
+
+
+# --- log-probabilities ---
+
+
+def _log_probs(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return logits.float() - log_sums_of(logits, dtype)[:, None]
+
+
+def _compute_logprobs(stock):
+    @functools.wraps(stock)
+    def compute(logits):
+        return _log_probs(logits, logits.dtype)
+
+    return staticmethod(compute)
+
+
+def _forward(stock):
+    """Notes the dtype of the head's logits, which are float32 from here on."""
+
+    @functools.wraps(stock)
+    def forward(self, logits, *args, **kwargs):
+        vars(self)[PRIVATE + "dtype"] = logits.dtype
+        return stock(self, logits, *args, **kwargs)
+
+    return forward
+
+
+def _sample(stock):
+    """logprobs_mode="processed_logprobs": vLLM hands out the processed logits, and the log-probabilities are taken here."""
+
+    @functools.wraps(stock)
+    def sample(self, logits, sampling_metadata, logprobs_mode_override=None):
+        mode = logprobs_mode_override or self.logprobs_mode
+        if mode != "processed_logprobs":
+            return stock(self, logits, sampling_metadata, logprobs_mode_override)
+        inner, dtype = self.topk_topp_sampler, vars(self).get(PRIVATE + "dtype", logits.dtype)
+        before, inner.logprobs_mode = inner.logprobs_mode, "processed_logits"
+        try:
+            sampled, processed = stock(self, logits, sampling_metadata, "processed_logits")
+        finally:
+            inner.logprobs_mode = before
+        return sampled, None if processed is None else _log_probs(processed, dtype)
+
+    return sample
+
+
+PATCHES = [
+    Patch(RMSNorm, "forward", _norm("weight")),
+    Patch(GemmaRMSNorm, "forward", _norm("one_plus_weight")),
+    Patch(SiluAndMul, "forward", _gated(lambda self, gate: F.silu(gate))),
+    Patch(GeluAndMul, "forward", _gated(lambda self, gate: F.gelu(gate, approximate=self.approximate))),
+    Patch(RotaryEmbedding, "forward", _rotary),
+    Patch(UnquantizedLinearMethod, "apply", _linear),
+    Patch(UnquantizedLinearMethod, "process_weights_after_loading", _plain_weights),
+    Patch(UnquantizedEmbeddingMethod, "apply", _head),
+    Patch(Sampler, "compute_logprobs", _compute_logprobs),
+    Patch(Sampler, "forward", _forward),
+    Patch(Sampler, "sample", _sample),
+]

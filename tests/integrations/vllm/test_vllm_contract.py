@@ -1,0 +1,242 @@
+"""What vLLM calls, with stand-ins in its place: make test-vllm runs the real one."""
+
+import gc
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import vllm_case
+from helpers.vllm_case import config
+
+import packing_ops as po
+from packing_ops.integrations.vllm.refusals import refusals
+
+pytest.importorskip("transformers")
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 128
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """The integration over stand-ins: its package, backend and layers."""
+    vllm_case.install(monkeypatch)
+    parts = [importlib.import_module(f"packing_ops.integrations.vllm{part}") for part in ("", ".backend", ".layers")]
+    yield types.SimpleNamespace(plugin=parts[0], backend=parts[1], layers=parts[2])
+    for name in [name for name in sys.modules if name.startswith("packing_ops.integrations.vllm")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def step(requests, tables, device, padding=0):
+    """CommonAttentionMetadata of (keys before, new ones) of each request; ``padding`` tokens have the slot -1."""
+    slots = [
+        tables[i][at // BLOCK] * BLOCK + at % BLOCK
+        for i, (old, new) in enumerate(requests)
+        for at in range(old, old + new)
+    ]
+    starts = F.pad(torch.tensor([new for _, new in requests]).cumsum(0), (1, 0))
+    return types.SimpleNamespace(
+        causal=True,
+        num_reqs=len(requests),
+        num_actual_tokens=len(slots) + padding,
+        query_start_loc=starts.int().to(device),
+        seq_lens=torch.tensor([old + new for old, new in requests], dtype=torch.int32, device=device),
+        block_table_tensor=torch.tensor(tables, dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor([*slots, *[-1] * padding], device=device),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_attention_writes_and_reads_pages(vllm, device, window, heads_first):
+    """Chunks of two prompts, then tokens one by one, as the documents at once."""
+    dtype, lengths, tables = torch.bfloat16, (300, 140), [[3, 1, 4], [2, 5, 0]]
+    q, k, v = (torch.randn(sum(lengths), heads, DIM, device=device).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    shape = (6, KV_HEADS, BLOCK, 2 * DIM) if heads_first else (6, BLOCK, KV_HEADS, 2 * DIM)
+    cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    cache = cache if heads_first else cache.transpose(1, 2)
+    impl = vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS, sliding_window=window)
+    builder = vllm.backend.Builder(types.SimpleNamespace(block_size=BLOCK), [], config(), device)
+    found, done = torch.empty_like(q), [0, 0]
+    for new in [(64, 100), (200, 38), *[(1, 1)] * 2, (30, 0), *[(1, 0)] * 4]:
+        metadata = builder.build(0, step(list(zip(done, new, strict=True)), tables, device, padding=3))
+        rows = [sum(lengths[:i]) + at for i in (0, 1) for at in range(done[i], done[i] + new[i])]
+        given = [F.pad(each[rows], (0, 0, 0, 0, 0, 3), value=1.0) for each in (q, k, v)]
+        out = impl.forward(None, *given, cache, metadata, torch.empty_like(given[0]))
+        found[rows] = out[: len(rows)]
+        done = [old + n for old, n in zip(done, new, strict=True)]
+    assert done == list(lengths)
+    windows = {} if window is None else {"window_size": (window - 1, 0)}
+    cu_seqlens = torch.tensor([0, 300, 440], dtype=torch.int32, device=device)
+    assert torch.equal(found, po.varlen_attention(q, k, v, cu_seqlens, **windows))
+
+
+def test_a_run_without_metadata_gives_zeros(vllm):
+    impl = vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS)
+    out = impl.forward(None, None, None, None, torch.empty(0), None, torch.ones(3, HEADS, DIM))
+    assert not out.any()
+
+
+def run(module, *args):
+    """forward of a stand-in that vLLM's __init__ did not make."""
+    return type(module).forward(module, *args)
+
+
+def layer(cls, **attributes):
+    made = cls.__new__(cls)
+    torch.nn.Module.__init__(made)
+    vars(made).update(attributes)
+    return made
+
+
+@pytest.fixture
+def patched(vllm):
+    vllm.impl = vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS)
+    return vllm
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "GemmaRMSNorm"])
+def test_norms_round_as_a_trainer_does(patched, name):
+    x, residual, weight = torch.randn(5, 64).bfloat16(), torch.randn(5, 64).bfloat16(), torch.randn(64).bfloat16()
+    norm = layer(getattr(patched.layers, name), weight=weight, variance_epsilon=1e-6)
+    total = x + residual
+    if name == "RMSNorm":
+        wanted = F.rms_norm(total, (64,), weight, 1e-6)
+    else:
+        wanted = F.rms_norm(total.float(), (64,), 1.0 + weight.float(), 1e-6).bfloat16()
+    found, kept = run(norm, x, residual)
+    assert torch.equal(found, wanted)
+    assert torch.equal(kept, total)
+    assert torch.equal(run(norm, total), wanted)
+    with pytest.raises(NotImplementedError, match="over the whole row"):
+        run(layer(type(norm), weight=weight, variance_size_override=32), x)
+
+
+def test_activations_and_rope(patched):
+    x = torch.randn(5, 64).bfloat16()
+    gate, up = x[:, :32].contiguous(), x[:, 32:].contiguous()
+    assert torch.equal(run(layer(patched.layers.SiluAndMul), x), F.silu(gate) * up)
+    gelu = layer(patched.layers.GeluAndMul, approximate="tanh")
+    assert torch.equal(run(gelu, x), F.gelu(gate, approximate="tanh") * up)
+    angles = torch.arange(50.0)[:, None] / torch.arange(1, 9)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    rope = layer(patched.layers.RotaryEmbedding, cos_sin_cache=table, head_size=DIM, rotary_dim=DIM, is_neox_style=True)
+    qkv, positions = torch.randn(5, (HEADS + 2) * DIM).bfloat16(), torch.tensor([3, 4, 0, 49, 7])
+    q, k = qkv[:, : HEADS * DIM], qkv[:, HEADS * DIM :]
+    cos, sin = table.bfloat16().chunk(2, -1)
+    wanted = po.apply_rotary_qk(q.reshape(5, HEADS, DIM), k.reshape(5, 2, DIM), cos, sin, positions)
+    for found, right in zip(run(rope, positions, q, k), wanted, strict=True):
+        assert torch.equal(found.reshape_as(right), right)
+    with pytest.raises(NotImplementedError, match="rope: expected one of RotaryEmbedding"):
+        run(layer(patched.layers.RotaryEmbedding, is_neox_style=False), positions, q, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_separate_layers(patched, dtype):
+    x, bias = torch.randn(37, 48).to(dtype), torch.randn(80).to(dtype)
+    weight = torch.nn.Parameter(torch.randn(80, 48).to(dtype), requires_grad=False)
+    of_vllm = types.SimpleNamespace(weight=weight, output_partition_sizes=[48, 16, 16])
+    method = patched.layers.UnquantizedLinearMethod()
+    method.process_weights_after_loading(of_vllm)
+    with po.invariant():
+        separate = torch.cat(
+            [F.linear(x, *each) for each in zip(weight.split((48, 16, 16)), bias.split((48, 16, 16)), strict=True)], 1
+        )
+    assert torch.equal(method.apply(of_vllm, x, bias), separate)
+    assert torch.equal(method.apply(of_vllm, x[5:6], bias), separate[5:6])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
+def test_log_probs_are_those_of_token_logps(patched, dtype, logprobs_mode):
+    hidden, weight = torch.randn(40, 48).to(dtype), torch.randn(5056, 48).to(dtype)  # vLLM pads the vocabulary
+    head = types.SimpleNamespace(weight=torch.nn.Parameter(weight, requires_grad=False), org_vocab_size=5000)
+    sampler = patched.layers.Sampler()
+    sampler.logprobs_mode = logprobs_mode
+    logits = patched.layers.UnquantizedEmbeddingMethod().apply(head, hidden[5:25])
+    assert logits.shape == (20, 5000)
+    sampled, logps = sampler(logits)
+    labels = torch.zeros(40, dtype=torch.long)
+    labels[6:26] = sampled
+    with po.invariant():
+        wanted = po.token_logps(hidden, weight[:5000], labels, torch.tensor([0, 40], dtype=torch.int32))[5:25]
+    assert torch.equal(logps.gather(1, sampled[:, None])[:, 0], wanted)
+    assert sampler.topk_topp_sampler.logprobs_mode == "raw_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"parallel_config__tensor_parallel_size": 2}, "tensor_parallel_size: expected 1, .* got 2"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size: expected 1, .* got 2"),
+        ({"quant_config__": object()}, "quantization: expected .* got object"),
+        ({"speculative_config__": object()}, "speculative_config: expected None"),
+        ({"lora_config__": object()}, "enable_lora: expected False"),
+        ({"cache_config__block_size": 16}, "block_size: expected a multiple of 128, got 16"),
+        ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype: expected 'auto', got 'fp8'"),
+        ({"compilation_config__mode": 3}, "enforce_eager: expected True"),
+        ({"device_config__device_type": "cuda", "model_config__dtype": torch.float32}, "dtype: expected bfloat16"),
+        (
+            {"model_config__hf_text_config": types.SimpleNamespace(logits_scaling=8.0)},
+            "logits_scaling: expected 1.0, got 8",
+        ),
+    ],
+)
+def test_refusals_name_the_setting(vllm, monkeypatch, changed, named):
+    assert refusals(config()) == []
+    monkeypatch.setattr(vllm.backend, "get_current_vllm_config", lambda: config(**changed))
+    with pytest.raises(NotImplementedError, match=named):
+        vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS)
+
+
+def test_layers_that_are_not_served_are_named(vllm):
+    with pytest.raises(NotImplementedError, match="alibi_slopes: expected None"):
+        vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS, alibi_slopes=[1.0])
+    with pytest.raises(NotImplementedError, match="attn_type: expected decoder, got encoder"):
+        vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS, attn_type="encoder")
+    experts = config(compilation_config__static_forward_context={"layers.1.mlp.experts": torch.nn.Identity()})
+    with pytest.raises(
+        NotImplementedError, match=r"layers.1.mlp.experts: expected layers of attention alone, got Identity"
+    ):
+        vllm.backend.Builder(types.SimpleNamespace(block_size=BLOCK), [], experts, "cpu")
+
+
+def test_with_the_last_attention_everything_goes(vllm):
+    before = [vars(patch.owner).get(patch.name) for patch in vllm.layers.PATCHES]
+    layers = [vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS) for _ in range(2)]
+    assert po.is_invariant()
+    del layers[0]
+    gc.collect()
+    assert all(patch.is_applied for patch in vllm.layers.PATCHES)
+    layers.clear()
+    gc.collect()
+    assert [vars(patch.owner).get(patch.name) for patch in vllm.layers.PATCHES] == before
+    assert not po.is_invariant()
+
+
+def test_register_waits_to_be_asked(vllm, monkeypatch):
+    registry = sys.modules["vllm.v1.attention.backends.registry"].AttentionBackendEnum
+    platform = type(sys.modules["vllm.platforms"].current_platform)
+    stock = vars(platform)["get_attn_backend_cls"]
+    vllm.plugin.register()
+    vllm.plugin.register()
+    ours = "packing_ops.integrations.vllm.backend.Backend"
+    assert platform.get_attn_backend_cls(None, None) == "cpu"
+    assert platform.get_attn_backend_cls(registry.CPU_ATTN, None) == "cpu"
+    assert platform.get_attn_backend_cls(registry.CUSTOM, None) == ours
+    monkeypatch.setenv("PACKING_OPS_VLLM", "1")
+    assert platform.get_attn_backend_cls(None, None) == ours
+    assert platform.get_attn_backend_cls(registry.CPU_ATTN, None) == "cpu"
+    vllm.plugin.unregister()
+    assert vars(platform)["get_attn_backend_cls"] is stock
+    assert not registry.CUSTOM.is_overridden()
+
+
+def test_register_leaves_a_backend_of_others(vllm):
+    registry = sys.modules["vllm.v1.attention.backends.registry"]
+    custom = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(custom, "theirs.Backend")
+    vllm.plugin.register()
+    vllm.plugin.unregister()
+    assert custom.get_path() == "theirs.Backend"
