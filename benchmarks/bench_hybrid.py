@@ -1,4 +1,4 @@
-"""A training step of a hybrid model: python benchmarks/bench_hybrid.py [--model bamba] [--tiny]
+"""A training step of a hybrid model: python benchmarks/bench_hybrid.py [--model bamba] [--only checkpoint_policy] [--tiny]
 
 The model has the shape of Qwen3.5's text, three of four layers gated delta nets, or that of Bamba-9B in 8 layers, seven of them
 Mamba-2. Rows of the second go to hybrid_bamba_cuda.csv.
@@ -14,10 +14,12 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 from bench_e2e import release, seconds, step
 from e2e_batches import by_document, documents_of, packed_rows, padded_batches, token_losses
-from harness import RESULTS, commit, device_name, write_csv
+from harness import RESULTS, commit, device_name, read_rows, write_csv
 
+import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
 
 ROW = 16_384
@@ -36,21 +38,36 @@ TINY_BAMBA = {**BAMBA, "vocab_size": 256, "hidden_size": 64, "intermediate_size"
               "num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_indices": [2], "mamba_n_heads": 4,
               "mamba_d_head": 32, "mamba_d_state": 16}  # fmt: skip
 MODELS = {"qwen3_5_text": (SHAPE, TINY), "bamba": (BAMBA, TINY_BAMBA)}
-PROVIDERS = {  # arguments of apply_packing_ops, and whether each layer is compiled
-    "packing_ops": ({"rms_norm": False}, False),
-    "packing_ops, rms_norm=True": ({"rms_norm": True}, False),
-    "packing_ops, torch.compile of each layer": ({}, True),
-    "packing_ops, fused_loss=True, torch.compile of each layer": ({"fused_loss": True}, True),
-    "packing_ops, linear_attention=False": ({"linear_attention": False, "rms_norm": False}, False),
-    "padded batches of 8, sdpa": (None, False),
+LESS = 0.75  # of what a compiled layer saves for its backward: torch's partitioner makes cheap tensors again
+PROVIDERS = {  # arguments of apply_packing_ops, and how the layers run: a key of ways_to_run
+    "packing_ops": ({"rms_norm": False}, "eager"),
+    "packing_ops, rms_norm=True": ({"rms_norm": True}, "eager"),
+    "packing_ops, torch.compile of each layer": ({}, "compiled"),
+    "packing_ops, fused_loss=True, torch.compile of each layer": ({"fused_loss": True}, "compiled"),
+    "packing_ops, fused_loss=True, torch.compile, activation_memory_budget": ({"fused_loss": True}, "compiled, less"),
+    "packing_ops, fused_loss=True, checkpoint_policy": ({"fused_loss": True}, "policy"),
+    "packing_ops, linear_attention=False": ({"linear_attention": False, "rms_norm": False}, "eager"),
+    "padded batches of 8, sdpa": (None, "eager"),
 }
+POLICY_BYTES = 12 << 30  # for checkpoint_policy
 COLUMNS = ("provider", "layers", "tokens", "documents", "tokens_per_second", "peak_gib", "token_loss_difference", "error",
            "device", "torch", "commit")  # fmt: skip
 RUNS = 3
 
 
+def run_as(model, way: str) -> None:
+    """Compile or checkpoint the layers of a model."""
+    torch._functorch.config.activation_memory_budget = LESS if way == "compiled, less" else 1.0
+    torch._dynamo.reset()
+    if way == "policy":
+        policy = po.checkpoint_policy(model, POLICY_BYTES)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})
+    for layer in model.model.layers if way.startswith("compiled") else ():
+        layer.compile()
+
+
 @contextlib.contextmanager
-def model_of(swaps: dict | None, compiled: bool, shape: dict, device: str):
+def model_of(swaps: dict | None, way: str, shape: dict, device: str):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -63,8 +80,7 @@ def model_of(swaps: dict | None, compiled: bool, shape: dict, device: str):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "apply_packing_ops")  # a swap that this model cannot have
             apply_packing_ops(model, **swaps)
-    for layer in model.model.layers if compiled else ():
-        layer.compile()
+    run_as(model, way)
     yield model
     revert_packing_ops(model)
 
@@ -74,10 +90,10 @@ def logits_of(model, batch: dict) -> torch.Tensor:
     return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
 
 
-def measured(swaps: dict | None, compiled: bool, documents: list, shape: dict, device: str, reference: list) -> dict:
+def measured(swaps: dict | None, way: str, documents: list, shape: dict, device: str, reference: list) -> dict:
     made = padded_batches(documents) if swaps is None else packed_rows(documents, sum(map(len, documents)), True)
     batches = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()} for batch in made.batches]
-    with model_of(swaps, compiled, shape, device) as model:
+    with model_of(swaps, way, shape, device) as model:
         with torch.no_grad():
             losses = torch.cat([token_losses(logits_of(model, batch), batch) for batch in batches])
         losses = by_document(losses, made.order, documents)
@@ -99,23 +115,30 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", default="qwen3_5_text", choices=list(MODELS))
+    parser.add_argument(
+        "--only", default="", help="providers whose name contains this; the CSV keeps its rows of the others"
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens, to see that it runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     device = arguments.device
     shape, row = MODELS[arguments.model][arguments.tiny], TINY_ROW if arguments.tiny else ROW
     name = "hybrid" if arguments.model == "qwen3_5_text" else f"hybrid_{arguments.model}"
-    documents, reference, rows = documents_of(row, row, shape["vocab_size"]), [], []
+    documents, reference, path = documents_of(row, row, shape["vocab_size"]), [], arguments.out / f"{name}_{device}.csv"
+    chosen = {provider: how for provider, how in PROVIDERS.items() if arguments.only in provider}
+    rows = (
+        [each for each in read_rows(path) if each["provider"] not in chosen] if arguments.only and path.exists() else []
+    )
     where = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
     about = {"layers": shape["num_hidden_layers"], "tokens": sum(map(len, documents)), "documents": len(documents)}
-    for provider, (swaps, compiled) in PROVIDERS.items():
+    for provider, (swaps, way) in chosen.items():
         try:
-            found = measured(swaps, compiled, documents, shape, device, reference)
+            found = measured(swaps, way, documents, shape, device, reference)
         except Exception as error:  # one that cannot run here says nothing about the others
             found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"}
         rows.append({**dict.fromkeys(COLUMNS, ""), "provider": provider, **about, **found, **where})
         print(provider, found, flush=True)
-        write_csv(arguments.out / f"{name}_{device}.csv", rows, show=False)
+        write_csv(path, rows, show=False)
         release(device)
 
 

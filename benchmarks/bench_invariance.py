@@ -1,4 +1,5 @@
 """python benchmarks/bench_invariance.py [--device cpu|cuda] [--tokens 1000000] [--steps 10] [--layers eager compiled]
+[--models "Qwen3.5's shape, 8 layers"]
 
 The mode apply_packing_ops(model, invariant=True) beside the same model without it, each in a process of its own, since
 torch reads the workspace of cuBLASLt once. The processes count side by side, and time one after the other. Two questions:
@@ -31,7 +32,11 @@ import packing_ops as po
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _COMMON = {"vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
-MODELS = {  # of Qwen3's configuration; the 8B model with fewer layers
+_GATED = {  # three of four layers are gated delta nets
+    "model_type": "qwen3_5_text",
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 16},
+}
+MODELS = {  # of Qwen3's configuration where nothing else is said; the 8B model with fewer layers
     "cuda": {
         "0.6B": {
             **_COMMON,
@@ -41,12 +46,28 @@ MODELS = {  # of Qwen3's configuration; the 8B model with fewer layers
             **_COMMON,
             **{"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 6, "num_attention_heads": 32},
         },
+        "Qwen3.5's shape, 8 layers": {
+            **_GATED,
+            **{"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8},
+            **{"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        },
+        "Bamba's shape, 4 layers": {
+            **{"model_type": "bamba", "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 7168},
+            **{"num_hidden_layers": 4, "attn_layer_indices": [2], "num_attention_heads": 16, "num_key_value_heads": 4},
+            **{"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128},
+        },
     },
     "cpu": {
         "tiny": {
             **{"vocab_size": 9000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16},
             **{"num_attention_heads": 4, "num_key_value_heads": 2},
-        }
+        },
+        "tiny hybrid": {
+            **_GATED,
+            **{"vocab_size": 9000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        },
     },
 }
 LONGEST = {"cuda": 4096, "cpu": 60}
@@ -58,12 +79,13 @@ LAYERS = ["eager", "compiled"]
 
 
 def model_of(name: str, device: str) -> torch.nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(**MODELS[device][name], use_cache=False, tie_word_embeddings=False)
+    sizes = {"model_type": "qwen3", **MODELS[device][name], "use_cache": False, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(**sizes)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return Qwen3ForCausalLM._from_config(config, dtype=dtype).to(device)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
 
 
 def documents_of(tokens: int, vocab: int, device: str) -> list[torch.Tensor]:
@@ -208,6 +230,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--layers", nargs="+", choices=LAYERS, default=LAYERS, help="the CSV keeps its rows of the others"
     )
+    parser.add_argument("--models", nargs="+", help="some of MODELS; the CSV keeps its rows of the others")
     parser.add_argument("--only", help="one model, in this process: prints its rows as JSON")
     parser.add_argument("--mode", action="store_true", help="with --only: the mode")
     parser.add_argument("--lock", help="with --only: a file that processes beside it lock too")
@@ -217,13 +240,14 @@ def main(argv: list[str] | None = None) -> None:
         of_run = arguments.layers, arguments.tokens, arguments.steps, arguments.lock
         print(json.dumps(measure(arguments.only, arguments.device, arguments.mode, *of_run)))
         return
+    names = arguments.models or [*MODELS[arguments.device]]
+    if unknown := {*names} - {*MODELS[arguments.device]}:
+        parser.error(f"--models: expected some of {[*MODELS[arguments.device]]}, got {sorted(unknown)}")
     with tempfile.NamedTemporaryFile() as lock:
-        runs = [
-            started(name, mode, lock.name, arguments) for name in MODELS[arguments.device] for mode in (False, True)
-        ]
+        runs = [started(name, mode, lock.name, arguments) for name in names for mode in (False, True)]
         path = arguments.results / f"invariance_{arguments.device}.csv"
         kept = read_rows(path) if path.exists() else []
-        rows, failed = [row for row in kept if row["layers"] not in arguments.layers], []
+        rows, failed = [row for row in kept if row["layers"] not in arguments.layers or row["model"] not in names], []
         for run in runs:
             output = run.communicate()[0]
             rows += [] if run.returncode else json.loads(output.splitlines()[-1])

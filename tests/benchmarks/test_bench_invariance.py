@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 
 def test_in_small(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    bench_invariance.main(["--device", "cpu", "--tokens", "4000", "--steps", "1", "--results", str(tmp_path)])
+    options = ["--device", "cpu", "--tokens", "4000", "--steps", "1", "--results", str(tmp_path)]
+    bench_invariance.main([*options, "--models", "tiny"])
     rows = list(csv.DictReader((tmp_path / "invariance_cpu.csv").open()))
     assert [(row["mode"], row["claimed"], row["compared"]) for row in rows] == [
         ("without", "", "4000"),
@@ -20,6 +21,19 @@ def test_in_small(tmp_path, monkeypatch):
     assert int(rows[0]["differ"]) > 0
     assert rows[1]["differ"] == "0"
     assert all(float(row["step_ms"]) > 0 for row in rows)
+
+
+def test_a_hybrid_beside_rows_of_other_models(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = tmp_path / "invariance_cpu.csv"
+    path.write_text("model,mode,layers,compared,differ,claimed\ntiny,invariant,eager,4000,0,yes\n")
+    options = ["--device", "cpu", "--tokens", "400", "--steps", "1", "--results", str(tmp_path)]
+    bench_invariance.main([*options, "--models", "tiny hybrid"])
+    rows = {(row["model"], row["mode"]): row for row in csv.DictReader(path.open())}
+    assert rows["tiny", "invariant"]["compared"] == "4000"
+    found = rows["tiny hybrid", "invariant"]
+    assert (found["compared"], found["differ"], found["claimed"]) == ("400", "0", "yes")
+    assert int(rows["tiny hybrid", "without"]["differ"]) > 0
 
 
 def test_every_document_is_in_one_row():
