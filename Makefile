@@ -73,9 +73,11 @@ test-vllm: build .venv-vllm/.ready  ## log-probabilities of vLLM beside those of
 
 # CHECKOUTS: a folder with checkouts of the projects, at the commits of tests/adoption/projects.py; with FETCH=1 those that
 # are missing are cloned there. PROJECTS=skyrl for one. ADOPTION_PYTHON: of an environment that has more of their packages.
+# MERGE=1: do the patches fit the checkouts' newest commits, MERGE=COMMIT: that one.
 ADOPTION_PYTHON ?= $(BIN)/python
 test-adoption: build  ## the projects of docs/adopt, patched, under their own tests (CHECKOUTS=folder FETCH=1)
-	@$(ADOPTION_PYTHON) tests/adoption/run.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS)) $(if $(FETCH),--fetch) $(PROJECTS)
+	@$(ADOPTION_PYTHON) tests/adoption/$(if $(MERGE),merge,run).py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS)) \
+		$(if $(FETCH),--fetch) $(if $(filter-out 1,$(MERGE)),--onto $(MERGE)) $(PROJECTS)
 
 # Some minutes, and 7 GB of downloads. FRESH="torch==2.12.1 --keep": in others, kept.
 test-fresh:  ## the first scripts, installed from nothing with the oldest and with the newest torch

@@ -14,6 +14,7 @@ from projects import PROJECTS
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "adopt"
 RESULTS = ROOT / "benchmarks" / "results" / "adoption.json"
+MERGES = RESULTS.with_name("adoption_merges.json")
 
 FIXES = {
     "pydantic": "typing.TypedDict is that of typing_extensions, which pydantic requires before Python 3.12",
@@ -95,10 +96,40 @@ def _cell(failure: dict) -> str:
     return text.replace("|", "\\|")
 
 
+def merges(tried: dict) -> str:
+    """The commits that merge.py tried."""
+    rows = [
+        "| project | commit | of | hunks that merge | that conflict | its tests, with the flag |",
+        "| --- " * 6 + "|",
+    ]
+    for name, commits in tried.items():
+        for each in commits:
+            at = f"[{each['commit'][:12]}](https://github.com/{PROJECTS[name].repository}/tree/{each['commit']})"
+            conflicts = ", ".join(f"`{hunk}`" for hunk in each["conflicts"]) or "none"
+            fit = f"{each['hunks'] - len(each['conflicts'])} of {each['hunks']}"
+            rows.append(f"| {name} | {at} | {each['committed']} | {fit} | {conflicts} | {of_tests(each)} |")
+    return "\n".join(rows)
+
+
+def of_tests(tried: dict) -> str:
+    if "passed" not in tried:
+        return "not run"
+    parts = [f"{tried['passed']} passed"]
+    if old := tried["failed"] - tried["new"] - tried["kept"]:
+        parts.append(f"{old} fail without the patches too")
+    if tried["kept"]:
+        parts.append(f"{tried['kept']} fail by intent")
+    return ", ".join([*parts, *([f"{tried['new']} fail"] if tried["new"] else [])])
+
+
 def page(name: str, text: str, results: dict) -> str:
     texts = {patch: patch_of(patch) for patch in PROJECTS[name].patches}
     parts = {"sizes": sizes(list(texts.values())), "outcome": outcome(name, results)}
     parts |= {f"patch {patch}": f"```diff\n{text}```" for patch, text in texts.items()}
+    return filled(text, parts)
+
+
+def filled(text: str, parts: dict[str, str]) -> str:
     for part, made in parts.items():
         text = re.sub(
             rf"(<!-- {part} -->\n).*?(<!-- end of {part} -->)",
@@ -115,6 +146,8 @@ def write() -> None:
         path = DOCS / f"{name}.md"
         if path.exists():
             path.write_text(page(name, path.read_text(), results))
+    path, tried = DOCS / "README.md", json.loads(MERGES.read_text()) if MERGES.exists() else {}
+    path.write_text(filled(path.read_text(), {"merges": merges(tried)}))
 
 
 if __name__ == "__main__":

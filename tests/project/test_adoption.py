@@ -12,6 +12,7 @@ from helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "adoption"))
 
+import merge
 import pages
 import patches
 import run
@@ -160,3 +161,36 @@ def test_what_cannot_be_cloned_is_a_reason(monkeypatch, tmp_path):
     found = run.examine("trl", tmp_path / "checkouts", fetched=True)
     assert found["not_run"].startswith("huggingface/trl was not cloned: fatal: ")
     assert not (tmp_path / "checkouts" / "trl").exists()
+
+
+# --- on another commit ---
+
+
+def test_a_patch_merges_onto_another_commit_or_its_hunk_is_named(checkout, tmp_path):
+    stock, edited = checkout
+    patch, commit = patches.make(edited), patches.git("rev-parse", "HEAD", cwd=stock).strip()
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "a.py").write_text("zero\n" + BEFORE)
+    assert merge.merge([patch], stock, commit, moved) == (3, [])
+    assert (moved / "a.py").read_text() == "zero\n" + AFTER
+    (moved / "a.py").write_text(BEFORE.replace("two", "zwei"))
+    assert merge.merge([patch], stock, commit, moved) == (3, ["a.py:2"])
+    (moved / "a.py").unlink()
+    assert merge.merge([patch], stock, commit, moved) == (3, ["a.py:2", "a.py:4", "a.py:5"])
+
+
+def test_a_merge_needs_the_commit_of_the_patches(monkeypatch, capsys, checkout):
+    stock, _ = checkout
+    monkeypatch.setattr(run, "checkout_of", lambda *_: stock)
+    monkeypatch.setattr(sys, "argv", ["merge.py", "--checkouts", str(stock), "trl"])
+    monkeypatch.setattr(pages, "write", lambda: None)
+    assert merge.main() == 0
+    assert capsys.readouterr().out.startswith("trl: the checkout has no HEAD, or no f2cd57710ae3")
+
+
+def test_the_table_of_merges_is_of_its_record():
+    tried = json.loads(pages.MERGES.read_text())
+    text = (pages.DOCS / "README.md").read_text()
+    assert pages.filled(text, {"merges": pages.merges(tried)}) == text, "python tests/adoption/pages.py writes it again"
+    assert all(each["conflicts"] or each.get("new", 0) == 0 for commits in tried.values() for each in commits)
