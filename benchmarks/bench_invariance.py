@@ -31,45 +31,33 @@ from result_rows import read_rows
 import packing_ops as po
 
 RESULTS = Path(__file__).resolve().parent / "results"
-_COMMON = {"vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
-_GATED = {  # three of four layers are gated delta nets
+# Of Qwen3's configuration where nothing else is said; the 8B model with fewer layers.
+_QWEN3 = {"vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
+_QWEN3_5 = {
     "model_type": "qwen3_5_text",
-    **{"num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 16},
-}
-MODELS = {  # of Qwen3's configuration where nothing else is said; the 8B model with fewer layers
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}  # 3 of 4 layers: delta nets
+_BAMBA = {"model_type": "bamba", "attn_layer_indices": [2], "num_attention_heads": 16, "num_key_value_heads": 4}
+MODELS = {
     "cuda": {
-        "0.6B": {
-            **_COMMON,
-            **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-        },
-        "8B, 6 layers": {
-            **_COMMON,
-            **{"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 6, "num_attention_heads": 32},
-        },
-        "Qwen3.5's shape, 8 layers": {
-            **_GATED,
-            **{"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8},
-            **{"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
-        },
-        "Bamba's shape, 4 layers": {
-            **{"model_type": "bamba", "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 7168},
-            **{"num_hidden_layers": 4, "attn_layer_indices": [2], "num_attention_heads": 16, "num_key_value_heads": 4},
-            **{"mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128},
-        },
+        "0.6B": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+        "8B, 6 layers": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 6,
+                         "num_attention_heads": 32},
+        "Qwen3.5's shape, 8 layers": {**_QWEN3_5, "vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 3584,
+                                      "num_hidden_layers": 8, "head_dim": 256, "linear_num_key_heads": 16,
+                                      "linear_num_value_heads": 16},
+        "Bamba's shape, 4 layers": {**_BAMBA, "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 7168,
+                                    "num_hidden_layers": 4, "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128},
     },
     "cpu": {
-        "tiny": {
-            **{"vocab_size": 9000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16},
-            **{"num_attention_heads": 4, "num_key_value_heads": 2},
-        },
-        "tiny hybrid": {
-            **_GATED,
-            **{"vocab_size": 9000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16},
-            **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
-            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
-        },
+        "tiny": {"vocab_size": 9000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
+                 "num_attention_heads": 4, "num_key_value_heads": 2},
+        "tiny hybrid": {**_QWEN3_5, "vocab_size": 9000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+                        "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+                        "linear_value_head_dim": 16},
     },
-}
+}  # fmt: skip
 LONGEST = {"cuda": 4096, "cpu": 60}
 CAPACITIES = {"cuda": (4096, 8192, 20_000), "cpu": (30, 100)}  # of rows, beside every document alone
 CHUNKS = (None, 1000, 4096, 12_000, 65_536)
