@@ -80,7 +80,9 @@ def out_of(result):
 
 
 def flash_3(batch: Batch) -> Iterator[tuple[str, Calls]]:
-    """Dao-AILab's for Hopper, where it is installed: built from its repository, or its forward as the package fa3-fwd."""
+    """Dao-AILab's for Hopper, where it is installed: built from its repository, or its forward as the package
+    fa3-fwd.
+    """
     documents = (batch.cu_seqlens, batch.cu_seqlens, batch.longest, batch.longest)
     if importlib.util.find_spec("flash_attn_interface") is not None:
         from flash_attn_interface import flash_attn_varlen_func

@@ -1,7 +1,8 @@
-"""python benchmarks/bench_build.py: how long a build of the sources takes from nothing, into benchmarks/results/build.csv.
+"""python benchmarks/bench_build.py: how long a build of the sources takes from nothing, into
+benchmarks/results/build.csv.
 
-FORCE_CUDA, TORCH_CUDA_ARCH_LIST and MAX_JOBS choose what is built, as for pip install. Without a cache of compilers; the
-library of this checkout stays what it is. `taskset -c 0,1 python benchmarks/bench_build.py`: on two cores.
+FORCE_CUDA, TORCH_CUDA_ARCH_LIST and MAX_JOBS choose what is built, as for pip install. Without a cache of compilers;
+the library of this checkout stays what it is. `taskset -c 0,1 python benchmarks/bench_build.py`: on two cores.
 """
 
 import csv

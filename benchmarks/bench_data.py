@@ -1,4 +1,6 @@
-"""python benchmarks/bench_data.py: the data path on one CPU core; beside it transformers' collator where it is installed."""
+"""python benchmarks/bench_data.py: the data path on one CPU core; beside it transformers' collator where it is
+installed.
+"""
 
 import heapq
 import importlib.util

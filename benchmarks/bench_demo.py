@@ -1,9 +1,10 @@
-"""python benchmarks/bench_demo.py [--device cpu|cuda] [--only demo|same_bits|grpo_same_bits|grpo_tree]: the examples whose figures README shows.
+"""python benchmarks/bench_demo.py [--device cpu|cuda] [--only demo|same_bits|grpo_same_bits|grpo_tree]: the examples
+whose figures README shows.
 
 - demo: examples/train_packed.py, padded against packed training.
 - same_bits: examples/same_bits.py, ratios of a GRPO step with the mode invariant=True and without.
-- grpo_same_bits: examples/grpo_same_bits.py, log-probs of rollouts by continuous batching and of the update, with the mode and
-  without.
+- grpo_same_bits: examples/grpo_same_bits.py, log-probs of rollouts by continuous batching and of the update, with the
+  mode and without.
 - grpo_tree: examples/grpo_tree.py, a GRPO step on samples that share their prompts, as samples and as a prefix tree.
 
 Writes results/NAME_<device>.json and its picture. With --only, other options are the example's.

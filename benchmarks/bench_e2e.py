@@ -2,9 +2,9 @@
 
 Documents of the sft workload, forward and backward over all of them, tokens that are not padding per second, the most
 memory held, and of our own rows the share of the step that our kernels and host waits take; before, what our attention
-interface costs the host per layer. The loss of every token is compared with that of the run's first provider. A row under
-torch.compile is one whose compiled code ran in every layer and was compiled before the timing, or it fails. Every row is
-printed and in the CSV as soon as it is measured; one that fails leaves the others theirs. Needs transformers.
+interface costs the host per layer. The loss of every token is compared with that of the run's first provider. A row
+under torch.compile is one whose compiled code ran in every layer and was compiled before the timing, or it fails. Every
+row is printed and in the CSV as soon as it is measured; one that fails leaves the others theirs. Needs transformers.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """python benchmarks/bench_generate.py [--device cpu|cuda]: tokens that a transformers model samples in a second.
 
-generate_batch, its continuous batching, and generate, on a padded batch, each with packing_ops' attention and transformers'
-own; greedy, every answer of the same length. On a GPU a Qwen3 of 0.6B's shape with random weights. Each row is the best of
---repeats runs that take turns, after one that is not timed. Needs transformers 5.23 or later.
+generate_batch, its continuous batching, and generate, on a padded batch, each with packing_ops' attention and
+transformers' own; greedy, every answer of the same length. On a GPU a Qwen3 of 0.6B's shape with random weights. Each
+row is the best of --repeats runs that take turns, after one that is not timed. Needs transformers 5.23 or later.
 """
 
 import argparse
@@ -26,7 +26,8 @@ MODELS = {
 }
 REQUESTS = {"cuda": (32, 512, 128), "cpu": (8, 64, 16)}  # prompts, the longest, and tokens of an answer
 STEP_TOKENS, PAGES = {"cuda": 1024, "cpu": 64}, {"cuda": 160, "cpu": 64}
-# For each call its providers: attn_implementation, and whether continuous batching makes CUDA graphs (None: it decides).
+# For each call its providers: attn_implementation, and whether continuous batching makes CUDA graphs (None: it
+# decides).
 PROVIDERS = {
     "generate_batch": {
         "packing_ops": ("packing_ops", None),

@@ -1,11 +1,12 @@
-"""A training step of a hybrid model: python benchmarks/bench_hybrid.py [--model bamba] [--only checkpoint_policy] [--tiny]
+"""A training step of a hybrid model: python benchmarks/bench_hybrid.py [--model bamba] [--only checkpoint_policy]
+[--tiny]
 
-The model has the shape of Qwen3.5's text, three of four layers gated delta nets, or that of Bamba-9B in 8 layers, seven of them
-Mamba-2. Rows of the second go to hybrid_bamba_cuda.csv.
+The model has the shape of Qwen3.5's text, three of four layers gated delta nets, or that of Bamba-9B in 8 layers, seven
+of them Mamba-2. Rows of the second go to hybrid_bamba_cuda.csv.
 
-Documents of the sft workload in one row of 16,384 tokens, forward and backward: tokens that are not padding per second, and
-the most memory held. The losses of all tokens are compared with those of the run's first provider. A provider that fails
-(out of memory, say) has its error in place of a time. Needs transformers.
+Documents of the sft workload in one row of 16,384 tokens, forward and backward: tokens that are not padding per second,
+and the most memory held. The losses of all tokens are compared with those of the run's first provider. A provider that
+fails (out of memory, say) has its error in place of a time. Needs transformers.
 """
 
 import argparse

@@ -2,11 +2,12 @@
 [--models "Qwen3.5's shape, 8 layers"]
 
 The mode apply_packing_ops(model, invariant=True) beside the same model without it, each in a process of its own, since
-torch reads the workspace of cuBLASLt once. The processes count side by side, and time one after the other. Two questions:
+torch reads the workspace of cuBLASLt once. The processes count side by side, and time one after the other. Two
+questions:
 
-- How many of the log-probabilities of --tokens tokens, and of their entropies, have other bits in another row: documents
-  in random order, in rows of random capacity down to one document, with random chunks of the vocabulary, beside the first
-  row that each was in. "claimed" is what check_invariance says of the layers as they run.
+- How many of the log-probabilities of --tokens tokens, and of their entropies, have other bits in another row:
+  documents in random order, in rows of random capacity down to one document, with random chunks of the vocabulary,
+  beside the first row that each was in. "claimed" is what check_invariance says of the layers as they run.
 - What a training step costs, forward and backward of one row, eager and with compiled decoder layers.
 """
 

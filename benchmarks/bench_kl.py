@@ -5,8 +5,9 @@ student and a teacher of some hidden sizes; every slot counts, or half of them d
 alone on logits that are there in full: a product for each head in forward, those again and two gradients in backward;
 "bare matmuls, logits kept" does not make the logits again. Ours runs with nothing kept, with all of d(logits), and with
 3 GiB of it: with hidden sizes of 4,096 that is no more memory than TRL's takes.
-Beside it torch, and where they are installed Liger's fused linear JSD (a scalar, gradients made in its forward) and TRL's
-chunked divergence. The most memory that a call takes beside its arguments, gradients included, is in the column peak_mib.
+Beside it torch, and where they are installed Liger's fused linear JSD (a scalar, gradients made in its forward) and
+TRL's chunked divergence. The most memory that a call takes beside its arguments, gradients included, is in the column
+peak_mib.
 """
 
 import functools

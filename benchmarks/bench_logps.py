@@ -3,8 +3,8 @@
 Directions: forward (no gradient), backward (the graph is there already) and both. The floor, "bare matmuls", is cuBLAS
 alone on logits that are there in full: forward one product, backward three (the logits once more, and one for each
 gradient), both four; "bare matmuls, logits kept" has one less in backward, for one who stores 5 GB of logits. Of rows
-without a target, torch.compile gets all and, as a second provider, those with a target, selected by a mask, for which the
-host waits; so does trl.
+without a target, torch.compile gets all and, as a second provider, those with a target, selected by a mask, for which
+the host waits; so does trl.
 """
 
 import functools

@@ -114,7 +114,9 @@ def flash_attention_calls(heads, params, num_heads, *, backward):
 
 
 def padded_call(q, k, v, dout, lengths, heads, *, backward):
-    """megatron-core's own attention, which takes no packed rows: documents padded to the longest, in batches that fit."""
+    """megatron-core's own attention, which takes no packed rows: documents padded to the longest, in batches that
+    fit.
+    """
     start_megatron()
     config = config_of(heads)
     config.sequence_parallel = True  # it draws no numbers for dropout then, of which there is none

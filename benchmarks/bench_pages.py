@@ -1,7 +1,8 @@
 """python benchmarks/bench_pages.py [--device cpu|cuda]: varlen_attention over keys in pages.
 
-Beside it the same call over keys end to end, torch's FlashAttention-2 over the same pages (torch.nn.attention.varlen, where
-it has block_table) and torch's SDPA over dense keys, all of one length. Of decoding the bytes are those of K and V, read once.
+Beside it the same call over keys end to end, torch's FlashAttention-2 over the same pages (torch.nn.attention.varlen,
+where it has block_table) and torch's SDPA over dense keys, all of one length. Of decoding the bytes are those of K and
+V, read once.
 """
 
 import inspect

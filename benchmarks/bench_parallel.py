@@ -1,9 +1,9 @@
 """Attention and a whole model on several GPUs against one, in the same run:
 torchrun --nproc-per-node 2 benchmarks/bench_parallel.py [--device cuda] [--only attention train long] [--tiny]
 
-Every row has the time of one rank that does all (each rank does, at the same time, so that clocks are alike), and of all
-ranks together; efficiency is the first over ranks times the second. GPU clocks, the host ahead of them, the slowest rank,
-the median of the runs. Writes results/parallel_<device>.csv after every row.
+Every row has the time of one rank that does all (each rank does, at the same time, so that clocks are alike), and of
+all ranks together; efficiency is the first over ranks times the second. GPU clocks, the host ahead of them, the slowest
+rank, the median of the runs. Writes results/parallel_<device>.csv after every row.
 
 bench_parallel_host.py measures on one GPU what host and kernels take of it.
 """

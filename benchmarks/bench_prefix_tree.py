@@ -1,6 +1,7 @@
 """python benchmarks/bench_prefix_tree.py --device cpu: pack_prefix_tree on one core, from 10,000 to 9.4 million tokens.
 
-Beside it new tensors of the sizes of its results, filled with a number: getting memory is most of the time of large ones.
+Beside it new tensors of the sizes of its results, filled with a number: getting memory is most of the time of large
+ones.
 """
 
 import torch

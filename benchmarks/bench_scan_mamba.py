@@ -1,9 +1,9 @@
 """mamba2_scan by itself: python benchmarks/bench_scan_mamba.py [--device cpu|cuda]
 
-The shape is that of a layer of Mamba-2 with 64 heads. floor_of has the fewest bytes and operations of a call: 0.68 GB and 79 GFLOP
-forward, 1.09 GB and 232 GFLOP backward for the first shape. A copy of as many bytes is timed beside it. The peer is the
-formula of transformers, as it is and under torch.compile, for one document of 4,096 tokens: a longer one takes it a second.
-mamba_ssm has no binary on the index and is not run.
+The shape is that of a layer of Mamba-2 with 64 heads. floor_of has the fewest bytes and operations of a call: 0.68 GB
+and 79 GFLOP forward, 1.09 GB and 232 GFLOP backward for the first shape. A copy of as many bytes is timed beside it.
+The peer is the formula of transformers, as it is and under torch.compile, for one document of 4,096 tokens: a longer
+one takes it a second. mamba_ssm has no binary on the index and is not run.
 """
 
 import inspect
@@ -52,7 +52,9 @@ def formula():
 
 
 def formula_call(scan, tensors, documents):
-    """Documents of one length are rows of its batch. In 5.17 it holds tokens * chunk_size * heads * state numbers at once."""
+    """Documents of one length are rows of its batch. In 5.17 it holds tokens * chunk_size * heads * state numbers at
+    once.
+    """
     x, dt, A, B, C, D, dt_bias = tensors
     x, dt, B, C = (t.unflatten(0, (documents, -1)) for t in (x, dt, B, C))
     return lambda: scan(x, dt, A, B, C, chunk_size=64, D=D, dt_bias=dt_bias, dt_softplus=True)

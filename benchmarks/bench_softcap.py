@@ -1,4 +1,6 @@
-"""python benchmarks/bench_softcap.py --device cuda: attention with softcap, as Gemma 2 has it, beside the same without."""
+"""python benchmarks/bench_softcap.py --device cuda: attention with softcap, as Gemma 2 has it, beside the same
+without.
+"""
 
 from bench_attention import WORKLOADS, option_cases
 from harness import run

@@ -1,8 +1,9 @@
-"""python benchmarks/bench_trees.py [--device cpu|cuda]: attention over prefix trees, forward and backward, beside the same
-samples each with its prompt, and training steps of a whole model.
+"""python benchmarks/bench_trees.py [--device cpu|cuda]: attention over prefix trees, forward and backward, beside the
+same samples each with its prompt, and training steps of a whole model.
 
-On a GPU also beside torch's FlashAttention-2 with k and v gathered along the paths, and FlexAttention with the tree's mask.
-The model has the shape of Qwen3-0.6B with half the layers, so that the samples fit in one GPU's memory in one row.
+On a GPU also beside torch's FlashAttention-2 with k and v gathered along the paths, and FlexAttention with the tree's
+mask. The model has the shape of Qwen3-0.6B with half the layers, so that the samples fit in one GPU's memory in one
+row.
 """
 
 import functools

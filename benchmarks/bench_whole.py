@@ -1,10 +1,12 @@
-"""Whole models in training, beside what else one can set: python benchmarks/bench_whole.py [--part 8b lora] [--limit 540]
+"""Whole models in training, beside what else one can set: python benchmarks/bench_whole.py [--part 8b lora] [--limit
+540]
 
-Each case runs in a separate program (torchrun where it has several ranks); cases of one GPU run side by side, one on each. A
-row is written as soon as it is measured, and one that fails or does not fit has its error in the place of a time. After
---limit seconds nothing starts any more and what runs is ended: the rows of the CSV that were not measured again stay.
-Tokens are those of documents, without padding. MFU: 6 operations for each parameter and token (4 with LoRA, which has no
-gradients of the others), and attention's, over the dense bf16 peak. Losses are those of the first step. Needs transformers.
+Each case runs in a separate program (torchrun where it has several ranks); cases of one GPU run side by side, one on
+each. A row is written as soon as it is measured, and one that fails or does not fit has its error in the place of a
+time. After --limit seconds nothing starts any more and what runs is ended: the rows of the CSV that were not measured
+again stay. Tokens are those of documents, without padding. MFU: 6 operations for each parameter and token (4 with LoRA,
+which has no gradients of the others), and attention's, over the dense bf16 peak. Losses are those of the first step.
+Needs transformers.
 """
 
 import argparse

@@ -1,7 +1,9 @@
-"""python benchmarks/compare_builds.py OLD NEW [--rounds 3]: two checkouts with their built libraries, in turn, in one run.
+"""python benchmarks/compare_builds.py OLD NEW [--rounds 3]: two checkouts with their built libraries, in turn, in one
+run.
 
-OLD and NEW are folders that hold packing_ops. Each round measures both in fresh processes, so that drift of the clocks hits
-them alike; what is printed are medians in microseconds and NEW over OLD. Kernels by the GPU's clock, "host" by the CPU's.
+OLD and NEW are folders that hold packing_ops. Each round measures both in fresh processes, so that drift of the clocks
+hits them alike; what is printed are medians in microseconds and NEW over OLD. Kernels by the GPU's clock, "host" by the
+CPU's.
 """
 
 import argparse

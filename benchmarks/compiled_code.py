@@ -13,7 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def compiled_alone(function: Callable) -> Callable:
-    """``function`` compiled for the shapes that it gets, whatever other cases compiled it for: a copy has its own code."""
+    """``function`` compiled for the shapes that it gets, whatever other cases compiled it for: a copy has its own
+    code.
+    """
     copy = types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
     )

@@ -14,7 +14,9 @@ IGNORED = -100
 
 
 class Batches(NamedTuple):
-    """What a step runs over: batches, the share of all targets that each has, and the documents in their order there."""
+    """What a step runs over: batches, the share of all targets that each has, and the documents in their order
+    there.
+    """
 
     batches: list[dict]
     shares: list[float]

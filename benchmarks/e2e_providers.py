@@ -44,7 +44,8 @@ def ours(**options) -> Provider:
 COMPILE = {"fullgraph": True}  # an error where it cannot, also at the limit of recompilations
 
 FLASH, EACH_LAYER = "packed, torch FlashAttention-2", "torch.compile of each layer"
-# Those that the goals are about first: a run that is cut short has them. The first is what the others' losses must equal.
+# Those that the goals are about first: a run that is cut short has them. The first is what the others' losses must
+# equal.
 PROVIDERS = {
     "packing_ops": ours(profiled=True),
     "packing_ops, rms_norm=True": ours(swaps={"rms_norm": True}, profiled=True),

@@ -1,8 +1,8 @@
 """Timing that every benchmark shares: providers taken in turn in one run, medians, one CSV per family.
 
 A bench file lists cases and calls ``run(family, cases)``. A case is one shape with several providers that compute the
-same thing; the first provider is ours. On CUDA the L2 cache is flushed before every run, events do the timing with the host
-ahead of the GPU, and the clock of the multiprocessors right after the runs stands beside the time.
+same thing; the first provider is ours. On CUDA the L2 cache is flushed before every run, events do the timing with the
+host ahead of the GPU, and the clock of the multiprocessors right after the runs stands beside the time.
 """
 
 import argparse
@@ -70,7 +70,9 @@ def time_cuda(call: Callable, flush: torch.Tensor) -> tuple[float, float]:
 
 
 def warmed_up(call: Callable, device: str) -> float:
-    """Microseconds of a call by the host's clock, after calls that compile and fill caches: one before a slow call, else three."""
+    """Microseconds of a call by the host's clock, after calls that compile and fill caches: one before a slow call,
+    else three.
+    """
     took = 0.0
     for _ in range(4):
         if device == "cuda":

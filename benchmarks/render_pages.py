@@ -1,7 +1,8 @@
 """The figures of README.md and docs/, from benchmarks/results: python benchmarks/render_pages.py [--check]
 
 Whatever stands between ``<!-- results: NAME -->`` and ``<!-- end -->`` is what a function of render_pages_attention.py,
-render_pages_memory.py, render_pages_ops.py, render_pages_training.py or render_pages_whole.py makes of the result files; --check changes nothing and fails where it is something else.
+render_pages_memory.py, render_pages_ops.py, render_pages_training.py or render_pages_whole.py makes of the result
+files; --check changes nothing and fails where it is something else.
 """
 
 import argparse

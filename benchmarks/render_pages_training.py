@@ -1,4 +1,6 @@
-"""What README.md and docs/ say of training: a function for each of its regions. What a file does not have is left out."""
+"""What README.md and docs/ say of training: a function for each of its regions. What a file does not have is left
+out.
+"""
 
 import json
 

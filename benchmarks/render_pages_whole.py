@@ -134,7 +134,9 @@ def hybrid_bamba() -> str:
 
 
 def training_of(family: str, command: str = "`benchmarks/bench_hybrid.py`") -> str:
-    """Returns a row for each way to train the model; a provider that failed has its error, and there is no speedup over it."""
+    """Returns a row for each way to train the model; a provider that failed has its error, and there is no speedup over
+    it.
+    """
     if not is_measured(family):
         return f"Not run yet: {command}."
     rows = rows_of(family)

@@ -10,7 +10,9 @@ ORDER = ("padded", "fa2", "liger", "ours")
 
 
 def picture_of_whole(rows: list[dict], path: Path) -> bool:
-    """A part of the picture for each model, a bar for each provider. False, and no picture, where none has one of ours."""
+    """A part of the picture for each model, a bar for each provider. False, and no picture, where none has one of
+    ours.
+    """
     best = best_of(rows)
     parts = [part for part in SHOWN if (part, "ours") in best]
     if not parts:

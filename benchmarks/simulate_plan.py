@@ -1,9 +1,9 @@
 """Plans of packing_ops.parallel.plan_step beside groups of one size: python benchmarks/simulate_plan.py [--steps 20]
 
-Counted by the plan's cost, nothing is measured. Each step draws documents of one of four kinds of lengths until ``--rows``
-rows of ``capacity`` for each rank are full. Groups of one size: every row lies on the fewest ranks that hold the longest
-document, as where context parallelism is set once. Two sizes: documents over capacity on such groups, others on single
-ranks (token_budget_microbatches with sp_size). Writes results/plan_cpu.csv.
+Counted by the plan's cost, nothing is measured. Each step draws documents of one of four kinds of lengths until
+``--rows`` rows of ``capacity`` for each rank are full. Groups of one size: every row lies on the fewest ranks that hold
+the longest document, as where context parallelism is set once. Two sizes: documents over capacity on such groups,
+others on single ranks (token_budget_microbatches with sp_size). Writes results/plan_cpu.csv.
 """
 
 import argparse

@@ -1,11 +1,13 @@
-"""Trains on packed rows with FSDP2 in several processes, and with rows that lie on several ranks: the losses are those of one.
+"""Trains on packed rows with FSDP2 in several processes, and with rows that lie on several ranks: the losses are those
+of one.
 
     torchrun --nproc-per-node 4 examples/fsdp2_sft.py                          4 rows at a time
     torchrun --nproc-per-node 4 examples/fsdp2_sft.py --sequence-parallel 2    2 rows at a time, each on 2 ranks
     torchrun --nproc-per-node 4 examples/fsdp2_sft.py --sequence-parallel 4 --device cuda
     python examples/fsdp2_sft.py                                               one process, the same steps
 
-gloo on CPUs, NCCL on GPUs. Parameters are sharded over all ranks; gradients are reduced once per step, after its last row.
+gloo on CPUs, NCCL on GPUs. Parameters are sharded over all ranks; gradients are reduced once per step, after its last
+row.
 """
 
 from common.options import needs, parser_of

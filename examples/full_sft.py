@@ -6,8 +6,9 @@
     python examples/full_sft.py --model folder --data chats.jsonl --lora 16 --device cuda
     python examples/full_sft.py                 a tiny Llama on docstrings, to see that it runs
 
---model: a name or folder of transformers; weights are random where the folder has none. --data: lines of {"messages": [{"role",
-"content"}, ...]}; what assistants say is learnt. Writes a log and checkpoints, and in the end the model or its adapters.
+--model: a name or folder of transformers; weights are random where the folder has none. --data: lines of {"messages":
+[{"role", "content"}, ...]}; what assistants say is learnt. Writes a log and checkpoints, and in the end the model or
+its adapters.
 """
 
 import argparse

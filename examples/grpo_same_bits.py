@@ -3,11 +3,11 @@
     python examples/grpo_same_bits.py                 a tiny Qwen3, on the CPU in two minutes
     python examples/grpo_same_bits.py --device cuda   Qwen3-0.6B's shape, random weights
 
-generate_batch of transformers samples several answers to each prompt: prefill, chunks and decoding by packing_ops' attention.
-It hands back the log-probability of each token. The update takes them again, from packed rows. Their difference is what the
-first ratio of GRPO makes of two ways to compute one thing: with apply_packing_ops(model, invariant=True) it is 0.0 for every
-token of every step. The same loop runs without the mode beside it. An answer's reward is the share of its tokens that are
-even numbers.
+generate_batch of transformers samples several answers to each prompt: prefill, chunks and decoding by packing_ops'
+attention. It hands back the log-probability of each token. The update takes them again, from packed rows. Their
+difference is what the first ratio of GRPO makes of two ways to compute one thing: with apply_packing_ops(model,
+invariant=True) it is 0.0 for every token of every step. The same loop runs without the mode beside it. An answer's
+reward is the share of its tokens that are even numbers.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python examples/grpo_tree.py                 a tiny Qwen3, on the CPU in a minute
     python examples/grpo_tree.py --device cuda
 
-Both steps have the same loss and the same gradients. The tree holds each prompt once: its rows are fewer than the samples'
-tokens, in every layer. The result is written with times, the rows that the model computes and the memory that the backward
-keeps; the picture shows who sees what in the row of one prompt.
+Both steps have the same loss and the same gradients. The tree holds each prompt once: its rows are fewer than the
+samples' tokens, in every layer. The result is written with times, the rows that the model computes and the memory that
+the backward keeps; the picture shows who sees what in the row of one prompt.
 """
 
 import argparse
@@ -62,7 +62,9 @@ def new_model(arguments: argparse.Namespace) -> torch.nn.Module:
 
 
 class Samples:
-    """Prompts with their answers, end to end. weights: the advantage at slots that predict a token of an answer, else 0."""
+    """Prompts with their answers, end to end. weights: the advantage at slots that predict a token of an answer, else
+    0.
+    """
 
     def __init__(self, arguments: argparse.Namespace):
         prompt, longest = LENGTHS[arguments.device]
@@ -83,7 +85,9 @@ class Samples:
 
 
 def loss_of(logps: torch.Tensor, samples: Samples) -> torch.Tensor:
-    """GRPO's first step: the ratio is 1, and its gradient that of the log-probability. The same for both kinds of steps."""
+    """GRPO's first step: the ratio is 1, and its gradient that of the log-probability. The same for both kinds of
+    steps.
+    """
     ratio = (logps - logps.detach()).exp()
     return -(ratio * samples.weights).sum() / (samples.weights != 0).sum()
 

@@ -1,12 +1,13 @@
-"""Trains one Hugging Face model with transformers' Trainer on the same documents twice, padded and packed, and compares.
+"""Trains one Hugging Face model with transformers' Trainer on the same documents twice, padded and packed, and
+compares.
 
     python examples/hf_sft.py                        a tiny Llama on docstrings of the standard library
     python examples/hf_sft.py --data chat.jsonl      {"messages": [...]} or {"prompt": ..., "completion": ...}
     python examples/hf_sft.py --model PATH --device cuda
     python examples/hf_sft.py --stock                what packing alone brings
 
-Padded: batches of 8, each padded to its longest, by the stock model with sdpa attention (eager where transformers has no
-other, as for Gemma 2 and gpt-oss). Packed: rows of 2048 slots filled first-fit-decreasing, by the model after
+Padded: batches of 8, each padded to its longest, by the stock model with sdpa attention (eager where transformers has
+no other, as for Gemma 2 and gpt-oss). Packed: rows of 2048 slots filled first-fit-decreasing, by the model after
 apply_packing_ops. Each run has a process of its own, so that peak memory is its own too. Every eighth document is held
 out, and both models are measured on those after the same tokens: losses of steps are means over different documents.
 """

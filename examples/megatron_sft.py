@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 2 examples/megatron_sft.py --context-parallel 2     documents shared by two processes
     python examples/megatron_sft.py --data chat.jsonl --device cuda
 
-What a Megatron script changes: ``patch_rope()`` before the config is made, ``use_packing_ops(spec)``, and the batch, which
-comes from ``preprocess_packed_seqs`` and ``next_token_targets``. Padded: batches of 8 documents, each padded to the
-longest. Packed: rows of 2048 slots filled first-fit-decreasing, ``--rows-per-step`` of them a step, dealt to the ranks:
-the losses are the same for any number of processes.
+What a Megatron script changes: ``patch_rope()`` before the config is made, ``use_packing_ops(spec)``, and the batch,
+which comes from ``preprocess_packed_seqs`` and ``next_token_targets``. Padded: batches of 8 documents, each padded to
+the longest. Packed: rows of 2048 slots filled first-fit-decreasing, ``--rows-per-step`` of them a step, dealt to the
+ranks: the losses are the same for any number of processes.
 """
 
 import argparse
@@ -130,7 +130,9 @@ def summed_over_ranks(*values: float | torch.Tensor) -> list[float]:
 
 
 def step(model: GPTModel, documents: list[list[Document]], arguments, *, packed: bool) -> tuple[float, int]:
-    """Gradients of one step's documents, dealt to the ranks in lots; the loss of all ranks and the slots they filled."""
+    """Gradients of one step's documents, dealt to the ranks in lots; the loss of all ranks and the slots they
+    filled.
+    """
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     mine = documents[rank::ranks]
     # A rank that got none goes along with another's, for nothing: the others wait for it.

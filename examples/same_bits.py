@@ -3,9 +3,9 @@
     python examples/same_bits.py                 a tiny Qwen3, on the CPU in a few seconds
     python examples/same_bits.py --device cuda
 
-Log-probabilities of the samples are taken one sequence at a time, as a rollout takes them. The update takes them again, in
-micro-batches of 1, 2 and 8 sequences and with all in one row in random order. The ratio of both is what PPO and GRPO clip.
-Before the first optimizer step it should be 1. It is with apply_packing_ops(model, invariant=True), and it is not
+Log-probabilities of the samples are taken one sequence at a time, as a rollout takes them. The update takes them again,
+in micro-batches of 1, 2 and 8 sequences and with all in one row in random order. The ratio of both is what PPO and GRPO
+clip. Before the first optimizer step it should be 1. It is with apply_packing_ops(model, invariant=True), and it is not
 quite without. The picture shows how far off it is, token by token.
 """
 

@@ -4,8 +4,8 @@
     python examples/vlm_sft.py --device cuda --documents 4000
 
 A document shows one to three images of one color each, between words of text, and ends with the names of the colors. A
-PackedStream puts documents into rows by two budgets, tokens and patches of images. PaddingFreeCollator joins their patches
-and gives each document the three axes of its positions, by the model's own get_rope_index.
+PackedStream puts documents into rows by two budgets, tokens and patches of images. PaddingFreeCollator joins their
+patches and gives each document the three axes of its positions, by the model's own get_rope_index.
 """
 
 import argparse
@@ -59,7 +59,9 @@ def new_model() -> torch.nn.Module:
 
 
 def patches_of(color: str, height: int, width: int, draw: random.Random) -> torch.Tensor:
-    """``[height * width, 96]``, as the processor makes them of an image in this color: noise on it, two equal frames."""
+    """``[height * width, 96]``, as the processor makes them of an image in this color: noise on it, two equal
+    frames.
+    """
     noise = torch.rand(height * width, 3, 2 * PATCH**2, generator=torch.Generator().manual_seed(draw.randrange(2**31)))
     return (torch.tensor(COLORS[color])[:, None] + 0.3 * (noise - 0.5)).flatten(1)
 

@@ -10,8 +10,8 @@ Subpackages, imported at their first use:
     contrib: unsloth, ring_flash_attn, open_instruct, whose names are those of one project each.
     reference: the ops in plain torch, which the tests compare with.
 
-Without a compiled library (macOS, a clone that was not built) packing_ops.data and what it needs run in plain torch, slower;
-every other op says what is missing.
+Without a compiled library (macOS, a clone that was not built) packing_ops.data and what it needs run in plain torch,
+slower; every other op says what is missing.
 """
 
 from packing_ops._runtime import lazy

@@ -1,4 +1,6 @@
-"""python -m packing_ops, or packing-ops, report | invariance | info: arguments and exit codes; packing_ops/report does the work."""
+"""python -m packing_ops, or packing-ops, report | invariance | info: arguments and exit codes; packing_ops/report does
+the work.
+"""
 
 import argparse
 import os

@@ -105,8 +105,8 @@ def last_token_indices(cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tenso
         cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
 
     Returns:
-        int64 ``[num_documents]``. One synchronisation on CUDA, to see that documents start at 0 and are not empty; a compiled or captured
-        graph asserts it on the device.
+        int64 ``[num_documents]``. One synchronisation on CUDA, to see that documents start at 0 and are not empty; a
+        compiled or captured graph asserts it on the device.
 
     Example:
         >>> scores = torch.tensor([[[0.1], [0.2], [0.3], [0.4], [0.5]]])  # [1, total, 1]
@@ -288,8 +288,8 @@ def shift_values(
         tensor([[ 6, -1,  8,  9, -1]])
 
     Raises:
-        ValueError: values of another shape, wrong cu_seqlens, or cu_seqlens that end past the values, a fill_value that the
-            dtype of the values does not hold.
+        ValueError: values of another shape, wrong cu_seqlens, or cu_seqlens that end past the values, a fill_value that
+            the dtype of the values does not hold.
 
     Determinism: the same bits in every call.
     Synchronises: never; wrong cu_seqlens on CUDA raise in a later call.

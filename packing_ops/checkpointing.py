@@ -15,7 +15,8 @@ Contexts = tuple[torch.utils._python_dispatch.TorchDispatchMode, torch.utils._py
 
 SHARE_OF_FREE = 0.5  # "auto": what else a step needs for a while (logits, a gathered layer, workspaces) has the rest
 _aten = torch.ops.aten
-# Of each, where its first factor is among the arguments. Their cost for a byte that is kept is the width that they sum over.
+# Of each, where its first factor is among the arguments. Their cost for a byte that is kept is the width that they sum
+# over.
 PRODUCTS = {
     _aten.mm.default: 0,
     _aten.bmm.default: 0,
@@ -23,7 +24,8 @@ PRODUCTS = {
     _aten.addmm.default: 1,
     _aten.baddbmm.default: 1,
 }
-# Of each, the arguments whose rows and whose last dimension its out has; next to it are as many float32 numbers as rows.
+# Of each, the arguments whose rows and whose last dimension its out has; next to it are as many float32 numbers as
+# rows.
 ATTENTION = dict.fromkeys(
     (
         _aten._flash_attention_forward.default,
@@ -51,21 +53,22 @@ def checkpoint_policy(
     Losses and gradients have the bits that they have with full checkpointing.
 
     Args:
-        model: whose layers are checkpointed, as it is trained. It is looked at in the first forward: put it on its device,
-            add adapters, shard it before.
+        model: whose layers are checkpointed, as it is trained. It is looked at in the first forward: put it on its
+            device, add adapters, shard it before.
         budget: bytes for all layers together, on this rank, beyond what full checkpointing keeps. "auto": half of the
-            memory that is free in the first forward, after the gradients and two optimizer states of all trained parameters.
-        layers: the checkpointed calls of one forward, each of which gets the same part of the budget. Without it the modules
-            in the outermost ModuleLists of the model.
+            memory that is free in the first forward, after the gradients and two optimizer states of all trained
+            parameters.
+        layers: the checkpointed calls of one forward, each of which gets the same part of the budget. Without it the
+            modules in the outermost ModuleLists of the model.
 
     Returns:
         A function for ``checkpoint(..., use_reentrant=False, context_fn=...)`` and for transformers'
-        ``gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ...})``. Use it for every layer of this model.
-        Its attribute ``explain`` is a function that says in a sentence what the last layer keeps. The first layer of each
-        kind keeps only attention: it shows which products the next ones have. Under torch.compile, where the checkpoint is
-        in the graph, they are known when the graph is made, and a graph for rows of any length keeps what fits for the row
-        that it is made with: give it the longest first. Around a compiled layer torch shows no products, and only attention
-        is kept (pytorch issue 161889).
+        ``gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ...})``. Use it for every layer of this
+        model. Its attribute ``explain`` is a function that says in a sentence what the last layer keeps. The first
+        layer of each kind keeps only attention: it shows which products the next ones have. Under torch.compile, where
+        the checkpoint is in the graph, they are known when the graph is made, and a graph for rows of any length keeps
+        what fits for the row that it is made with: give it the longest first. Around a compiled layer torch shows no
+        products, and only attention is kept (pytorch issue 161889).
 
     Raises:
         TypeError: model is no torch.nn.Module.

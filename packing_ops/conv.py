@@ -50,8 +50,8 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Convolve each channel of a document with its taps, looking back. Differentiable.
 
-    Row t of a document becomes ``act(bias + weight[:, W - 1] * x[t] + weight[:, W - 2] * x[t - 1] + ...)``; terms of rows
-    before the document are left out, or taken from ``initial_state``.
+    Row t of a document becomes ``act(bias + weight[:, W - 1] * x[t] + weight[:, W - 2] * x[t - 1] + ...)``; terms of
+    rows before the document are left out, or taken from ``initial_state``.
 
     Args:
         x: float32, float64 (CPU), bfloat16 or float16 ``[total, channels]``, channels next to each other, any stride
@@ -82,7 +82,11 @@ def causal_conv1d(
         >>> state.flatten().tolist()
         [3.0, 10.0]
         >>> step, _ = causal_conv1d(
-        ...     torch.tensor([[4.0], [5.0]]), torch.tensor([[100.0, 1.0]]), None, torch.tensor([0, 1, 2]), initial_state=state
+        ...     torch.tensor([[4.0], [5.0]]),
+        ...     torch.tensor([[100.0, 1.0]]),
+        ...     None,
+        ...     torch.tensor([0, 1, 2]),
+        ...     initial_state=state,
         ... )
         >>> step.flatten().tolist()
         [304.0, 1005.0]

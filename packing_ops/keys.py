@@ -1,7 +1,7 @@
 """Where the keys of attention are: end to end by cu_seqlens, along the paths of a prefix tree, or in pages.
 
-A prefix tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then its
-rows. In pages key j of document i is row ``j % page_size`` of page ``block_table[i, j // page_size]``.
+A prefix tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then
+its rows. In pages key j of document i is row ``j % page_size`` of page ``block_table[i, j // page_size]``.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from packing_ops.varlen.options import AttentionOptions
 # --- a prefix tree ---
 
 FORK_ALIGNMENT = 128  # csrc/core/fork_alignment.h
-"""Forks of a prefix tree are at multiples of this number of tokens, so that no key tile of attention holds two segments."""
+"""Forks of a prefix tree are at multiples of this number of tokens: no key tile of attention holds two segments."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -27,8 +27,8 @@ class PrefixTree:
     """Samples as trees of segments; pack_prefix_tree makes it.
 
     A row is one token that a model computes. It sees the rows of its segment up to itself, and all rows of the segments
-    above: of the segment's parent, of the parent's parent, and so on. Segments are in depth-first order, tree after tree,
-    so that all segments below one follow it. Those of one bin (one row of the batch) are next to each other.
+    above: of the segment's parent, of the parent's parent, and so on. Segments are in depth-first order, tree after
+    tree, so that all segments below one follow it. Those of one bin (one row of the batch) are next to each other.
 
     Attributes:
         rows: int64 ``[num_rows]``, the token that each row holds: ``tokens[tree.rows]`` are the input_ids.
@@ -228,7 +228,8 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
 
     Args:
         cu_seqlens: int32 ``[num_segments + 1]``; a segment with children has a multiple of 128 tokens.
-        parents: int32 ``[num_segments]``, the index of an earlier segment, -1 for a root; segments are in depth-first order.
+        parents: int32 ``[num_segments]``, the index of an earlier segment, -1 for a root; segments are in depth-first
+            order.
         total: rows, those after the last segment included.
 
     Example:

@@ -39,18 +39,18 @@ class PackedMetadata:
         max_seqlen: longest document, or longest path of a prefix tree, a Python int.
         indices: int64 ``[total]``, slots of the padded batch that were kept; only after from_attention_mask.
         num_tokens: ``cu_seqlens[-1]`` as a Python int; None if it was neither given nor read.
-        document_tokens: int32 ``[num_documents]``, how many of each document's slots, from its first on, hold tokens: the
-            others are padding, which no balance loss counts. None: every slot of a document is a token. The collators
-            that pad documents give it.
-        num_targets: slots that have a target in the labels of this batch, or an upper bound, a Python int; None if unknown.
-            The collators count it. token_logps and the losses multiply no more rows: for labels with more targets give
-            them ``max_targets=total``, or set it with ``dataclasses.replace``.
+        document_tokens: int32 ``[num_documents]``, how many of each document's slots, from its first on, hold tokens:
+            the others are padding, which no balance loss counts. None: every slot of a document is a token. The
+            collators that pad documents give it.
+        num_targets: slots that have a target in the labels of this batch, or an upper bound, a Python int; None if
+            unknown. The collators count it. token_logps and the losses multiply no more rows: for labels with more
+            targets give them ``max_targets=total``, or set it with ``dataclasses.replace``.
         seqlen: columns of the padded batch, for pad and unpad; only after from_attention_mask.
         paths: PrefixPaths of a prefix tree, whose segments cu_seqlens then are; only after from_prefix_tree.
         visible_end: int32 ``[total]``, how far each query sees. varlen_attention takes it from here. None: causality or
             a window decides. Set it with ``dataclasses.replace(metadata, visible_end=...)``.
-        position_ids: int64 ``[total]``, restarting in every document, in a prefix tree the distance from the root; a new
-            tensor at each use.
+        position_ids: int64 ``[total]``, restarting in every document, in a prefix tree the distance from the root; a
+            new tensor at each use.
         seq_idx: int32 ``[total]``, the index of every slot's document; a new tensor at each use.
 
     Example:
@@ -309,8 +309,8 @@ class PackedMetadata:
         ``segment_parents``.
 
         Also ``num_targets`` where it is known, which the fused loss of apply_packing_ops takes. Padding after the last
-        document becomes one more document, since cu_seq_lens must end where the row ends; ``num_tokens`` then says where
-        it begins, for the balance loss of apply_packing_ops. With document_tokens num_tokens are these, a tensor.
+        document becomes one more document, since cu_seq_lens must end where the row ends; ``num_tokens`` then says
+        where it begins, for the balance loss of apply_packing_ops. With document_tokens num_tokens are these, a tensor.
 
         Example:
             >>> PackedMetadata.from_lengths([2, 1], total=5).to_transformers()["cu_seq_lens_q"]
@@ -345,8 +345,8 @@ class PackedMetadata:
     def to_megatron(self) -> dict[str, Any]:
         """Return fields of Megatron-core's PackedSeqParams; padding after the last document is one more document.
 
-        For a tree also ``segment_parents``, which is an attribute there and no field: the integration's packed_seq_params
-        sets it.
+        For a tree also ``segment_parents``, which is an attribute there and no field: the integration's
+        packed_seq_params sets it.
 
         Raises:
             ValueError: there is a visible_end, for which these fields have no place.

@@ -46,8 +46,8 @@ def unpad_input(
     Returns:
         packed ``[total, ...]``; indices int64 ``[total]``; cu_seqlens int32 ``[batch + 1]``; max_seqlen, a Python
         int; seqused int32 ``[batch]``, real slots of attention_mask only. New tensors. One synchronisation on CUDA,
-        no synchronisation with ``lengths`` or ``total`` (torch.compile needs one of those, or capture_scalar_outputs). Reads and
-        writes ``total`` rows once. Deterministic, backward too.
+        no synchronisation with ``lengths`` or ``total`` (torch.compile needs one of those, or capture_scalar_outputs).
+        Reads and writes ``total`` rows once. Deterministic, backward too.
 
     Example:
         >>> hidden = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 4.0]])

@@ -1,4 +1,6 @@
-"""Padded batches: trim the columns that are only padding, pad examples per micro-batch. The columns to keep are an op's."""
+"""Padded batches: trim the columns that are only padding, pad examples per micro-batch. The columns to keep are an
+op's.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -33,8 +35,8 @@ def trim_padding(
 
     ``torch.ops.packing_ops.trim_padding_range`` finds the columns to keep; on CUDA it synchronises once. The values are
     sliced by torch: views of the batch, through which gradients flow, nothing is copied. A view keeps the padded memory
-    alive, which matters where batches wait in a queue or are pickled: ``own=True`` copies what is kept. Meant for the CPU,
-    before the batch goes to the device.
+    alive, which matters where batches wait in a queue or are pickled: ``own=True`` copies what is kept. Meant for the
+    CPU, before the batch goes to the device.
 
     Args:
         batch: name to value. Tensors and arrays of two dimensions or more are ``[batch, seqlen, ...]`` and are trimmed;
@@ -48,8 +50,8 @@ def trim_padding(
             Gradients flow through copies too; a copy is not in pinned memory.
 
     Returns:
-        A new dict whose trimmed tensors are views of those in ``batch``, with ``own`` copies; ``batch`` itself when there
-        is nothing to trim, and with ``own`` nothing to copy.
+        A new dict whose trimmed tensors are views of those in ``batch``, with ``own`` copies; ``batch`` itself when
+        there is nothing to trim, and with ``own`` nothing to copy.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]])}

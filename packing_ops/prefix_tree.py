@@ -42,24 +42,24 @@ def pack_prefix_tree(
     """Find what samples share from their first token on, and arrange them as trees that hold it once.
 
     Args:
-        tokens: int32 or int64 ``[total]`` or ``[1, total]``, the samples end to end. A CUDA tensor is copied to the CPU,
-            which synchronises once; so are cu_seqlens and groups.
+        tokens: int32 or int64 ``[total]`` or ``[1, total]``, the samples end to end. A CUDA tensor is copied to the
+            CPU, which synchronises once; so are cu_seqlens and groups.
         cu_seqlens: int32 or int64 ``[num_samples + 1]``, a Python sequence, or a PackedMetadata: where the samples are,
             from 0 to total. A sample of no tokens has no rows, and is in bin 0.
         groups: int32 or int64 ``[num_samples]``, or a Python sequence: only samples of the same number are compared.
             They need not be next to each other. None: all are compared.
         capacity: most rows of a bin, one row of the batch. Trees are put into bins first-fit-decreasing, the one with
-            the most rows first. A tree that does not fit is cut where segments fork: each bin that has a part of it holds
-            the segments above the part again (``repeated_by_cuts``). None: one bin.
+            the most rows first. A tree that does not fit is cut where segments fork: each bin that has a part of it
+            holds the segments above the part again (``repeated_by_cuts``). None: one bin.
         min_shared: samples that part before this number of tokens, rounded up to a multiple of FORK_ALIGNMENT, are
             not joined. More makes fewer and longer segments.
 
     Returns:
         PrefixTree on the CPU. Trees and the children of a segment are in the order of their first sample.
 
-    Samples fork at the last multiple of FORK_ALIGNMENT that they share; what they share beyond it is once in each child,
-    at most 127 tokens. A sample that is the beginning of another, or equal to it, has no extra rows, however short.
-    If it is the beginning of several, it ends in the first of them in lexicographic order.
+    Samples fork at the last multiple of FORK_ALIGNMENT that they share; what they share beyond it is once in each
+    child, at most 127 tokens. A sample that is the beginning of another, or equal to it, has no extra rows, however
+    short. If it is the beginning of several, it ends in the first of them in lexicographic order.
 
     Example:
         >>> prompt, answers = torch.arange(256), [torch.tensor([7, 8]), torch.tensor([9])]
@@ -127,8 +127,8 @@ def prefix_tree_metadata(
     parent and so on, then their group causally.
 
     Args:
-        group_ids: int64 or int32 ``[total]`` or ``[1, total]``, or a Python sequence: the group of each token. CUDA tensors
-            are copied to the CPU, which synchronises.
+        group_ids: int64 or int32 ``[total]`` or ``[1, total]``, or a Python sequence: the group of each token. CUDA
+            tensors are copied to the CPU, which synchronises.
         parent_ids: alike, the group that each token's group continues, which lies before it; a root has its group_ids.
             Padding with such ids (-1 and -1, say) is a root.
         device: of the tensors; by default that of group_ids.
@@ -137,8 +137,8 @@ def prefix_tree_metadata(
         PackedMetadata of the row, as from_prefix_tree makes it: for varlen_attention, apply_rotary_qk and, by
         to_transformers, models. position_ids are distances from the root. cu_seqlens are the segments.
 
-    The bits are those of pack_prefix_tree's trees. Where a group has children, and it and those above hold no multiple of
-    FORK_ALIGNMENT tokens, the forward of attention gathers k and v along the paths, as the backward does.
+    The bits are those of pack_prefix_tree's trees. Where a group has children, and it and those above hold no multiple
+    of FORK_ALIGNMENT tokens, the forward of attention gathers k and v along the paths, as the backward does.
 
     Example:
         >>> group_ids, parent_ids = [7, 7, 7, 8, 8, 9, -1], [7, 7, 7, 7, 7, 7, -1]  # a prompt, two answers, padding
@@ -147,8 +147,8 @@ def prefix_tree_metadata(
         ([0, 3, 5, 6, 7], [0, 1, 2, 3, 4, 3, 0])
 
     Raises:
-        ValueError: ids that are not int64 or int32 of one row, or differ in length; a group whose tokens are apart, or that
-            has two parents; a parent that is not before its child.
+        ValueError: ids that are not int64 or int32 of one row, or differ in length; a group whose tokens are apart, or
+            that has two parents; a parent that is not before its child.
         TypeError: ids that are not integers.
 
     Determinism: the same in every call.
@@ -246,9 +246,9 @@ def prefix_token_logps(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Compute token_logps of the samples from the hidden states of a prefix tree's rows. Differentiable.
 
-    Each row but a root's first is predicted once, by the row before it: the last row of a shared prompt predicts the first
-    of each answer. The samples' slots are then looked up, so that losses, advantages and masks of packed samples apply as
-    they are, and a shared row gets the sum of its samples' gradients.
+    Each row but a root's first is predicted once, by the row before it: the last row of a shared prompt predicts the
+    first of each answer. The samples' slots are then looked up, so that losses, advantages and masks of packed samples
+    apply as they are, and a shared row gets the sum of its samples' gradients.
 
     Args:
         hidden: ``[num_rows, hidden]`` or ``[1, num_rows, hidden]``, as token_logps.
@@ -258,7 +258,8 @@ def prefix_token_logps(
             where nothing counts in any of a row's samples; where it depends on the sample, mask the result.
         tree: on the device of hidden.
         max_targets: rows that are predicted, or an upper bound, as in token_logps; on CUDA num_rows by default.
-        allowed_ids, allowed_offsets: as token_logps, of each row, ``[num_rows + 1]`` offsets: what its token was drawn from.
+        allowed_ids, allowed_offsets: as token_logps, of each row, ``[num_rows + 1]`` offsets: what its token was drawn
+            from.
 
     Returns:
         ``[num_tokens]``, in the order of the samples' tokens, float32 (float64 for float64): slot t holds
@@ -290,7 +291,8 @@ def prefix_token_logps(
     if tree.rows.device != hidden.device:
         raise ValueError(f"tree: expected on {hidden.device} like hidden (PrefixTree.to), got on {tree.rows.device}")
     labels = checked_labels(labels, hidden)
-    # Row r is a target, and the row before it predicts it. The op gives each slot the label of the next one: shift it back.
+    # Row r is a target, and the row before it predicts it. The op gives each slot the label of the next one: shift it
+    # back.
     before = tree.rows_before
     labels = labels.masked_fill(before < 0, ignore_index)  # nothing predicts a root's first row
     whole_row = torch.arange(2, dtype=torch.int32, device=labels.device) * num_rows

@@ -42,8 +42,8 @@ def router_statistics(
         metadata: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
         top_k: experts of a token, those with the largest probabilities.
         routed: in place of top_k what the router chose, bool ``[total, experts]`` (Megatron's routing_map).
-        copies: ``[total]``, bool, integer or floating: how many tokens a slot counts for, such as a PrefixTree's copies; 0
-            for one that does not count. By default 1.
+        copies: ``[total]``, bool, integer or floating: how many tokens a slot counts for, such as a PrefixTree's
+            copies; 0 for one that does not count. By default 1.
 
     Returns:
         (tokens_per_expert, probability_sums, tokens): ``[num_documents, experts]`` twice and ``[num_documents]``,
@@ -111,16 +111,17 @@ def load_balancing_loss(
     """Compute Switch Transformer's balance loss of a packed row: over its documents without padding, or for each
     document.
 
-    With f the tokens that an expert gets per token, and P the mean of its probability: experts * sum of f * P. 1 for one
-    expert per token and an even router, top_k for top_k of them, as in transformers; Megatron divides by top_k.
+    With f the tokens that an expert gets per token, and P the mean of its probability: experts * sum of f * P. 1 for
+    one expert per token and an even router, top_k for top_k of them, as in transformers; Megatron divides by top_k.
 
     Args:
         probabilities: as router_statistics, or one such tensor for each layer, over which the means are taken too, as
             transformers does: ``[logits.softmax(-1) for logits in output.router_logits]``.
         routed: as router_statistics; one for each layer where probabilities are.
-        metadata, top_k, copies: as router_statistics. With a prefix tree's copies the loss is the one of its samples, one
-            after the other.
-        by_document: the loss of each document, as if the row held no other: Megatron's sequence-wise loss is their mean.
+        metadata, top_k, copies: as router_statistics. With a prefix tree's copies the loss is the one of its samples,
+            one after the other.
+        by_document: the loss of each document, as if the row held no other: Megatron's sequence-wise loss is their
+            mean.
 
     Returns:
         A scalar, the loss over the tokens of all documents, or with ``by_document`` ``[num_documents]``. float64 for

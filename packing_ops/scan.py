@@ -71,8 +71,8 @@ def gated_delta_rule(
     Args:
         q, k: float32, float64 (CPU), bfloat16 or float16 ``[total, num_heads, head_dim]``. On CUDA head_dim is at
             most 256, and what is not 64, 128 or 256 is padded with zeros.
-        v: ``[total, num_v_heads, head_dim_v]`` of the same dtype; num_v_heads is a multiple of num_heads, and head h of v
-            has head ``h // (num_v_heads // num_heads)`` of q and k.
+        v: ``[total, num_v_heads, head_dim_v]`` of the same dtype; num_v_heads is a multiple of num_heads, and head h of
+            v has head ``h // (num_v_heads // num_heads)`` of q and k.
         g: ``[total, num_v_heads]``, the logarithm of the decay, at most 0 in every model; read in float32.
         beta: like g, how much of the old value a key's new one replaces, 0 to 1 in most models.
         cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
@@ -82,17 +82,18 @@ def gated_delta_rule(
         use_qk_l2norm: divide q and k by their norms first: ``x * rsqrt(sum(x ** 2) + 1e-6)``.
 
     Returns:
-        (out, final_state or None). out is ``[total, num_v_heads, head_dim_v]`` in the dtype of v, 0 in the padding after the
-        last document; final_state is like initial_state. States and sums are float32 (float64 for float64).
+        (out, final_state or None). out is ``[total, num_v_heads, head_dim_v]`` in the dtype of v, 0 in the padding
+        after the last document; final_state is like initial_state. States and sums are float32 (float64 for float64).
 
-        On CUDA a document is walked in chunks of 64 tokens, counted from its first. A row's bits depend only on its document's
-        tokens up to it: they are the same in any pack, and if a document is passed in several calls that begin at
-        multiples of 64, each with the final state of the one before. To decode with these bits, keep the state at the start
-        of the open chunk, and run the rows since then again. NaN and infinity stay in their document.
+        On CUDA a document is walked in chunks of 64 tokens, counted from its first. A row's bits depend only on its
+        document's tokens up to it: they are the same in any pack, and if a document is passed in several calls that
+        begin at multiples of 64, each with the final state of the one before. To decode with these bits, keep the state
+        at the start of the open chunk, and run the rows since then again. NaN and infinity stay in their document.
 
     Cost:
-        Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds one
-        for each chunk: ``2 * head_dim * head_dim_v * num_v_heads`` numbers of v's dtype for 64 tokens. No synchronisation.
+        Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds
+        one for each chunk: ``2 * head_dim * head_dim_v * num_v_heads`` numbers of v's dtype for 64 tokens. No
+        synchronisation.
 
     Example:
         A key whose value is read back, and then overwritten:
@@ -107,8 +108,8 @@ def gated_delta_rule(
         [[5.0, 6.0], [3.0, 4.0]]
 
     Raises:
-        ValueError: tensors of another dtype, device or shape than q and v ask for; cu_seqlens past the end of q; on CUDA
-            a head_dim over 256.
+        ValueError: tensors of another dtype, device or shape than q and v ask for; cu_seqlens past the end of q; on
+            CUDA a head_dim over 256.
 
     Source:
         Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
@@ -189,8 +190,8 @@ def mamba2_scan(
         out = S C + D x
 
     Args:
-        x: float32, float64 (CPU), bfloat16 or float16 ``[total, num_heads, head_dim]``. On CUDA head_dim and state_dim are
-            at most 256, and what is not 64, 128 or 256 is padded with zeros.
+        x: float32, float64 (CPU), bfloat16 or float16 ``[total, num_heads, head_dim]``. On CUDA head_dim and state_dim
+            are at most 256, and what is not 64, 128 or 256 is padded with zeros.
         dt: ``[total, num_heads]``; read in float32.
         A: ``[num_heads]``, below 0 in every model; read in float32, as D and dt_bias are.
         B, C: ``[total, num_groups, state_dim]`` of x's dtype; num_groups divides num_heads, and head h has group
@@ -205,15 +206,16 @@ def mamba2_scan(
 
     Returns:
         (out, final_state or None). out is like x, 0 in the padding after the last document; final_state is like
-        initial_state. Sums, steps and states are float32 (float64 for float64). mamba_ssm's ``z`` is left to the caller:
-        ``out * silu(z)``.
+        initial_state. Sums, steps and states are float32 (float64 for float64). mamba_ssm's ``z`` is left to the
+        caller: ``out * silu(z)``.
 
-        Bits are as in gated_delta_rule: those of a document in a row without others, in chunks of 64 tokens counted from its first on CUDA.
-        NaN and infinity stay in their document.
+        Bits are as in gated_delta_rule: those of a document in a row without others, in chunks of 64 tokens counted
+        from its first on CUDA. NaN and infinity stay in their document.
 
     Cost:
-        Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds one
-        for each chunk: ``2 * head_dim * state_dim * num_heads`` numbers of x's dtype for 64 tokens. No synchronisation.
+        Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds
+        one for each chunk: ``2 * head_dim * state_dim * num_heads`` numbers of x's dtype for 64 tokens. No
+        synchronisation.
 
     Example:
         A state of one number that forgets half at each token:
@@ -228,8 +230,8 @@ def mamba2_scan(
 
     Raises:
         TypeError: something else than a tensor, or than a pair of numbers for dt_limit.
-        ValueError: tensors of another dtype, device or shape than x asks for; cu_seqlens past the end of x; dt_limit whose
-            first is above its second, or that wants a gradient; on CUDA a head_dim or state_dim over 256.
+        ValueError: tensors of another dtype, device or shape than x asks for; cu_seqlens past the end of x; dt_limit
+            whose first is above its second, or that wants a gradient; on CUDA a head_dim or state_dim over 256.
 
     Source:
         Dao, Gu, Transformers are SSMs, arXiv:2405.21060.

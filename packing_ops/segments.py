@@ -274,9 +274,9 @@ def gae(
             responses. 0 by default.
 
     Returns:
-        (advantages, returns), shaped like rewards; float64 if rewards or values are, else float32. 0 in masked slots (verl
-        has other numbers there, which its loss masks) and after the last document. No synchronisation; one kernel for
-        any number and length of documents. Deterministic: a document gets the same bits in any row. Not
+        (advantages, returns), shaped like rewards; float64 if rewards or values are, else float32. 0 in masked slots
+        (verl has other numbers there, which its loss masks) and after the last document. No synchronisation; one kernel
+        for any number and length of documents. Deterministic: a document gets the same bits in any row. Not
         differentiable, since PPO's losses take both as constants: backward through them raises NotImplementedError.
 
     Example:

@@ -1,14 +1,15 @@
 """Gradient checkpointing beside compiled layers, in every setting of a training: loss and gradients against eager ones.
 
-On a GPU, or without one on the CPU:  python tests/checkpoint_matrix.py [--part 1/8] [--only llama layers] [--out table.md] [--all]
-On several, beside a wrapper:         torchrun --nproc-per-node 2 tests/checkpoint_matrix.py --around fsdp2 [--out table.md]
+On a GPU, or without one on the CPU:  python tests/checkpoint_matrix.py [--part 1/8] [--only llama layers] [--out
+table.md] [--all] On several, beside a wrapper:         torchrun --nproc-per-node 2 tests/checkpoint_matrix.py --around
+fsdp2 [--out table.md]
 
 --seconds 200 begins no other setting after so many; those that are left are counted as not run.
 
-A row of the table is one setting, with what came out: "same bits", "as exact" (another order of sums: against float64 the error
-is at most twice that of eager code), "refused" with the first words of the error, before anything is trained, "not ours" with an
-error that the model raises without packing_ops too, or what is wrong.
-Below it are the counts, and each refusal by its text. The exit status is 1 where a row is wrong.
+A row of the table is one setting, with what came out: "same bits", "as exact" (another order of sums: against float64
+the error is at most twice that of eager code), "refused" with the first words of the error, before anything is trained,
+"not ours" with an error that the model raises without packing_ops too, or what is wrong. Below it are the counts, and
+each refusal by its text. The exit status is 1 where a row is wrong.
 """
 
 import argparse
@@ -56,7 +57,8 @@ class Setting(NamedTuple):
 AXES = {
     "family": ["llama", "moe", "hybrid", "vlm"],
     "compiled": ["eager", "layers", "layers dynamic", "model"],
-    # around: torch's checkpoint around each layer, where transformers up to 5.22 puts its own; later ones put theirs inside
+    # around: torch's checkpoint around each layer, where transformers up to 5.22 puts its own; later ones put theirs
+    # inside
     "checkpointing": ["none", "reentrant", "non-reentrant", "selective", "policy", "around"],
     "documents": ["position_ids", "cu_seq_lens_q", "numbered mask"],
     "loss": ["stock loss", "fused loss"],
@@ -110,7 +112,9 @@ def layers_of(model):
 
 
 def settings(every=False):
-    """Of the first four axes everything, each time with one of the twelve combinations of the others in turn; or all of them."""
+    """Of the first four axes everything, each time with one of the twelve combinations of the others in turn; or all of
+    them.
+    """
     axes = list(AXES.values())
     if every:
         return [Setting(*each) for each in itertools.product(*axes)]
@@ -196,7 +200,9 @@ def in_a_thread(function):
 
 
 def trained(setting, device, dtype, backend="inductor", around=None, ours=True):
-    """(losses of the steps, gradients by name), in float64 on the CPU; the backward of the second step in another thread."""
+    """(losses of the steps, gradients by name), in float64 on the CPU; the backward of the second step in another
+    thread.
+    """
     torch._dynamo.reset()
     torch.fx.traceback.current_meta.clear()  # a compilation that failed leaves its marks
     torch.manual_seed(1)

@@ -6,7 +6,8 @@ import os
 # Before torch: its threads would spin while they wait, and where several processes share the cores that takes most of
 # the time of all of them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Before torch's first product on a GPU, which reads it once: the tests of invariant() need it where torch has no setter.
+# Before torch's first product on a GPU, which reads it once: the tests of invariant() need it where torch has no
+# setter.
 os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
 
 from helpers.gpus import rotated
@@ -34,7 +35,9 @@ settings.load_profile("packing_ops")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """No garbage collection during imports, nor later of the million objects that they leave: transformers and TRL collect often."""
+    """No garbage collection during imports, nor later of the million objects that they leave: transformers and TRL
+    collect often.
+    """
     gc.disable()
     try:
         return (yield)

@@ -1,9 +1,10 @@
-"""The scripts of examples/first in environments made from nothing: python tests/fresh_environments.py [torch==2.12.1 ...]
+"""The scripts of examples/first in environments made from nothing: python tests/fresh_environments.py [torch==2.12.1
+...]
 
-Without arguments in two: the oldest torch that packing_ops takes, and the newest there is. In each, torch as pip gives it,
-packing_ops built there as README says and its extras; then in the first one the oldest libraries that each extra allows,
-one extra after the other: the oldest megatron-core wants a NumPy that is too old for the others.
-What runs is tests/examples/test_first_scripts.py beside a copy of the examples, where no source of packing_ops is in the way.
+Without arguments in two: the oldest torch that packing_ops takes, and the newest there is. In each, torch as pip gives
+it, packing_ops built there as README says and its extras; then in the first one the oldest libraries that each extra
+allows, one extra after the other: the oldest megatron-core wants a NumPy that is too old for the others. What runs is
+tests/examples/test_first_scripts.py beside a copy of the examples, where no source of packing_ops is in the way.
 
 An environment takes 7 GB, and pip has to fetch half of that once. One that passed is removed, unless --keep.
 """
@@ -58,7 +59,9 @@ def torches() -> list[str]:
 
 
 def came_of(code: int, output: str) -> tuple[bool, str]:
-    """pytest's exit code and output: whether all passed, a skipped test being a script that did not run; and the counts."""
+    """pytest's exit code and output: whether all passed, a skipped test being a script that did not run; and the
+    counts.
+    """
     last = output.splitlines()[-1] if output else ""
     counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last)
     passed = code == 0 and len(counts) == 1 and counts[0].endswith("passed")

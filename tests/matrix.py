@@ -1,9 +1,11 @@
-"""One wheel in fresh environments: python tests/matrix.py dist/packing_ops-*.whl [--torch 2.10.0 2.15.1] [--python 3.10 3.13].
+"""One wheel in fresh environments: python tests/matrix.py dist/packing_ops-*.whl [--torch 2.10.0 2.15.1] [--python 3.10
+3.13].
 
-For each Python that this machine has and each torch, from the oldest to the newest: an environment, that torch as pip gives
-it, the wheel, and tests/project/test_quick.py where no source of packing_ops is in the way. Rows of
+For each Python that this machine has and each torch, from the oldest to the newest: an environment, that torch as pip
+gives it, the wheel, and tests/project/test_quick.py where no source of packing_ops is in the way. Rows of
 benchmarks/results/matrix.csv are replaced by what was run; docs/install.md is made of that file (make readme). Then
-tests/integrations/transformers with the oldest transformers of pyproject.toml, in an environment over the one that runs this.
+tests/integrations/transformers with the oldest transformers of pyproject.toml, in an environment over the one that runs
+this.
 
 An environment with a CUDA build of torch takes 7 GB and is removed when it passed, unless --keep.
 """

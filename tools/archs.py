@@ -41,8 +41,9 @@ def macros(archs: str) -> list[str]:
 
 
 def is_asked(source: str, asked: tuple[int, ...]) -> bool:
-    """Returns whether a source file is needed for one of the head_dims in ``asked``. Where v has another head_dim, that of q
-    and k counts."""
+    """Returns whether a source file is needed for one of the head_dims in ``asked``. Where v has another head_dim, that
+    of q and k counts.
+    """
     path = Path(source)
     name = path.stem.replace("_wide", "_512")
     number = re.search(r"_(\d+)(?:_\d+)?(?:_smem\d+)?$", name) if path.parent.name == "instances" else None

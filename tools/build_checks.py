@@ -24,7 +24,9 @@ PROBE = "#include <bit>\n#include <concepts>\n#include <span>\nint main() { retu
 
 
 def paths_of(python: str) -> list[str]:
-    """sys.path of this Python outside of the isolation that pip and uv build in; empty for another version of Python."""
+    """sys.path of this Python outside of the isolation that pip and uv build in; empty for another version of
+    Python.
+    """
     ask = "import json, sys; print(json.dumps([sys.version_info[:2], sys.path]))"
     hidden = {"PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONHOME"}
     variables = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -68,7 +70,9 @@ def check_python() -> None:
 
 
 def check_setuptools(version: str) -> None:
-    """Builds without isolation use the installed setuptools; before 77 it does not read the licence in pyproject.toml."""
+    """Builds without isolation use the installed setuptools; before 77 it does not read the licence in
+    pyproject.toml.
+    """
     if int(version.partition(".")[0]) < 77:
         sys.exit(f'packing_ops: expected setuptools 77 or later, got {version}; pip install "setuptools>=77"')
 
@@ -142,7 +146,9 @@ def head_dims() -> tuple[int, ...]:
 
 
 def is_older_than_its_headers(built: Path, folder: Path) -> bool:
-    """Reads the dependency file (.d) beside an object; its paths may be relative to ``folder``, where it was compiled."""
+    """Reads the dependency file (.d) beside an object; its paths may be relative to ``folder``, where it was
+    compiled.
+    """
     listed = built.with_name(f"{built.name}.d")
     if not listed.exists():
         return True
@@ -152,8 +158,9 @@ def is_older_than_its_headers(built: Path, folder: Path) -> bool:
 
 
 def drop_stale_cuda_objects(root: Path, sources: list[str]) -> None:
-    """Removes objects of .cu files whose headers changed: with a CPU build of torch ninja does not track those headers, so
-    tools/nvcc.py writes the dependency files."""
+    """Removes objects of .cu files whose headers changed: with a CPU build of torch ninja does not track those headers,
+    so tools/nvcc.py writes the dependency files.
+    """
     for folder in root.glob("build/temp.*"):
         for built in (folder / Path(source).with_suffix(".o") for source in sources):
             if built.exists() and is_older_than_its_headers(built, folder):
@@ -182,8 +189,9 @@ def one_build_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def contraction_flags() -> list[str]:
-    """Of GCC: every multiply and add becomes one instruction. GCC 13 leaves some apart, depending on how many rows a loop has;
-    then a row's bits depend on how many rows are beside it."""
+    """Of GCC: every multiply and add becomes one instruction. GCC 13 leaves some apart, depending on how many rows a
+    loop has; then a row's bits depend on how many rows are beside it.
+    """
     flag = "--param=avoid-fma-max-bits=0"
     compiler = os.environ.get("CXX", "c++").split()
     known = subprocess.run([*compiler, "-Werror", flag, "-x", "c++", "-fsyntax-only", os.devnull], capture_output=True)

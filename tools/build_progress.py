@@ -28,7 +28,9 @@ def shown(lines: Iterable[str], root: Path) -> Iterator[str]:
 
 
 def brief(lines: Iterable[str], in_place: bool) -> Iterator[str]:
-    """On a terminal each step's line overwrites the one before; elsewhere there is one line for every quarter of the steps."""
+    """On a terminal each step's line overwrites the one before; elsewhere there is one line for every quarter of the
+    steps.
+    """
     quarter, is_open = 0, False
     for line in lines:
         step = COUNTED.match(line)
@@ -60,8 +62,9 @@ def _copy(pipe: int, terminal: int, log: Path, root: Path) -> None:
 
 @contextlib.contextmanager
 def progress(log: Path, root: Path) -> Iterator[None]:
-    """Redirects stdout and stderr, of child processes too, to ``log``, and prints a short form on stdout. The linker writes
-    its errors to stderr."""
+    """Redirects stdout and stderr, of child processes too, to ``log``, and prints a short form on stdout. The linker
+    writes its errors to stderr.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

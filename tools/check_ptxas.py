@@ -1,6 +1,7 @@
-"""Fails if ptxas serialises wgmma (warnings C75xx) or spills registers in attention's kernels of one architecture (archs.py):
-python3 tools/check_ptxas.py. Reads what ptxas said in `make build`, and compiles what was not built from these sources.
-Without nvcc it checks nothing."""
+"""Fails if ptxas serialises wgmma (warnings C75xx) or spills registers in attention's kernels of one architecture
+(archs.py): python3 tools/check_ptxas.py. Reads what ptxas said in `make build`, and compiles what was not built from
+these sources. Without nvcc it checks nothing.
+"""
 
 import re
 import subprocess

@@ -1,5 +1,6 @@
-"""Compares the machine code of every CUDA kernel of two states of csrc: python3 tools/compare_kernels.py BEFORE AFTER [NAME].
-Each is a csrc folder; NAME: only sources whose path has it. For changes that must not change a kernel."""
+"""Compares the machine code of every CUDA kernel of two states of csrc: python3 tools/compare_kernels.py BEFORE AFTER
+[NAME]. Each is a csrc folder; NAME: only sources whose path has it. For changes that must not change a kernel.
+"""
 
 import os
 import re
@@ -25,7 +26,9 @@ FLAGS = [
 
 
 def kernels(cubin: bytes) -> dict[str, bytes]:
-    """{section: its bytes} of machine code and constants in a 64-bit ELF file; a kernel's is .text.<its mangled name>."""
+    """{section: its bytes} of machine code and constants in a 64-bit ELF file; a kernel's is .text.<its mangled
+    name>.
+    """
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<HHH", cubin, 58)
     # name, type, flags, address, offset, bytes, link, info (of a kernel's: its registers), alignment, entry bytes

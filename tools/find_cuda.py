@@ -22,7 +22,8 @@ GENERATIONS = {
     "Blackwell+Tegra": "11.0",
 }
 GENERATIONS |= {"Blackwell": "10.0;10.3;12.0;12.1+PTX"}
-# For builds where no GPU is visible (containers, CI, the wheel): machine code for every GPU from 8.0 on. That of 8.6 runs on
+# For builds where no GPU is visible (containers, CI, the wheel): machine code for every GPU from 8.0 on. That of 8.6
+# runs on
 # 8.9, for which nvcc makes the same instructions.
 PORTABLE_ARCHS = ["8.0", "8.6", "9.0", "10.0", "12.0"]
 

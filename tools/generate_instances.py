@@ -1,6 +1,7 @@
-"""Writes csrc/ops/attention/cuda/sm80/instances: python3 tools/generate_instances.py. One file for each kernel, head_dim and
-tier of shared memory, so that they compile in parallel. Each instantiates the kernel for bf16 and fp16, with and without a
-transform of the scores (softcap). The head_dims are those of padded_dims in tiles.h."""
+"""Writes csrc/ops/attention/cuda/sm80/instances: python3 tools/generate_instances.py. One file for each kernel,
+head_dim and tier of shared memory, so that they compile in parallel. Each instantiates the kernel for bf16 and fp16,
+with and without a transform of the scores (softcap). The head_dims are those of padded_dims in tiles.h.
+"""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
 """A wrapper of nvcc that chooses the architectures of each file: `python3 tools/nvcc.py nvcc <options>`.
 
 A kernel instance of attention is compiled only for the architectures whose GPUs call it (tiles.h chooses by the size of
-shared memory). If no asked architecture calls it, it is compiled to PTX: with PACKING_OPS_SHARED_MEMORY a larger GPU may call
-it, and the driver compiles the PTX. What ptxas reports of the instances of one architecture (archs.py)
-stays beside their objects (.ptxas), for tools/check_ptxas.py.
+shared memory). If no asked architecture calls it, it is compiled to PTX: with PACKING_OPS_SHARED_MEMORY a larger GPU
+may call it, and the driver compiles the PTX. What ptxas reports of the instances of one architecture (archs.py) stays
+beside their objects (.ptxas), for tools/check_ptxas.py.
 """
 
 import os
@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from archs import only_arch
 
-# Shared memory that a block may have, in KB, by compute capability. An architecture that is not here calls every instance.
+# Shared memory that a block may have, in KB, by compute capability. An architecture that is not here calls every
+# instance.
 SHARED_MEMORY = {"80": 163, "87": 163, "90": 227, "100": 227, "103": 227, "110": 227}
 SHARED_MEMORY |= {"86": 99, "88": 99, "89": 99, "120": 99, "121": 99}
 ANY = (99, 163, 227)
@@ -47,7 +48,9 @@ def callers(source: str) -> tuple[int, ...]:
 
 
 def wanted(arch: str, source: str) -> bool:
-    """Whether GPUs of this architecture ("90a", "120") call what the file holds; PACKING_OPS_EVERY_INSTANCE=1: any may."""
+    """Whether GPUs of this architecture ("90a", "120") call what the file holds; PACKING_OPS_EVERY_INSTANCE=1: any
+    may.
+    """
     if only := only_arch(source):
         return arch == only
     number = arch.rstrip("af")
@@ -57,7 +60,9 @@ def wanted(arch: str, source: str) -> bool:
 
 
 def ptx_of(arch: str) -> str:
-    """The PTX that an image for ``arch`` is made of. What csrc asks of __CUDA_ARCH__ is 900 or not, so that there are two."""
+    """The PTX that an image for ``arch`` is made of. What csrc asks of __CUDA_ARCH__ is 900 or not, so that there are
+    two.
+    """
     return "80" if int(arch.rstrip("af")) < 90 else "90"
 
 
@@ -76,7 +81,9 @@ def gencodes(asked: list[tuple[str, str]], source: str) -> list[str]:
 
 
 def compile_and_report(command: list[str], built: str) -> NoReturn:
-    """Shows what nvcc says, as for every file. Keeps ptxas's report, and beside it the list of headers, which ninja removes."""
+    """Shows what nvcc says, as for every file. Keeps ptxas's report, and beside it the list of headers, which ninja
+    removes.
+    """
     kept, listed = Path(f"{built}.ptxas"), Path(f"{built}.d")
     kept.unlink(missing_ok=True)
     done = subprocess.run([*command, "-Xptxas=-v"], stderr=subprocess.PIPE, text=True)

@@ -1,5 +1,6 @@
-"""Prints the section of CHANGELOG.md for a tag: python3 tools/release_notes.py v0.2.0. Fails if the tag is not the version in
-packing_ops/_runtime/library.py, or if the changelog has no dated section for it."""
+"""Prints the section of CHANGELOG.md for a tag: python3 tools/release_notes.py v0.2.0. Fails if the tag is not the
+version in packing_ops/_runtime/library.py, or if the changelog has no dated section for it.
+"""
 
 import re
 import sys

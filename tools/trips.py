@@ -3,10 +3,10 @@
     python tools/trips.py varlen/attention.py:varlen_attention:q
 
 A stay is a file that the argument, or something made of it, is passed into, in the order of the source; files one after
-the other that are the same are one stay. A return is a stay in a file that it had been in before. Every branch is walked.
-The path is read from names alone, so the figures are a measure of the code's shape, and no proof of what runs. Not seen:
-functions that come as values or from tables, methods of other objects than self, what an attribute holds, which of a
-function's parameters a starred argument fills, and what is behind an op (gate) or behind torch. Checks in
+the other that are the same are one stay. A return is a stay in a file that it had been in before. Every branch is
+walked. The path is read from names alone, so the figures are a measure of the code's shape, and no proof of what runs.
+Not seen: functions that come as values or from tables, methods of other objects than self, what an attribute holds,
+which of a function's parameters a starred argument fills, and what is behind an op (gate) or behind torch. Checks in
 _runtime/arguments.py are no stays.
 """
 

@@ -21,8 +21,8 @@ def parts_of(files: list[str], sizes: list[int], count: int) -> list[list[str]]:
 
 
 def units(sources: list[str], root: Path, folder: Path) -> list[str]:
-    """``sources``, paths in ``root``, with the files that include torch replaced by a few in ``folder`` that #include them:
-    torch's headers take longer to compile than what such a file holds.
+    """``sources``, paths in ``root``, with the files that include torch replaced by a few in ``folder`` that #include
+    them: torch's headers take longer to compile than what such a file holds.
 
     Not beside CUDA kernels: there it would save little, and each file shows that it includes what it needs.
     """

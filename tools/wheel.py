@@ -1,9 +1,9 @@
 """Builds the wheel for a release: python tools/wheel.py [--out dist] [--archs "8.0;9.0"].
 
 One wheel serves every supported Python and torch. It holds the CPU kernels, machine code for the architectures of
-PORTABLE_ARCHS in tools/find_cuda.py, and PTX for later ones, and is linked against glibc 2.28. CUDA_HOME names the toolkit,
-else the one of nvcc on PATH is taken. The source archive is unpacked and built in build/wheel, so that a second run compiles
-only what has changed.
+PORTABLE_ARCHS in tools/find_cuda.py, and PTX for later ones, and is linked against glibc 2.28. CUDA_HOME names the
+toolkit, else the one of nvcc on PATH is taken. The source archive is unpacked and built in build/wheel, so that a
+second run compiles only what has changed.
 """
 
 import argparse

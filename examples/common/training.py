@@ -1,4 +1,6 @@
-"""What a plain training loop needs beside its steps: processes, checkpoints in layers, a figure of how busy the GPU is."""
+"""What a plain training loop needs beside its steps: processes, checkpoints in layers, a figure of how busy the GPU
+is.
+"""
 
 import functools
 import os
@@ -24,7 +26,9 @@ def start_processes(device: str) -> None:
 
 
 def put_checkpoints(layers, model, how: str) -> None:
-    """ "full", "auto" or GiB of a checkpoint_policy: inside of each layer, where they are in the graph of a compiled one."""
+    """ "full", "auto" or GiB of a checkpoint_policy: inside of each layer, where they are in the graph of a compiled
+    one.
+    """
     budget = how if how in ("full", "auto") else int(float(how) * 2**30)
     contexts = {} if how == "full" else {"context_fn": po.checkpoint_policy(model, budget)}
     for layer in layers:

@@ -1,4 +1,6 @@
-"""Packed rows through a forward_step of megatron-core, one process on the CPU: python examples/first/megatron_step.py"""
+"""Packed rows through a forward_step of megatron-core, one process on the CPU: python
+examples/first/megatron_step.py
+"""
 
 import torch
 import torch.distributed as dist

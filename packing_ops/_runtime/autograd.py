@@ -1,8 +1,8 @@
 """Gradients of the ops, at half the host's time of torch.library.register_autograd; more derivatives than it has.
 
 torch (2.13) reads an op's schema again for each of its arguments in each forward that wants a gradient: 26 us for the
-twelve of varlen_attention, more than the rest of the call. It also drops forward-mode tangents without a word and refuses
-torch.func; here every derivative is right or refused under the op's name.
+twelve of varlen_attention, more than the rest of the call. It also drops forward-mode tangents without a word and
+refuses torch.func; here every derivative is right or refused under the op's name.
 """
 
 from collections.abc import Callable
@@ -85,8 +85,8 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
     """Register gradients as torch.library.register_autograd does, and forward-mode derivatives and torch.func.
 
     Args:
-        name: of the op, without its namespace: it has no keyword-only arguments, and only its first argument may be a list
-            of tensors.
+        name: of the op, without its namespace: it has no keyword-only arguments, and only its first argument may be a
+            list of tensors.
         backward, setup_context: as torch has them; gradients that do not exist are None.
         linear: leading arguments in which the op is linear: its tangent is the op of theirs. 0: it is not linear.
     """

@@ -1,6 +1,8 @@
-"""Shapes of the ops' results for torch.compile: one entry an op, which gets the arguments by their names in csrc/schema.cpp.
+"""Shapes of the ops' results for torch.compile: one entry an op, which gets the arguments by their names in
+csrc/schema.cpp.
 
-Those of attention are in varlen/ops.py; those of token_logps and token_kl, whose sizes come from their chunks, in losses/.
+Those of attention are in varlen/ops.py; those of token_logps and token_kl, whose sizes come from their chunks, in
+losses/.
 """
 
 from collections.abc import Callable

@@ -2,12 +2,12 @@
 
 Only the products, as torch counts its attention: q k^T and p v of 2 * head_dim operations each (v's head_dim in the
 second) for each query head and each pair of a query and a key that it sees; in backward q k^T once more, dq and dk, and
-dout v^T and dv with v's head_dim. Documents, paths of a prefix tree, keys in pages, causality, the window and visible_end
-are counted as they are, from their values, which synchronises on CUDA. Fake tensors have no values: one document of all
-rows, which has as many pairs as there can be.
+dout v^T and dv with v's head_dim. Documents, paths of a prefix tree, keys in pages, causality, the window and
+visible_end are counted as they are, from their values, which synchronises on CUDA. Fake tensors have no values: one
+document of all rows, which has as many pairs as there can be.
 
-A token of gated_delta_rule has 3 products with the state of each head of v, in backward 2 to make it again and 6 for gradients.
-One of mamba2_scan has 2, in backward 1 and 4.
+A token of gated_delta_rule has 3 products with the state of each head of v, in backward 2 to make it again and 6 for
+gradients. One of mamba2_scan has 2, in backward 1 and 4.
 """
 
 import importlib
@@ -203,11 +203,11 @@ def _mamba_backward(*args, out_val):
 def register_flop_formulas() -> None:
     """Let torch's FlopCounterMode count attention, convolutions, layers with a state, token_logps and token_kl.
 
-    Attention is counted over documents, prefix trees and keys in pages. A tree counts the pairs of its rows: what the samples share
-    counts once as queries, and as keys for each segment that sees it.
+    Attention is counted over documents, prefix trees and keys in pages. A tree counts the pairs of its rows: what the
+    samples share counts once as queries, and as keys for each segment that sees it.
 
-    Call it before the counter is used. A program that imports torch.utils.flop_counter before packing_ops need not call it.
-    A second call does nothing.
+    Call it before the counter is used. A program that imports torch.utils.flop_counter before packing_ops need not call
+    it. A second call does nothing.
 
     Example:
         >>> from packing_ops import varlen_attention

@@ -5,9 +5,11 @@ of them (up to 2.13 a std::invalid_argument of C++ is a ValueError, later the st
     ValueError: what C++ found wrong. Its text says so: it starts with the arguments' names and ": expected".
     TypeError: what is no tensor, integer, ... to C++, by name instead of the schema.
 Integers and columns of NumPy, pandas and pyarrow that the dispatcher does not know are taken. All of this costs nothing
-where the op does not raise. Everything else (NotImplementedError, torch.OutOfMemoryError, CUDA's errors) is as torch has it.
+where the op does not raise. Everything else (NotImplementedError, torch.OutOfMemoryError, CUDA's errors) is as torch
+has it.
 
-Without a compiled library ``gate.shift_labels`` is the one of _runtime/plain.py, and an op that is not there raises ImportError.
+Without a compiled library ``gate.shift_labels`` is the one of _runtime/plain.py, and an op that is not there raises
+ImportError.
 """
 
 import re
@@ -93,7 +95,9 @@ def _as(kind: str, value, name: str):
 
 
 def register_fake(name: str, fake: Callable[[SimpleNamespace], Any]) -> None:
-    """Register for torch.compile the shapes of an op's results: ``fake`` makes them of its arguments, by their names."""
+    """Register for torch.compile the shapes of an op's results: ``fake`` makes them of its arguments, by their
+    names.
+    """
     if library.MISSING:
         return
     arguments = getattr(torch.ops.packing_ops, name).default._schema.arguments
@@ -129,8 +133,8 @@ globals().update({name: _gate(getattr(torch.ops.packing_ops, name).default) for 
 
 # --- torch.func.vmap ---
 
-# torch calls an op that has no batching rule in a loop, which is right. These it cannot: lists of tensors, memory that is
-# written, sizes that depend on values.
+# torch calls an op that has no batching rule in a loop, which is right. These it cannot: lists of tensors, memory that
+# is written, sizes that depend on values.
 _batched = torch.library.Library("packing_ops", "IMPL", "FuncTorchBatched")
 
 

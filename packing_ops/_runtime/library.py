@@ -211,8 +211,8 @@ def _asks_for_info() -> bool:
     )
 
 
-# Without a library the import goes on: packing_ops.data works without it, and every other op says what is missing (_runtime/gate.py). A
-# library that is there and does not load is an error of the import.
+# Without a library the import goes on: packing_ops.data works without it, and every other op says what is missing
+# (_runtime/gate.py). A library that is there and does not load is an error of the import.
 MISSING, NOT_LOADED = why_missing(), False
 without_cuda_kernel: frozenset[str] = frozenset()
 if not MISSING:

@@ -1,7 +1,8 @@
-"""The ops that packing_ops.data needs, in plain torch, for use without the compiled library (macOS, a clone without build).
+"""The ops that packing_ops.data needs, in plain torch, for use without the compiled library (macOS, a clone without
+build).
 
-The results are the same, computed by packing_ops.reference, but slower: pack_sequences checks every bin for every sequence.
-Any device; gradients are autograd's. tests/ops/test_plain.py compares each op with its compiled one.
+The results are the same, computed by packing_ops.reference, but slower: pack_sequences checks every bin for every
+sequence. Any device; gradients are autograd's. tests/ops/test_plain.py compares each op with its compiled one.
 """
 
 import functools

@@ -3,8 +3,10 @@
 Three rules, which tests/project/test_contrib.py holds:
 
 One way: a file here imports the names that ``__all__`` of packing_ops, its data, parallel and integrations, or
-packing_ops.integrations.adapters shows, and nothing of packing_ops imports it but its old name in packing_ops.integrations.
-Owner: who changes packing_ops.integrations.adapters mends what is here; what nobody mends in a release leaves with the next.
+packing_ops.integrations.adapters shows, and nothing of packing_ops imports it but its old name in
+packing_ops.integrations.
+Owner: who changes packing_ops.integrations.adapters mends what is here; what nobody mends in a release leaves with the
+next.
 Removal: ``LEAVES`` says of each when it leaves, at the latest.
 """
 

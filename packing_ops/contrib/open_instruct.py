@@ -95,14 +95,15 @@ def packs_for_ranks(lengths: torch.Tensor | Sequence[int], pack_length: int, num
     """Choose which sequences go into which packed row, so that each rank has a row and no row is left over.
 
     Args:
-        lengths: int32 or int64 ``[num_sequences]``, tokens, or a list of ints. One over ``pack_length`` gets a separate row.
+        lengths: int32 or int64 ``[num_sequences]``, tokens, or a list of ints. One over ``pack_length`` gets a separate
+            row.
         pack_length: tokens of a row.
         num_ranks: of data parallelism, each of which takes as many rows as the others.
 
     Returns:
-        The rows, each the indices of its sequences in ascending order: the first ``num_rows / num_ranks`` are for rank 0,
-        and so on. Few rows: of one rank by best fit; of several a multiple of ``num_ranks``, nearly equal in tokens. Where
-        there are too few sequences for such a multiple, no multiple.
+        The rows, each the indices of its sequences in ascending order: the first ``num_rows / num_ranks`` are for rank
+        0, and so on. Few rows: of one rank by best fit; of several a multiple of ``num_ranks``, nearly equal in tokens.
+        Where there are too few sequences for such a multiple, no multiple.
 
     Example:
         >>> packs_for_ranks([5, 4, 3, 2, 9], pack_length=10, num_ranks=2)
@@ -139,7 +140,8 @@ def packing_advice(lengths: torch.Tensor | Sequence[int], batch_size: int) -> st
 
     Example:
         >>> packing_advice([5, 7, 2, 6], batch_size=2)
-        'padded to the longest of 2, the first 4 examples fill 77% of the slots: --packing is recommended, it leaves 23% out'
+        'padded to the longest of 2, the first 4 examples fill 77% of the slots: --packing is recommended, it leaves 23%
+        out'
         >>> packing_advice([5, 5], batch_size=2)
         'padded to the longest of 2, the first 2 examples fill 100% of the slots: --packing would save little'
 

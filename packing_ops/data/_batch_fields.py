@@ -1,4 +1,6 @@
-"""Which fields of a batch have rows, and how a batch of the same class is made of other rows. The rules: see rows.py."""
+"""Which fields of a batch have rows, and how a batch of the same class is made of other rows. The rules: see
+rows.py.
+"""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence

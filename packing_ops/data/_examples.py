@@ -1,4 +1,6 @@
-"""Examples of natural length, as collators get them: 1-D or ``[1, length]`` values in Python lists, arrays or tensors."""
+"""Examples of natural length, as collators get them: 1-D or ``[1, length]`` values in Python lists, arrays or
+tensors.
+"""
 
 import operator
 import reprlib

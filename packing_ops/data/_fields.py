@@ -32,8 +32,8 @@ def token_fields(
 
     Returns:
         Integers as int64, all others as float32, 0 in slots without a token. ``routed_experts`` is int16, -1 there.
-        ``allowed_ids`` become two: int64 end to end, and ``allowed_offsets`` int64 ``[total + 1]``, as token_logps takes
-        them.
+        ``allowed_ids`` become two: int64 end to end, and ``allowed_offsets`` int64 ``[total + 1]``, as token_logps
+        takes them.
 
     Example:
         >>> examples = [{"input_ids": [7, 8], "old_logps": [-0.5, -2.0]}, {"input_ids": [9], "old_logps": [-1.0]}]

@@ -1,4 +1,6 @@
-"""Columns of images, videos and sounds: rows that follow the documents, and the axes of positions that they give them."""
+"""Columns of images, videos and sounds: rows that follow the documents, and the axes of positions that they give
+them.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -23,8 +23,8 @@ class AsyncBatchCollator:
 
     Args:
         compute: function from a step number to its batch. It runs in the worker, with the worker's torch thread-local
-            state (grad mode, default device, current CUDA device and stream). Random numbers must be drawn from a generator
-            that ``compute`` seeds by the step. Ops of torch and packing_ops release the GIL.
+            state (grad mode, default device, current CUDA device and stream). Random numbers must be drawn from a
+            generator that ``compute`` seeds by the step. Ops of torch and packing_ops release the GIL.
         thread_name_prefix: of the worker thread's name.
 
     Example:

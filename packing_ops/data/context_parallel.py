@@ -1,4 +1,5 @@
-"""Where documents are placed under tensor and context parallelism, and which tokens of a row each rank of a group holds.
+"""Where documents are placed under tensor and context parallelism, and which tokens of a row each rank of a group
+holds.
 
 Zigzag: a document is cut into ``2 * ranks`` chunks and rank r holds chunks r and ``2 * ranks - 1 - r``, one from either
 end, so that a causal mask gives all ranks equal work. A rank's row holds those two chunks of every document, one

@@ -47,8 +47,8 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
         TokenCounts, on the device of the tokens.
 
     Example:
-        >>> batch = {"input_ids": torch.tensor([[5, 6, 0], [7, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
-        >>> count_tokens(batch)
+        >>> ids, mask = torch.tensor([[5, 6, 0], [7, 0, 0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+        >>> count_tokens({"input_ids": ids, "attention_mask": mask})
         TokenCounts(tokens=tensor(3), padding_tokens=tensor(3), sequences=tensor(2))
         >>> from packing_ops.data import PaddingFreeCollator
         >>> row = PaddingFreeCollator(capacity=8)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])

@@ -113,7 +113,7 @@ def masked_loss(
         >>> losses, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
         >>> masked_loss(losses, mask, num_items_in_batch=5)
         tensor(3.6000)
-        >>> masked_loss(losses[:1], mask[:1], num_items_in_batch=5) + masked_loss(losses[1:], mask[1:], num_items_in_batch=5)
+        >>> sum(masked_loss(losses[i : i + 1], mask[i : i + 1], num_items_in_batch=5) for i in range(2))
         tensor(3.6000)
         >>> masked_loss(losses, mask, num_items_in_batch=2, reduction="sequence_mean")
         tensor(3.2500)

@@ -114,8 +114,8 @@ def stage_chunks(
             0 on. Rows after the last one are padding and in no chunk.
         dp_size: number of data-parallel ranks.
         put: called with each chunk, mini-batch by mini-batch, for example ``ray.put``; its results are returned in
-            place of the chunks. Chunks then have memory that they do not share, so that pickling one does not serialise the whole batch.
-            Without it the chunks are returned; they are views of ``batch`` where nothing was padded.
+            place of the chunks. Chunks then have memory that they do not share, so that pickling one does not serialise
+            the whole batch. Without it the chunks are returned; they are views of ``batch`` where nothing was padded.
         fill: what dummy rows hold instead of copies, as in pad_batch_to_multiple.
         row_keys, batch_keys: see the docstring of packing_ops.data.rows. Each chunk gets the fields in batch_keys
             whole.
@@ -132,8 +132,8 @@ def stage_chunks(
         [1.0, 0.0]
 
     Raises:
-        ValueError: dp_size < 1; boundaries with gaps, overlaps or an empty pair, or no boundaries for a batch with rows; as
-            pad_batch_to_multiple.
+        ValueError: dp_size < 1; boundaries with gaps, overlaps or an empty pair, or no boundaries for a batch with
+            rows; as pad_batch_to_multiple.
 
     Copies the rows of padded mini-batches; with ``put`` all rows. The same chunks as SkyRL's MeshDispatch.stage_chunks.
 
@@ -218,8 +218,8 @@ def normalize_advantages(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; an unknown reduction, or a missing argument that it
-            needs; boundaries with gaps or overlaps, or no boundaries for a batch with rows; a prompt in two mini-batches; rows
-            of a mini-batch that are in no prompt, or that micro_batch_size does not divide.
+            needs; boundaries with gaps or overlaps, or no boundaries for a batch with rows; a prompt in two
+            mini-batches; rows of a mini-batch that are in no prompt, or that micro_batch_size does not divide.
 
     Statistics are computed in float64, the product in float32 or more. No synchronisation. The reductions are SkyRL's.
 

@@ -62,8 +62,8 @@ class PackedCollator:
             row up is a document at its end, which counts nowhere.
         strategy: of pack_sequences: "ffd", "bfd", "next_fit", "first_fit" or "balanced". Those that sort do it by raw
             length, the later of two equal examples first, which is SkyRL's order. Aligned lengths then fall too.
-        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, in a row without others. All rows are
-            then as wide as this row.
+        overlong: ``"error"``, or ``"own"``: an example over the capacity is kept whole, in a row without others. All
+            rows are then as wide as this row.
         round_capacity: round the capacity up to a multiple of the alignment.
         token_fields, document_fields: as PaddingFreeCollator's, in the shapes ``[rows, width, ...]`` and a list of the
             documents' numbers per row; allowed_ids are those of the rows end to end.

@@ -64,15 +64,15 @@ class PaddingFreeCollator:
             ``packed_alignment(tp=, cp=, fp8=)`` gives both.
         token_fields: columns with a value for each token, of any shape behind it, such as ``"old_logps"``: returned as
             ``[1, total, ...]``, int64 or float32, 0 in slots without a token. ``"routed_experts"`` (of each layer) are
-            int16 ``[1, total, layers, k]``, -1 there. ``"allowed_ids"``, a list of ids for each token, or all end to end
-            with ``allowed_offsets``, become allowed_ids and allowed_offsets as token_logps takes them.
+            int16 ``[1, total, layers, k]``, -1 there. ``"allowed_ids"``, a list of ids for each token, or all end to
+            end with ``allowed_offsets``, become allowed_ids and allowed_offsets as token_logps takes them.
         document_fields: columns with one number for each example, such as ``"advantage"``: float32
             ``[num_documents]``, 0 for the padding.
-        image_fields: ``{name: axis}`` of columns of images, videos and sounds: the rows of all examples are joined along the
-            axis. Those of docs/columns.md are known, along axis 0.
-        rope_index: ``model.model.get_rope_index`` of a model whose positions have several axes. It is asked for those of
-            each example in a separate call; position_ids are ``[4, 1, total]``, text positions in front. A model after
-            apply_packing_ops asks by itself, except where torch.compile makes one graph of it.
+        image_fields: ``{name: axis}`` of columns of images, videos and sounds: the rows of all examples are joined
+            along the axis. Those of docs/columns.md are known, along axis 0.
+        rope_index: ``model.model.get_rope_index`` of a model whose positions have several axes. It is asked for those
+            of each example in a separate call; position_ids are ``[4, 1, total]``, text positions in front. A model
+            after apply_packing_ops asks by itself, except where torch.compile makes one graph of it.
 
     Called with a list of examples, dicts of ``input_ids`` and, in all of them or nowhere, ``labels`` (input_ids by
     default, not shifted), ``attention_mask`` (must be all 1: examples have no padding) and the columns of
@@ -109,8 +109,9 @@ class PaddingFreeCollator:
 
     Raises:
         ValueError: no examples; one without tokens; a key that only some examples have; labels of another length than
-            input_ids; a column that would be dropped; padding in an attention_mask; more than capacity tokens or max_sequences_per_bin examples
-            with ``overlong="error"``, or no example that fits; an unknown overlong; return_tensors other than "pt".
+            input_ids; a column that would be dropped; padding in an attention_mask; more than capacity tokens or
+            max_sequences_per_bin examples with ``overlong="error"``, or no example that fits; an unknown overlong;
+            return_tensors other than "pt".
         TypeError: a pad_token_id that is no integer (None: a tokenizer without one); examples that are no list of
             dicts.
 
@@ -221,7 +222,8 @@ class PaddingFreeCollator:
         Example:
             >>> examples = [{"input_ids": [7] * length} for length in (2, 7, 2)]
             >>> PaddingFreeCollator(capacity=6, overlong="drop").selection(examples)
-            BatchSelection(kept=[0, 2], truncated=[], own=[], dropped=[1], carried=[], num_tokens=4, lost_tokens=7, carried_tokens=0)
+            BatchSelection(kept=[0, 2], truncated=[], own=[], dropped=[1], carried=[], num_tokens=4, lost_tokens=7,
+            carried_tokens=0)
 
         Raises:
             ValueError, TypeError: as the collator for these input_ids and attention_mask.
@@ -330,7 +332,9 @@ class PaddingFreeCollator:
         return mask_boundary_labels(targets, cu_seqlens, ignore_index=separator_id)
 
     def _check_first_labels(self, targets: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor) -> None:
-        """Raise ValueError where a document's first label is not -100, separator_id or the token: nothing predicts it."""
+        """Raise ValueError where a document's first label is not -100, separator_id or the token: nothing predicts
+        it.
+        """
         first = targets[starts]
         wrong = ((first != -100) & (first != self.separator_id) & (first != tokens[starts])).nonzero()
         if wrong.numel():
@@ -395,12 +399,14 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
             each side. True: one row for one forward, all chosen documents and then all rejected ones, with one
             cu_seq_lens over both. Documents i and i + num_pairs are a pair; padding to ``2 * capacity`` is at the
             end.
-        share_prompt: one row for one forward, a prefix tree (pack_prefix_tree) that holds once what documents share from
-            their first token on, as a pair its prompt. Documents are in the order of ``concatenated``. Returned are
+        share_prompt: one row for one forward, a prefix tree (pack_prefix_tree) that holds once what documents share
+            from their first token on, as a pair its prompt. Documents are in the order of ``concatenated``. Returned
+            are
 
             input_ids, position_ids: ``[1, num_rows]``. Nothing pads the row; capacity limits the documents of a
                 side, counted as without sharing.
-            cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of the segments; max_length of the longest document.
+            cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of the segments; max_length of the longest
+                document.
             segment_parents: int32 ``[num_segments]``.
             row_of_token: int64 ``[num_tokens]``: hidden states or logits of the row, indexed by it, are those of the
                 documents end to end.

@@ -103,7 +103,7 @@ def pad_batch_to_multiple(
         >>> padded["ids"].tolist(), padded["loss_mask"].tolist(), padded["uids"]
         ([[5, 6], [5, 6], [5, 6]], [[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]], ['a', 'pad0', 'pad1'])
         >>> routes = {"labels": torch.tensor([[8, 9]]), "experts": torch.tensor([[[3, 1], [2, 3]]])}
-        >>> padded = pad_batch_to_multiple(routes, 2, fill={"experts": lambda e: torch.arange(e.shape[-1]).expand_as(e)})
+        >>> padded = pad_batch_to_multiple(routes, 2, fill={"experts": lambda e: torch.arange(2).expand_as(e)})
         >>> padded["labels"].tolist(), padded["experts"].tolist()
         ([[8, 9], [-100, -100]], [[[3, 1], [2, 3]], [[0, 1], [0, 1]]])
 

@@ -29,7 +29,8 @@ _BEFORE = {"row_multiple": 1}  # what states say that are older than the argumen
 
 
 class PackedBatchSampler(Sampler[list[int]]):
-    """A ``batch_sampler`` for torch's DataLoader: the sequences of a batch fit into one packed row of ``capacity`` tokens.
+    """A ``batch_sampler`` for torch's DataLoader: the sequences of a batch fit into one packed row of ``capacity``
+    tokens.
 
     Each epoch is shuffled and packed only from the seed and the epoch number, so ranks agree without communication.
     Each sequence occurs once in an epoch. All ranks have the same number of batches, and all epochs, as transformers'
@@ -192,7 +193,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         return {"epoch": self.epoch, "batches_done": done, **self._identity}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Make the next iteration yield the remaining batches of the epoch, in the same order; no batch if it was finished.
+        """Make the next iteration yield the remaining batches of the epoch, in the same order; no batch if it was
+        finished.
 
         Raises:
             ValueError: the state of a sampler with other batches: another seed, capacity, dp_size, lengths, ...; names

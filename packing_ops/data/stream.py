@@ -17,8 +17,9 @@ class PackedStream(IterableDataset[Row]):
 
     ``buffer`` examples wait at a time. A row takes them in order, or as the seed draws them, up to the first without
     room, and fills up with the largest that fit. The rows depend only on the examples and the arguments. They are dealt
-    in turn: batch i is row ``i * dp_size + dp_rank``, whatever the number of workers. So all ranks have as many batches,
-    without communication, and no example is lost or repeated. Every rank and worker reads all examples and keeps its
+    in turn: batch i is row ``i * dp_size + dp_rank``, whatever the number of workers. So all ranks have as many
+    batches, without communication, and no example is lost or repeated. Every rank and worker reads all examples and
+    keeps its
     rows: reading should be cheap (tokenized examples).
 
     Args:
@@ -33,10 +34,11 @@ class PackedStream(IterableDataset[Row]):
         document_multiple, row_multiple: an example takes its tokens rounded up to the first, a row rounded up to the
             second (packed_alignment gives both).
         overlong: what is done with an example over a budget: ``"error"``; ``"drop"``; ``"own"`` makes it a longer row
-            without other examples; ``"truncate"`` keeps its first tokens in all columns as long as input_ids (only for a budget of tokens).
+            without other examples; ``"truncate"`` keeps its first tokens in all columns as long as input_ids (only for
+            a budget of tokens).
         sizes: function of an example that returns its sizes by budget, all but the tokens. By default images are the
-            rows of ``image_grid_thw``, patches the products of its rows and those of ``video_grid_thw``; without a grid they
-            are the first sizes of ``pixel_values [images, patches, dim]``.
+            rows of ``image_grid_thw``, patches the products of its rows and those of ``video_grid_thw``; without a grid
+            they are the first sizes of ``pixel_values [images, patches, dim]``.
         rows_per_batch: the DataLoader's batch_size; 1 for None. The collators refuse larger batches: workers and states
             count by it.
         num_batches: how many batches an epoch has. For examples that differ between ranks (each with dp_size=1): a rank
@@ -74,8 +76,8 @@ class PackedStream(IterableDataset[Row]):
         TypeError: examples that can be read only once (a generator); examples that are no dicts.
 
     A DataLoader with workers fetches ahead, so ``state_dict`` is asked with the number of batches trained on, as
-    PackedBatchSampler's. torchdata's StatefulDataLoader asks by itself. Deterministic. Time: a few microseconds for each
-    example, and O(buffer) with several budgets.
+    PackedBatchSampler's. torchdata's StatefulDataLoader asks by itself. Deterministic. Time: a few microseconds for
+    each example, and O(buffer) with several budgets.
     """
 
     def __init__(
@@ -198,7 +200,8 @@ class PackedStream(IterableDataset[Row]):
         return {**self.identity, **self._pass.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Make the next iteration yield the remaining batches of the epoch, in the same order; no row if it was finished.
+        """Make the next iteration yield the remaining batches of the epoch, in the same order; no row if it was
+        finished.
 
         ``examples`` with state_dict and load_state_dict go on where they were. Others are read again up to there, and
         so is a dataset with a shuffle buffer, whose state would lose what the buffer holds.

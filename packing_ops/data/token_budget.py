@@ -201,7 +201,7 @@ def count_within_token_budget(
 
     Example:
         >>> pairs = [{"chosen_input_ids": [1] * c, "rejected_input_ids": [2] * r} for c, r in ((3, 4), (2, 3), (1, 1))]
-        >>> count_within_token_budget(pairs, 6), count_within_token_budget(pairs, 7), count_within_token_budget(pairs, 2)
+        >>> tuple(count_within_token_budget(pairs, capacity) for capacity in (6, 7, 2))
         (1, 2, 1)
 
     Raises:

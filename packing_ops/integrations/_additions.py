@@ -1,7 +1,7 @@
 """What others add to a row in front of a model of ours.
 
-PEFT's virtual tokens belong to a row, and a few of its adapters look at all of it: refused for several documents. NEFTune's
-noise goes by the length: of each document.
+PEFT's virtual tokens belong to a row, and a few of its adapters look at all of it: refused for several documents.
+NEFTune's noise goes by the length: of each document.
 """
 
 import functools

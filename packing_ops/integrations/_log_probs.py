@@ -1,4 +1,6 @@
-"""Log-probabilities from logits that an engine holds, by the sums of token_logps: within invariant() with a trainer's bits."""
+"""Log-probabilities from logits that an engine holds, by the sums of token_logps: within invariant() with a trainer's
+bits.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
 """Experts that another program has chosen, in a transformers model: training routes as sampling did.
 
-Which module is a router is seen in a trial: a copy of it with other weights is run on a few rows, with its experts and with
-others in their place.
+Which module is a router is seen in a trial: a copy of it with other weights is run on a few rows, with its experts and
+with others in their place.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iter
 
     Args:
         model: a transformers model with a mixture of experts, whose routers choose by one topk over all of them.
-        routed_experts: integers ``[1, total, layers, k]`` or ``[total, layers, k]``, as PaddingFreeCollator returns them.
-            ``layers`` are all decoder layers, or those with a router. -1 (padding, or not known) leaves the choice to
-            the router.
+        routed_experts: integers ``[1, total, layers, k]`` or ``[total, layers, k]``, as PaddingFreeCollator returns
+            them. ``layers`` are all decoder layers, or those with a router. -1 (padding, or not known) leaves the
+            choice to the router.
 
     Example:
         A model of one layer with three experts; the second token's is not known.

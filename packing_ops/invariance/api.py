@@ -25,12 +25,12 @@ class invariant:
     - CUDA: products are cuBLASLt's, with a workspace of 1 KiB, so that no sum is split for few rows. A torch without
       ``torch.backends.cuda.cublaslt_workspace_size`` reads the size from the environment at its first product: there
       ``CUBLASLT_WORKSPACE_SIZE=1`` must be set before it, and entering the mode sets it where it is not too late.
-    - torch.compile for CUDA: code that is compiled in the mode rounds as eager code does (``emulate_precision_casts``), and
-      from torch 2.13 on most sums over a row depend only on its size (``batch_invariant``). A function is compiled up to 64
-      times (``recompile_limit``).
+    - torch.compile for CUDA: code that is compiled in the mode rounds as eager code does (``emulate_precision_casts``),
+      and from torch 2.13 on most sums over a row depend only on its size (``batch_invariant``). A function is compiled
+      up to 64 times (``recompile_limit``).
     - CPU: each product of the calling thread has 16 rows; more rows are split; products of float32 run in one thread.
-    - token_logps, chunked_cross_entropy and token_kl: sums and products go by 4,096 entries of the vocabulary, whatever the
-      chunk; float32 products on CUDA have at least 32 rows.
+    - token_logps, chunked_cross_entropy and token_kl: sums and products go by 4,096 entries of the vocabulary, whatever
+      the chunk; float32 products on CUDA have at least 32 rows.
 
     The mode is no proof: check_invariance makes one, for this model, on this device. What sums over tokens cannot keep
     its bits: gradients of weights, and losses of a whole batch.
@@ -115,7 +115,8 @@ class Invariance:
     """What check_invariance found of a model. True as a bool if it may be claimed for packs.
 
     layers: LayerInvariance of each module, those that ran first first.
-    refused: {module: a sentence} for what cannot be claimed whatever its bits are, such as dropout: nothing was run then.
+    refused: {module: a sentence} for what cannot be claimed whatever its bits are, such as dropout: nothing was run
+        then.
     active: whether the mode was on. device, dtype, torch: what this holds for.
     """
 
@@ -159,18 +160,20 @@ def check_invariance(
 ) -> Invariance:
     """Run a model on the same documents in many rows and compare the bits of every module's output, slot by slot.
 
-    Each document in a row without others, several in other orders and company, and prefixes of the longest. A module that was given the
-    same bits and gave others is named. Compiled layers run as they are, as part of the module around them. It shows
-    what the model does as it is called here: within packing_ops.invariant() with the mode, elsewhere without. Equal bits on
-    these rows are a proof by example, for this device and torch.
+    Each document in a row without others, several in other orders and company, and prefixes of the longest. A module
+    that was given the same bits and gave others is named. Compiled layers run as they are, as part of the module around
+    them. It shows what the model does as it is called here: within packing_ops.invariant() with the mode, elsewhere
+    without. Equal bits on these rows are a proof by example, for this device and torch.
 
     Args:
         model: any module whose layers are modules. It runs without gradients of parameters, in the mode that it is in.
-        run: calls the model with a row of documents ``[total, ...]`` and their cu_seqlens int32 ``[num_documents + 1]``.
-            By default as a language model of transformers is called, with input_ids and position_ids that restart.
-        documents: of which rows are made, each ``[tokens, ...]``. By default random token ids, by the model's embeddings.
-        rows: lengths of the default documents, and so the numbers of rows that the layers are tried with. By default 1 to
-            200, to 2,047 on a GPU, of which those that the model's ``max_position_embeddings`` allows.
+        run: calls the model with a row of documents ``[total, ...]`` and their cu_seqlens int32 ``[num_documents +
+            1]``. By default as a language model of transformers is called, with input_ids and position_ids that
+            restart.
+        documents: of which rows are made, each ``[tokens, ...]``. By default random token ids, by the model's
+            embeddings.
+        rows: lengths of the default documents, and so the numbers of rows that the layers are tried with. By default 1
+            to 200, to 2,047 on a GPU, of which those that the model's ``max_position_embeddings`` allows.
         gradients: compare the gradient of the embeddings too, of a model with get_input_embeddings and
             get_output_embeddings. Gradients of parameters are not touched.
 

@@ -1,5 +1,6 @@
-"""The state of the mode packing_ops.invariant(): who holds it, what it sets in torch, products by blocks of rows, and sums that
-have the same bits in any order."""
+"""The state of the mode packing_ops.invariant(): who holds it, what it sets in torch, products by blocks of rows, and
+sums that have the same bits in any order.
+"""
 
 import contextlib
 import ctypes
@@ -16,20 +17,22 @@ from torch.overrides import TorchFunctionMode
 from packing_ops._runtime.arguments import as_autocast, sum_dtype
 
 GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the mode, whatever the chunk
-# On the CPU every product has this many rows. Products of other numbers of rows may sum in other orders; which ones depends on the
-# CPU and the number of threads. Not 32: MKL's kernels for AVX2 take 6 rows at a time, and the 2 that remain by another one.
+# On the CPU every product has this many rows. Products of other numbers of rows may sum in other orders; which ones
+# depends on the CPU and the number of threads. Not 32: MKL's kernels for AVX2 take 6 rows at a time, and the 2 that
+# remain by another one.
 ROWS = 16
 COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
 PAIR = 2  # terms that a CPU with AMX multiplies at a time in a half type: widths are a multiple of it (whole_pairs)
 FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
 ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are sum_in_any_order under torch.compile
 
-# Of torch._inductor.config, where it has them. emulate_precision_casts: elementwise code rounds as eager code does, without fused
-# multiply-adds, however a graph is cut into kernels. batch_invariant, from torch 2.13 on: most sums over a row depend only on its size.
+# Of torch._inductor.config, where it has them. emulate_precision_casts: elementwise code rounds as eager code does,
+# without fused multiply-adds, however a graph is cut into kernels. batch_invariant, from torch 2.13 on: most sums over
+# a row depend only on its size.
 INDUCTOR = ("emulate_precision_casts", "batch_invariant")
-# Of one function, that torch allows in the mode, at least. Past its limit of 8 a function runs eagerly, with other bits. The limit of a
-# layer is compiled for the first layer and the others, each with and without gradients, for one size, for dynamic sizes and for
-# one token.
+# Of one function, that torch allows in the mode, at least. Past its limit of 8 a function runs eagerly, with other
+# bits. The limit of a layer is compiled for the first layer and the others, each with and without gradients, for one
+# size, for dynamic sizes and for one token.
 COMPILATIONS = 64
 
 OfCompiler = tuple[dict[str, bool], int]  # of torch._inductor.config, and torch._dynamo.config.recompile_limit
@@ -65,7 +68,9 @@ def _restore_if_free(before: Before) -> None:
 
 
 class Held:
-    """In a model: the mode is on as long as it is there, in a copy too. unclaimed: why nobody has proven it yet, or empty."""
+    """In a model: the mode is on as long as it is there, in a copy too. unclaimed: why nobody has proven it yet, or
+    empty.
+    """
 
     def __init__(self, unclaimed: str = "") -> None:
         self.unclaimed = unclaimed
@@ -131,8 +136,8 @@ def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
     """Sum over the last dimension ``[..., 1]`` of float32 or float64 with the same bits in any order: the largest term,
     and the sum of all as integers of up to 62 bits in units of it. torch.compile picks an order by the number of rows.
 
-    A term is rounded once to the dtype, and by less than ``2**-46`` of the largest in rows of up to 65,536. inf, -inf and NaN
-    are as in any sum.
+    A term is rounded once to the dtype, and by less than ``2**-46`` of the largest in rows of up to 65,536. inf, -inf
+    and NaN are as in any sum.
     """
     bits = 62 - (int(x.shape[-1]) - 1).bit_length()  # a number in a trace of other sizes too
     highest, lowest = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
@@ -199,8 +204,8 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
 def whole_pairs(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x and weight, with one column of zeros more if they are of a half type and have an odd number of columns.
 
-    On a CPU with AMX torch's product pairs the last term of an odd row with the first of the next row, times 0. A NaN or an
-    inf there makes the result of the row before it NaN.
+    On a CPU with AMX torch's product pairs the last term of an odd row with the first of the next row, times 0. A NaN
+    or an inf there makes the result of the row before it NaN.
     """
     if x.element_size() > 2 or x.shape[-1] % PAIR == 0:
         return x, weight
@@ -215,7 +220,8 @@ def at_once(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *o
 def by_blocks(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *others: torch.Tensor) -> list[_Result]:
     """Return the product of each block of ROWS rows of the tensors, and of all of the others; float32 in one thread.
 
-    The tensors' rows are a multiple of ROWS. MKL splits a float32 product of few rows among many threads by the row's position.
+    The tensors' rows are a multiple of ROWS. MKL splits a float32 product of few rows among many threads by the row's
+    position.
     """
     with _one_thread() if tensors[0].element_size() > 2 else contextlib.nullcontext():
         return [product(*blocks, *others) for blocks in zip(*(each.split(ROWS) for each in tensors), strict=True)]
@@ -337,7 +343,9 @@ def _by_groups(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> to
 
 
 class _Product(torch.autograd.Function):
-    """x @ other + bias, for a multiple of ROWS rows: it and the gradient of x by blocks, also where that is made outside of the mode."""
+    """x @ other + bias, for a multiple of ROWS rows: it and the gradient of x by blocks, also where that is made
+    outside of the mode.
+    """
 
     generate_vmap_rule = True
 

@@ -64,7 +64,8 @@ def model_of(arguments: argparse.Namespace) -> torch.nn.Module:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: arguments.layers]
     dtype = getattr(config, "dtype", None) if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-    # A configuration may name an attention of the Hub, whose code would be loaded; apply puts packing_ops' in its place.
+    # A configuration may name an attention of the Hub, whose code would be loaded; apply puts packing_ops' in its
+    # place.
     plain = {"trust_remote_code": False, "attn_implementation": "eager"}
     with torch.device(arguments.device):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, **plain)

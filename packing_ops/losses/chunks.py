@@ -4,7 +4,8 @@ The chunks are of the vocabulary, not of the tokens. The gradient of weight is t
 vocabulary each of its entries is one product over all tokens, rounded once. Only the gradient of hidden is added up
 from chunk to chunk, in float32.
 
-Rows that have a target are gathered to the front, the products run on these alone, and what comes out is scattered back.
+Rows that have a target are gathered to the front, the products run on these alone, and what comes out is scattered
+back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,9 @@ def rows_at_most(total: int, max_targets: int | None) -> int:
 
 
 def chunk_of(chunk: int | None, rows: int, hidden: torch.Tensor, vocab: int) -> int:
-    """Entries of the vocabulary in a chunk: a multiple of 8, so that its rows start on 16 bytes. rows: those of all heads."""
+    """Entries of the vocabulary in a chunk: a multiple of 8, so that its rows start on 16 bytes. rows: those of all
+    heads.
+    """
     if chunk is None:
         most = _LOGITS_BYTES.get(hidden.device.type, 1) // torch.sym_max(rows * hidden.element_size(), 1)
         count = -(-vocab // torch.sym_max(most, _FEWEST))
@@ -57,7 +60,9 @@ def chunk_of(chunk: int | None, rows: int, hidden: torch.Tensor, vocab: int) -> 
 def kept_shape(
     hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None, keep_logits: int, heads: int = 1
 ) -> tuple[int, int, int]:
-    """[chunks, rows, columns] of the logits that are kept of one head: as many whole chunks as fit into keep_logits bytes."""
+    """[chunks, rows, columns] of the logits that are kept of one head: as many whole chunks as fit into keep_logits
+    bytes.
+    """
     if keep_logits == 0:
         return 0, 0, 0
     rows = rows_at_most(hidden.shape[0], max_targets)
@@ -70,7 +75,9 @@ def kept_shape(
 def check_kept(
     kept: torch.Tensor, hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None, heads: int = 1
 ) -> None:
-    """ValueError where a compiled graph's forward ran in another mode than its backward: eager code makes logits again."""
+    """ValueError where a compiled graph's forward ran in another mode than its backward: eager code makes logits
+    again.
+    """
     if kept.numel() == 0:
         return
     wanted = kept_shape(hidden, vocab, chunk, max_targets, kept.numel() * kept.element_size(), heads)
@@ -148,8 +155,8 @@ class Rows:
 
 
 class Chunks:
-    # Yields (slice of the vocabulary, first entry of all ranks' vocabulary, its weight, bias, memory for its logits, are
-    # they kept). In the mode invariant() hidden and logits may have more rows than there are (pad_rows).
+    # Yields (slice of the vocabulary, first entry of all ranks' vocabulary, its weight, bias, memory for its logits,
+    # are they kept). In the mode invariant() hidden and logits may have more rows than there are (pad_rows).
 
     def __init__(
         self,
@@ -262,7 +269,9 @@ class Gradients:
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b in total's dtype, which b has on the CPU: rounded to a half type, each chunk would cost another error."""
+    """total += a @ b in total's dtype, which b has on the CPU: rounded to a half type, each chunk would cost another
+    error.
+    """
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:

@@ -1,13 +1,13 @@
 """How far a student's prediction of the next token is from a teacher's, from the hidden states and heads of both.
 
-As in packing_ops.losses.logps the logits of all tokens are never held at once. Between beta 0 and 1 a divergence needs all
-logits of a token twice: for the sum of exponentials of both heads, then for its terms. In chunks of the vocabulary
+As in packing_ops.losses.logps the logits of all tokens are never held at once. Between beta 0 and 1 a divergence needs
+all logits of a token twice: for the sum of exponentials of both heads, then for its terms. In chunks of the vocabulary
 the products would be made twice, so the forward takes blocks of rows ``[rows, vocab]``: a product for each head, then
 one kernel, which for beta 0 and 1 reads a row once on CUDA. The backward takes chunks of the vocabulary ``[total,
-chunk]``, as that of token_logps and for its reasons: a product for each head, a kernel that turns the student's
-logits into d(logits) in place, and a product for each gradient. Or the forward makes d(z) of a block of rows as soon
-as it has their sums, and keeps it: d(logits) but for the rows' own gradients, which the backward multiplies in. Both
-round d(z) before that, so within packing_ops.invariant() the gradients have the same bits.
+chunk]``, as that of token_logps and for its reasons: a product for each head, a kernel that turns the student's logits
+into d(logits) in place, and a product for each gradient. Or the forward makes d(z) of a block of rows as soon as it has
+their sums, and keeps it: d(logits) but for the rows' own gradients, which the backward multiplies in. Both round d(z)
+before that, so within packing_ops.invariant() the gradients have the same bits.
 
 Products, in all: forward one for each head, backward those again and one for each gradient, for every divergence; where
 all is kept, one for each head and one for each gradient.
@@ -55,7 +55,8 @@ def token_kl(
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
 ) -> torch.Tensor:
-    """Divergence between a student's and a teacher's prediction of each slot's next token, for distillation. Differentiable.
+    """Divergence between a student's and a teacher's prediction of each slot's next token, for distillation.
+    Differentiable.
 
     With P the student's prediction, Q the teacher's and M = beta Q + (1 - beta) P:
 
@@ -77,34 +78,36 @@ def token_kl(
         beta: 0 to 1.
         temperature: the student's logits are divided by it, above 0. Nothing multiplies the result by its square.
         teacher_temperature: the teacher's; by default temperature.
-        chunk: entries of the vocabulary whose logits are in memory at a time, rounded up to a multiple of 8: of each head
-            ``total * chunk`` elements of hidden's dtype, in forward too, where they are fewer rows of the whole
+        chunk: entries of the vocabulary whose logits are in memory at a time, rounded up to a multiple of 8: of each
+            head ``total * chunk`` elements of hidden's dtype, in forward too, where they are fewer rows of the whole
             vocabulary. By default as many as make 512 MiB for both heads (64 MiB on the CPU).
         bias, teacher_bias: ``[vocab]``, the heads', the dtype of weight.
         ignore_index: of labels that are no mask; it may be any number that they hold.
         max_targets: slots that count, or an upper bound, as token_logps: the products take no more rows. By default
-            ``metadata.num_targets`` for labels that are no mask. On the CPU they are counted; on CUDA without a bound all
-            rows are multiplied. More slots than the bound are an error, on CUDA in a later call, and NaN.
+            ``metadata.num_targets`` for labels that are no mask. On the CPU they are counted; on CUDA without a bound
+            all rows are multiplied. More slots than the bound are an error, on CUDA in a later call, and NaN.
         keep_logits: bytes for the gradient of the student's logits, in hidden's dtype, which the forward then makes and
             keeps for as many chunks as fit. The backward makes no logits of these. 0 keeps nothing, nor does float16.
             ``"auto"``: half of what is free, as token_logps has it. Within packing_ops.invariant() gradients have the
             same bits as with 0.
 
     Returns:
-        ``[total]``, float32 (float64 for float64), in nats. 0, with gradient 0, at the last slot of each document, where
-        the next token does not count, and in the padding after the documents. inf where P has no weight on what Q has
-        (beta 0), or the other way round (beta 1); NaN where a slot's logits have one. Sums are float32. Deterministic,
-        and nothing synchronises. Within packing_ops.invariant() no result of a slot, and no gradient of hidden, depends
-        on chunk or on other slots.
+        ``[total]``, float32 (float64 for float64), in nats. 0, with gradient 0, at the last slot of each document,
+        where the next token does not count, and in the padding after the documents. inf where P has no weight on what Q
+        has (beta 0), or the other way round (beta 1); NaN where a slot's logits have one. Sums are float32.
+        Deterministic, and nothing synchronises. Within packing_ops.invariant() no result of a slot, and no gradient of
+        hidden, depends on chunk or on other slots.
 
-        Work: 2 * rows * vocab * (hidden + teacher's hidden) operations, in backward as many again (of what was not kept)
-        and 2 * rows * vocab * hidden for each gradient. Memory beside results and gradients: one chunk of logits of each
-        head, four numbers per slot, the gathered rows, what is kept (``rows * vocab`` elements of hidden's dtype for all),
-        and in backward a float32 gradient of hidden where hidden is of a half type. At 16,384 slots in bf16 this is 0.6 GB
-        for hidden 1,024 and 0.8 GB for 4,096, and 5 GB more for a vocabulary of 151,936 with all kept.
+        Work: 2 * rows * vocab * (hidden + teacher's hidden) operations, in backward as many again (of what was not
+            kept)
+        and 2 * rows * vocab * hidden for each gradient. Memory beside results and gradients: one chunk of logits of
+        each head, four numbers per slot, the gathered rows, what is kept (``rows * vocab`` elements of hidden's dtype
+        for all), and in backward a float32 gradient of hidden where hidden is of a half type. At 16,384 slots in bf16
+        this is 0.6 GB for hidden 1,024 and 0.8 GB for 4,096, and 5 GB more for a vocabulary of 151,936 with all kept.
 
     Example:
-        >>> hidden, teacher_hidden = torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+        >>> hidden = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> teacher_hidden = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
         >>> weight, teacher_weight = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0, 0.0], [2.0, 1.0]])
         >>> cu_seqlens = torch.tensor([0, 3], dtype=torch.int32)
         >>> token_kl(hidden, weight, teacher_hidden, teacher_weight, None, cu_seqlens)
@@ -199,7 +202,9 @@ def _targets(
 def _heads(
     rows: Rows, head: Head, teacher: Head, chunk: int | None, max_targets: int | None, kept: torch.Tensor
 ) -> tuple[Chunks, ...]:
-    """Chunks of both heads, over the rows that have a target. Their logits share the memory that one head's would have."""
+    """Chunks of both heads, over the rows that have a target. Their logits share the memory that one head's would
+    have.
+    """
     hidden, weight, _ = head
     at_most = rows_at_most(hidden.shape[0], max_targets)
     chunk = chunk_of(chunk, 2 * at_most, hidden, weight.shape[0])
@@ -209,8 +214,9 @@ def _heads(
 def _new_kept(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int | None, max_targets: int | None, keep_logits: int
 ) -> torch.Tensor:
-    """``[rows, chunks, columns]`` for d(z). Rows are first, so that a block of rows is one slice over all chunks. None in
-    float16: before the rows' own gradients are multiplied in, d(z) may be outside of its range."""
+    """``[rows, chunks, columns]`` for d(z). Rows are first, so that a block of rows is one slice over all chunks. None
+    in float16: before the rows' own gradients are multiplied in, d(z) may be outside of its range.
+    """
     keep_logits = 0 if hidden.dtype == torch.float16 else keep_logits
     chunks, rows, columns = kept_shape(hidden, weight.shape[0], chunk, max_targets, keep_logits, heads=2)
     return hidden.new_empty(rows, chunks, columns)
@@ -222,7 +228,9 @@ def _is_finite(stats: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(grad: torch.Tensor, targets: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """Factor of each row of d(z): grad, 0 where the row does not count, NaN where d(z) is not finite: kept, it is zeros."""
+    """Factor of each row of d(z): grad, 0 where the row does not count, NaN where d(z) is not finite: kept, it is
+    zeros.
+    """
     scales = grad.masked_fill(targets < 0, 0)
     return scales.masked_fill_((scales != 0) & ~finite, torch.nan)
 

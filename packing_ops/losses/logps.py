@@ -4,13 +4,13 @@ The logits, hidden @ weight.T + bias, are ``[total, vocab]``: 5 GB in bf16 for 1
 that in float32 and once more for the gradient. Here they are made in chunks ``[total, chunk]``, some entries of the
 vocabulary for all tokens that have a target: a product of torch's (cuBLAS), then one kernel that adds each row to its
 running maximum, sum of exponentials and chosen logit (online softmax). The backward makes each chunk again, or takes it
-from those that were kept, turns it in place into d(logits), and multiplies it with weight and with hidden (losses/op.py,
-losses/chunks.py).
+from those that were kept, turns it in place into d(logits), and multiplies it with weight and with hidden
+(losses/op.py, losses/chunks.py).
 
 What it costs beside the products (forward: one; backward: that one again where the logits were not kept, and one for
 each gradient): the kernel reads the logits, and in backward writes them too. At 16,384 tokens, 151,936 entries and bf16
-these are 5 GB and 10 GB, 1.2 ms and 2.4 ms at 4.2 TB/s, where a product at 650 TFLOP/s takes 7.8 ms for hidden 1,024 and
-31 ms for 4,096.
+these are 5 GB and 10 GB, 1.2 ms and 2.4 ms at 4.2 TB/s, where a product at 650 TFLOP/s takes 7.8 ms for hidden 1,024
+and 31 ms for 4,096.
 """
 
 from collections.abc import Sequence
@@ -127,9 +127,9 @@ def token_logps(
         temperature: above 0; or a floating tensor ``[total]`` or ``[1, total]``: of what each slot predicts. It gets no
             gradient.
         chunk: entries of the vocabulary whose logits are in memory at a time, rounded up to a multiple of 8:
-            ``total * chunk`` elements of hidden's dtype. By default as many as make 512 MiB (64 MiB on the CPU), at least
-            512, in equal chunks. Within packing_ops.invariant() a multiple of 4,096: no result of a slot then depends on chunk or
-            on other slots.
+            ``total * chunk`` elements of hidden's dtype. By default as many as make 512 MiB (64 MiB on the CPU), at
+            least 512, in equal chunks. Within packing_ops.invariant() a multiple of 4,096: no result of a slot then
+            depends on chunk or on other slots.
         entropy: ``True`` for ``outputs=("logps", "entropy")``.
         bias: ``[vocab]``, the head's, the dtype of weight.
         ignore_index: of labels; it may be any number that they hold.
@@ -138,22 +138,24 @@ def token_logps(
             on every rank, and so are the results. The gradient of hidden is summed over the ranks, so each rank has the
             whole gradient. Shards of different sizes are an error on the CPU and give NaN on CUDA.
         outputs: what is returned, by names, in their order: ``"logps"``; ``"lse"``, the log of the sum of exp(z);
-            ``"entropy"`` in nats; ``"sum_p2"``, the sum of p squared; ``"mean_logit"``, the mean of z over the vocabulary
-            (for label smoothing); ``"top1"``, int64, the entry of the largest z, the first among equals, without a
-            gradient, -1 where there is no target or no finite lse.
+            ``"entropy"`` in nats; ``"sum_p2"``, the sum of p squared; ``"mean_logit"``, the mean of z over the
+            vocabulary (for label smoothing); ``"top1"``, int64, the entry of the largest z, the first among equals,
+            without a gradient, -1 where there is no target or no finite lse.
         scale: of the logits, above 0.
-        softcap: bound of the scaled logits, 0 or inf for none. In half types on CUDA z is wrong by up to 1e-7 * softcap.
+        softcap: bound of the scaled logits, 0 or inf for none. In half types on CUDA z is wrong by up to 1e-7 *
+            softcap.
         max_targets: slots that have a target, or an upper bound: the products take no more rows. By default
             ``metadata.num_targets``, which the collators count. On the CPU the targets themselves are counted; on CUDA
             without a bound all rows are multiplied, as nothing waits for the GPU. More targets than the bound are an
             error, on CUDA in a later call, and NaN where they are left out.
         keep_logits: bytes. The logits of as many chunks as fit are kept for the backward, which then need not make them
             again, and their gradient takes their place. ``"auto"``: half of the memory that the GPU and torch's
-            allocator have free at the call; nothing on the CPU, in torch.compile and in the capture of a CUDA graph. Under
-            torch.utils.checkpoint give bytes: both forwards must keep the same. Gradients have the same bits.
-        allowed_ids: int64 or int32, entries of the vocabulary, in any order: those that the sampler could draw each token
-            from (its top-k, top-p, min-p), one label's after another. Softmax and all outputs are then over a token's own
-            entries, as if all other z were -inf: log p(token | its entries). One that has none is over the whole vocabulary.
+            allocator have free at the call; nothing on the CPU, in torch.compile and in the capture of a CUDA graph.
+            Under torch.utils.checkpoint give bytes: both forwards must keep the same. Gradients have the same bits.
+        allowed_ids: int64 or int32, entries of the vocabulary, in any order: those that the sampler could draw each
+            token from (its top-k, top-p, min-p), one label's after another. Softmax and all outputs are then over a
+            token's own entries, as if all other z were -inf: log p(token | its entries). One that has none is over the
+            whole vocabulary.
         allowed_offsets: int64 or int32 ``[total + 1]``: label t was drawn from
             ``allowed_ids[allowed_offsets[t] : allowed_offsets[t + 1]]``, not shifted, as labels are not.
 
@@ -166,8 +168,8 @@ def token_logps(
 
         Logits are rounded to hidden's dtype, as in a model. Gradients have the dtypes of their tensors. Memory beside
         results and gradients: one chunk of logits and those that are kept, some numbers per slot, the gathered rows of
-        hidden, and in backward a float32 gradient of hidden where hidden is of a half type. At 16,384 slots in bf16 this
-        is 0.6 GB for hidden 1,024 and 0.8 GB for 4,096, and 5 GB more with all logits kept.
+        hidden, and in backward a float32 gradient of hidden where hidden is of a half type. At 16,384 slots in bf16
+        this is 0.6 GB for hidden 1,024 and 0.8 GB for 4,096, and 5 GB more with all logits kept.
 
     Example:
         >>> hidden = torch.tensor([[0.0], [1.0], [2.0]])
@@ -177,10 +179,11 @@ def token_logps(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, temperature, scale, softcap or chunk out of range, an
-            unknown name in outputs, "mean_logit" beside allowed_ids; a label or an allowed id outside of the vocabulary, a
-            label that is not among its allowed ids, allowed_offsets that do not start at 0, decrease, or do not end at the
-            number of allowed_ids, a temperature in a tensor that is not above 0, more targets than max_targets (these on CUDA in a later call; the log-probability of
-            a label that is not allowed is -inf there). The message names the argument.
+            unknown name in outputs, "mean_logit" beside allowed_ids; a label or an allowed id outside of the
+            vocabulary, a label that is not among its allowed ids, allowed_offsets that do not start at 0, decrease, or
+            do not end at the number of allowed_ids, a temperature in a tensor that is not above 0, more targets than
+            max_targets (these on CUDA in a later call; the log-probability of a label that is not allowed is -inf
+            there). The message names the argument.
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
 
     Method: Milakov and Gimelshein, online softmax (2018); Wijmans et al., Cut Your Losses (2024), for the chunks.
@@ -216,7 +219,8 @@ def chunked_cross_entropy(
         reduction: ``"mean"`` over the slots that have a target (0 where there are none), ``"sum"``, or ``"none"``:
             ``[total]``, 0 where there is no target.
         num_items_in_batch: what "mean" divides by instead: the targets of all micro-batches of all ranks of the
-            optimizer step (count_target_tokens). A tensor is not read. Where it is 0 there is no target, and the loss is 0.
+            optimizer step (count_target_tokens). A tensor is not read. Where it is 0 there is no target, and the loss
+            is 0.
         Others: as token_logps; see there for memory, gradients and errors too.
 
     Returns:
@@ -342,7 +346,9 @@ def checked_head(
 
 
 def checked_labels(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """``[total]`` of labels ``[total]`` or ``[1, total]``. ValueError where they do not fit hidden ``[total, hidden]``."""
+    """``[total]`` of labels ``[total]`` or ``[1, total]``. ValueError where they do not fit hidden ``[total,
+    hidden]``.
+    """
     check_tensor(labels, "labels")
     total = hidden.shape[0]
     if labels.shape not in ((total,), (1, total)):

@@ -1,8 +1,8 @@
 """The ops of logps.py: the loop over chunks of the vocabulary, forward and backward (losses/chunks.py).
 
-The logits of the first chunks may be kept from forward to backward. In eager mode the backward writes their gradient over
-them, so that a second backward of the same graph makes them again; in a graph of torch.compile and under torch.func it
-works on a copy of a chunk.
+The logits of the first chunks may be kept from forward to backward. In eager mode the backward writes their gradient
+over them, so that a second backward of the same graph makes them again; in a graph of torch.compile and under
+torch.func it works on a copy of a chunk.
 """
 
 from types import SimpleNamespace
@@ -85,7 +85,9 @@ def _outputs(rows: Rows, state: torch.Tensor, vocab: int) -> list[torch.Tensor]:
 
 
 def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", vocab: int) -> None:
-    """Each rank's sums over the largest logit of all ranks, added. Shards of other sizes give NaN where nothing waits."""
+    """Each rank's sums over the largest logit of all ranks, added. Shards of other sizes give NaN where nothing
+    waits.
+    """
     from torch.distributed import ReduceOp, all_reduce
 
     own = state[0].clone()

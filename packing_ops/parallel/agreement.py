@@ -47,8 +47,8 @@ def check_agreement(
     """Raise ValueError on every rank, under PACKING_OPS_CHECK, if one has other options, heads, dtypes, rows or
     documents.
 
-    It names what differs. It precedes the checks of one rank's arguments: a rank that raises without the others leaves the
-    others waiting. It waits for the GPU.
+    It names what differs. It precedes the checks of one rank's arguments: a rank that raises without the others leaves
+    the others waiting. It waits for the GPU.
 
     Args:
         attention: the function that is called, one of _WORDS.

@@ -1,4 +1,6 @@
-"""Attention over a group: Ulysses, gathered keys, and the rule that picks one. Inside, options travel in AttentionOptions."""
+"""Attention over a group: Ulysses, gathered keys, and the rule that picks one. Inside, options travel in
+AttentionOptions.
+"""
 
 from typing import Any, NamedTuple
 
@@ -36,19 +38,20 @@ def ulysses_attention(
     Args:
         q: ``[rows, num_q_heads, head_dim]``, this rank's slots of the row, equally many on all ranks; num_q_heads is a
             multiple of the ranks. Any dtype and strides of varlen_attention.
-        k, v: ``[rows, num_kv_heads, head_dim]``, of the same slots. num_kv_heads is a multiple of the ranks, or the ranks
-            are one of it: then each key head goes to several ranks, and its gradients are summed in their order, in
-            float32 and rounded once.
-        documents: PackedMetadata of the whole row (``total`` is ``ranks * rows``), also of a prefix tree, or its cu_seqlens,
-            on this device.
+        k, v: ``[rows, num_kv_heads, head_dim]``, of the same slots. num_kv_heads is a multiple of the ranks, or the
+            ranks are one of it: then each key head goes to several ranks, and its gradients are summed in their order,
+            in float32 and rounded once.
+        documents: PackedMetadata of the whole row (``total`` is ``ranks * rows``), also of a prefix tree, or its
+            cu_seqlens, on this device.
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
         scheme: how the row was split, as in shard_packed. "contiguous" saves a copy of each tensor.
         causal, softmax_scale, window_size, softcap, sinks, return_lse: as varlen_attention; sinks of all heads.
 
     Returns:
-        out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``. With num_kv_heads of at
-        least the ranks they have the bits of varlen_attention over the whole row, and so have the gradients. The gradient of
-        sinks is of this rank's heads over all rows, 0 for the others: its sum over the ranks is the whole one.
+        out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``. With num_kv_heads of
+        at least the ranks they have the bits of varlen_attention over the whole row, and so have the gradients. The
+        gradient of sinks is of this rank's heads over all rows, 0 for the others: its sum over the ranks is the whole
+        one.
 
     Example:
         Under ``torchrun --nproc-per-node 2``: one document of 8 tokens, 4 of them on each rank.
@@ -91,8 +94,8 @@ def gathered_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute varlen_attention over documents whose rows are spread over ``group``, each rank with its queries.
 
-    Only the keys that a rank's documents need are moved to it. Every rank of the group calls it, forward and backward, in
-    the same order. Differentiable as varlen_attention.
+    Only the keys that a rank's documents need are moved to it. Every rank of the group calls it, forward and backward,
+    in the same order. Differentiable as varlen_attention.
 
     Args:
         q: ``[rows, num_q_heads, head_dim]``, this rank's slots of the row, equally many on all ranks.
@@ -103,8 +106,8 @@ def gathered_attention(
             long documents; "contiguous" moves the fewest keys of short ones.
         causal, softmax_scale, softcap, sinks, return_lse: as varlen_attention; sinks of all heads.
         window_size: as varlen_attention; one that looks ahead, or has no causal mask, is refused.
-        keep_keys: whether what was received is kept for backward, which receives it again otherwise. Without it: where it
-            takes no more memory than q and out do. Under gradient checkpointing it costs the memory of one layer.
+        keep_keys: whether what was received is kept for backward, which receives it again otherwise. Without it: where
+            it takes no more memory than q and out do. Under gradient checkpointing it costs the memory of one layer.
 
     Returns:
         out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``; slots of no document
@@ -112,19 +115,19 @@ def gathered_attention(
         in low precision not the bits of one GPU, since keys are summed over rank after rank (in float32).
 
     Example:
-        One document of 8 tokens on 2 ranks, zigzag: rank 0 holds tokens 0, 1, 6, 7 and its query documents attend to keys
-        0..1 and 0..7; rank 1 holds 2, 3, 4, 5, which attend to 0..3 and 0..5.
+        One document of 8 tokens on 2 ranks, zigzag: rank 0 holds tokens 0, 1, 6, 7 and its query documents attend to
+        keys 0..1 and 0..7; rank 1 holds 2, 3, 4, 5, which attend to 0..3 and 0..5.
 
         >>> metadata = PackedMetadata.from_lengths([8])
         >>> out = gathered_attention(q, k, v, metadata, group, scheme="zigzag")  # needs two processes # doctest: +SKIP
 
     Raises:
         NotImplementedError: a window without causal, documents with a visible_end, a prefix tree; a second derivative.
-        ValueError: documents of another row, and as varlen_attention. Under PACKING_OPS_CHECK also ranks that disagree on
-            options, heads, dtypes, rows or documents.
+        ValueError: documents of another row, and as varlen_attention. Under PACKING_OPS_CHECK also ranks that disagree
+            on options, heads, dtypes, rows or documents.
 
-    Synchronises once per batch on a GPU, in the first layer; in a CUDA graph never, and all keys are gathered. Not traced by
-    torch.compile: a graph breaks here.
+    Synchronises once per batch on a GPU, in the first layer; in a CUDA graph never, and all keys are gathered. Not
+    traced by torch.compile: a graph breaks here.
 
     Method: Llama Team, The Llama 3 Herd of Models (2024): gathered keys and values, 2 * ranks chunks.
 
@@ -162,8 +165,8 @@ def choose_attention(
 ) -> Choice:
     """Choose Ulysses attention if the ranks divide the heads, else gathered attention, and return it with the reason.
 
-    Ulysses has the bits of one GPU and equal work on all ranks. Gathered attention takes any number of heads, and moves less
-    where documents are shorter than a rank's rows: call gathered_attention itself there.
+    Ulysses has the bits of one GPU and equal work on all ranks. Gathered attention takes any number of heads, and moves
+    less where documents are shorter than a rank's rows: call gathered_attention itself there.
 
     Args:
         documents: PackedMetadata of the whole row, or its cu_seqlens. Lengths are not read.
@@ -237,7 +240,7 @@ def varlen_attention_over(
         As ulysses_attention, and with ``explain`` (that, Choice).
 
     Example:
-        >>> out, choice = varlen_attention_over(group, q, k, v, documents, explain=True)  # needs processes # doctest: +SKIP
+        >>> _, why = varlen_attention_over(group, q, k, v, documents, explain=True)  # needs processes # doctest: +SKIP
 
     Raises:
         ValueError: as the one that it picks.

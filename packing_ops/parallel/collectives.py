@@ -49,8 +49,8 @@ def check_process(group: dist.ProcessGroup) -> None:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """Return a process group: the given one, the one of a DeviceMesh of one dimension, for None the one of all processes,
-    or of the plan.
+    """Return a process group: the given one, the one of a DeviceMesh of one dimension, for None the one of all
+    processes, or of the plan.
     """
     if group is None and planned:
         return planned[-1]

@@ -1,25 +1,25 @@
-"""Attention over a group by keys: queries stay, the keys and values that a rank's documents need are sent by the others.
+"""Attention over a group by keys: queries stay, the keys and values that a rank's documents need are sent by the
+others.
 
 A varlen call runs over this rank's queries and the keys received (key_layout.py), or one for each part of the heads
-(overlap.py). Backward receives the keys again unless they were kept, and their gradients go back to be summed at their rank,
-in the order of the ranks.
+(overlap.py). Backward receives the keys again unless they were kept, and their gradients go back to be summed at their
+rank, in the order of the ranks.
 
 Bytes and flops, for T tokens in documents of L, H heads over G key heads of dimension D, e bytes an element, B bytes/s
 into a rank and F flops/s:
-    Where every rank needs every key, a rank receives 2*G*D*e*T*(n-1)/n bytes in forward, as many of gradients in backward,
-    and before these the keys again where they were not kept. It computes 2*H*D*T*L/n flops in forward, 2.5 times that in
-    backward.
-    Forward spends (n-1)*(G/H)*e*F / (L*B) as long on the wire as it computes. With H = 4*G, bfloat16, F = 600e12 and
-    B = 400e9 (one node) that is (n-1)*750/L: 1% for n = 2 and L = 65,536. With B = 50e9 (between nodes) it is
-    (n-1)*6000/L: 64% for n = 8 and the same L. In p parts, attention waits for one p-th of it in front, and backward for one
-    p-th of the gradients at its end.
-    A layer holds 2*G*D*e*T bytes of received keys and values while it runs, 268 MB for 8 heads of 128 at 65,536 tokens,
-    and (2n+1)/(2n) times the memory of them in document order, which is what is kept.
-    Where documents are shorter than a rank's part of a contiguous row, a rank receives the keys of one document at most.
-A ring moves the same bytes, one neighbour's keys at a time, each hidden behind the attention over the last ones; it pays
-with n calls of the kernel, of 1/n the work each, and with merging their outputs. It pays where the share above is no
-longer small (between nodes, short documents on many ranks: at most the share is won) or where the gathered keys do not
-fit (rows of millions of tokens). Inside a node it does not.
+    Where every rank needs every key, a rank receives 2*G*D*e*T*(n-1)/n bytes in forward, as many of gradients in
+    backward, and before these the keys again where they were not kept. It computes 2*H*D*T*L/n flops in forward, 2.5
+    times that in backward. Forward spends (n-1)*(G/H)*e*F / (L*B) as long on the wire as it computes. With H = 4*G,
+    bfloat16, F = 600e12 and B = 400e9 (one node) that is (n-1)*750/L: 1% for n = 2 and L = 65,536. With B = 50e9
+    (between nodes) it is (n-1)*6000/L: 64% for n = 8 and the same L. In p parts, attention waits for one p-th of it in
+    front, and backward for one p-th of the gradients at its end. A layer holds 2*G*D*e*T bytes of received keys and
+    values while it runs, 268 MB for 8 heads of 128 at 65,536 tokens, and (2n+1)/(2n) times the memory of them in
+    document order, which is what is kept. Where documents are shorter than a rank's part of a contiguous row, a rank
+    receives the keys of one document at most.
+A ring moves the same bytes, one neighbour's keys at a time, each hidden behind the attention over the last ones; it
+pays with n calls of the kernel, of 1/n the work each, and with merging their outputs. It pays where the share above is
+no longer small (between nodes, short documents on many ranks: at most the share is won) or where the gathered keys do
+not fit (rows of millions of tokens). Inside a node it does not.
 """
 
 from collections.abc import Callable, Iterable
@@ -131,8 +131,9 @@ def attention_over_keys(
 
 
 class _Attention(torch.autograd.Function):
-    """Keys and values of all parts of the heads (overlap.py) set out at once, and gradients of a part as they are there:
-    attention over one part runs while those of the next are under way."""
+    """Keys and values of all parts of the heads (overlap.py) set out at once, and gradients of a part as they are
+    there: attention over one part runs while those of the next are under way.
+    """
 
     @staticmethod
     def forward(

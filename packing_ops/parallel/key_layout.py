@@ -1,8 +1,9 @@
 """Which keys a rank's documents need and where they are, for one varlen call over the queries of this rank.
 
 A rank holds one or two chunks of a document. Each is a document of queries, whose keys are those of the whole document
-that it sees: under a causal mask up to the chunk's end, from the window's first on. varlen_attention puts the last query
-at the last key, which is where the chunk's is. Without a mask both chunks see the same keys, and are one document.
+that it sees: under a causal mask up to the chunk's end, from the window's first on. varlen_attention puts the last
+query at the last key, which is where the chunk's is. Without a mask both chunks see the same keys, and are one
+document.
 
 Slots between documents that hold no token cost no copy: their queries get a document without keys (out 0, gradient 0).
 """
@@ -29,9 +30,10 @@ class Exchange:
     send, receive: how many rows go to each rank, and are received from it.
     shared: int64, this rank's rows that others get.
     shared_index: int64, which of ``shared`` each row of ``index`` is, but for those that stay here.
-    to_others: ``index`` but for the rows that stay here, where the call's keys are the rows of the ranks in their order,
-        this rank's first rows among them, so that only what others send is moved; else None. It saves nearly six copies of
-        this rank's k in each layer, forward and backward (16,384 rows of 500-token documents, 384 of them received).
+    to_others: ``index`` but for the rows that stay here, where the call's keys are the rows of the ranks in their
+        order, this rank's first rows among them, so that only what others send is moved; else None. It saves nearly six
+        copies of this rank's k in each layer, forward and backward (16,384 rows of 500-token documents, 384 of them
+        received).
     """
 
     index: torch.Tensor
@@ -109,8 +111,8 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     Args:
         spans: of the row.
         causal, left: of the mask; a window needs causal.
-        exchange: send only rows that are needed, where that pays. It waits for the GPU once, in the first layer of a batch.
-            Without it the layout has the largest size that its lengths could need, and nothing waits.
+        exchange: send only rows that are needed, where that pays. It waits for the GPU once, in the first layer of a
+            batch. Without it the layout has the largest size that its lengths could need, and nothing waits.
 
     Raises:
         ValueError: with ``exchange``, documents of another row.
@@ -239,13 +241,14 @@ def _most_keys(spans: RowSpans, chunks: int, rank: int) -> int:
     """Return an upper bound of the keys of a call, from sizes only.
 
     One chunk (contiguous, or no mask): each token once, ``total = ranks * rows``.
-    Two chunks (zigzag, causal): chunks r and 2 * ranks - 1 - r of a document of L tokens see the keys before their ends. For
-    L a multiple of 2 * ranks these are L * (r + 1) / (2 * ranks) and L * (2 * ranks - r) / (2 * ranks) keys, together
-    L + L / (2 * ranks). Another L adds at most (2 * r + 1) / 2. Over all documents:
+    Two chunks (zigzag, causal): chunks r and 2 * ranks - 1 - r of a document of L tokens see the keys before their
+    ends. For L a multiple of 2 * ranks these are L * (r + 1) / (2 * ranks) and L * (2 * ranks - r) / (2 * ranks) keys,
+    together L + L / (2 * ranks). Another L adds at most (2 * r + 1) / 2. Over all documents:
 
         total + (rows + (2 * r + 1) * num_documents) // 2
 
-    Example: a document of 8 tokens on 2 ranks of 4 rows. Rank 0 has tokens 0, 1, 6, 7, which see 2 + 8 keys, and the bound is
+    Example: a document of 8 tokens on 2 ranks of 4 rows. Rank 0 has tokens 0, 1, 6, 7, which see 2 + 8 keys, and the
+        bound is
     8 + (4 + 1) // 2 = 10. Rank 1 has tokens 2 to 5, which see 4 + 6 keys, and the bound is 8 + (4 + 3) // 2 = 11.
     """
     total = spans.ranks * spans.rows

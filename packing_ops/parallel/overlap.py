@@ -1,7 +1,7 @@
 """How many parts the heads travel in, one behind the other: attention over a part runs while the next is under way.
 
-Heads are independent of each other, so that parts leave every bit as it is; keys are not, since one call sums over all keys
-of a document in their order. All ranks count the same parts, from numbers that are the same on all of them.
+Heads are independent of each other, so that parts leave every bit as it is; keys are not, since one call sums over all
+keys of a document in their order. All ranks count the same parts, from numbers that are the same on all of them.
 """
 
 from collections.abc import Sequence

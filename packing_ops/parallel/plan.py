@@ -1,4 +1,6 @@
-"""A step of long and short documents over ranks: each long one over as many ranks as it pays, short ones on single ranks."""
+"""A step of long and short documents over ranks: each long one over as many ranks as it pays, short ones on single
+ranks.
+"""
 
 import contextlib
 import functools
@@ -21,7 +23,8 @@ SENT = 0.07  # of the cost by tokens: what a token costs more on several ranks, 
 class Share(NamedTuple):
     """What a rank runs in one step of a plan.
 
-    documents: indices into lengths, those of one packed row; empty if the rank runs an empty row while the others run theirs.
+    documents: indices into lengths, those of one packed row; empty if the rank runs an empty row while the others run
+        theirs.
     first, size: of the group that shares the row, ranks ``first`` to ``first + size - 1``.
     """
 
@@ -53,8 +56,8 @@ class StepPlan:
     def group_for(self, step: int) -> Iterator[dist.ProcessGroup]:
         """Give the group that shares this rank's row in ``step``, a group of one rank where nobody does.
 
-        Inside, shard_packed, unshard, attention over a group and models with a ``sequence_group`` take this group in place
-        of theirs. Forward and backward belong inside. Groups are made in the first call, by all ranks together.
+        Inside, shard_packed, unshard, attention over a group and models with a ``sequence_group`` take this group in
+        place of theirs. Forward and backward belong inside. Groups are made in the first call, by all ranks together.
 
         Raises:
             ValueError: a plan for another number of ranks than there are processes.
@@ -91,11 +94,12 @@ def plan_step(
     cost: Cost = "flops",
     max_size: int | None = None,
 ) -> StepPlan:
-    """Return which documents each rank runs in a step, and over which ranks each longer document than ``capacity`` goes.
+    """Return which documents each rank runs in a step, and over which ranks each longer document than ``capacity``
+    goes.
 
     Groups have a power of two of neighbouring ranks, at least as many as hold the document. With a long document other
-    groups run others, and single ranks rows of short ones. Larger groups leave fewer ranks waiting, smaller ones send less
-    and have longer rows: of both the plan takes what costs least.
+    groups run others, and single ranks rows of short ones. Larger groups leave fewer ranks waiting, smaller ones send
+    less and have longer rows: of both the plan takes what costs least.
 
     Args:
         lengths: int32 or int64 ``[num_documents]``, or a Python sequence.
@@ -118,8 +122,8 @@ def plan_step(
         ...         model(**shard, num_items_in_batch=targets).loss.backward()
 
     Raises:
-        ValueError: ranks or a max_size that are no powers of two; a document of more than ``max_size * capacity`` tokens,
-            by its index; negative lengths; an unknown cost.
+        ValueError: ranks or a max_size that are no powers of two; a document of more than ``max_size * capacity``
+            tokens, by its index; negative lengths; an unknown cost.
         TypeError: lengths that are no integers.
 
     Determinism: the same plan in every call and on every rank.

@@ -1,4 +1,6 @@
-"""A packed row over the ranks of a group, and back: every rank gets equally many slots, whatever the documents' lengths."""
+"""A packed row over the ranks of a group, and back: every rank gets equally many slots, whatever the documents'
+lengths.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -68,23 +70,24 @@ def shard_packed(
     Labels are shifted before the split, so that no target is lost where ranks meet.
 
     Args:
-        batch: tensors of one packed row, ``[total]``, ``[1, total]`` or ``[1, total, ...]``, and where its documents are: a
-            PackedMetadata under any name, or ``cu_seq_lens_q`` as in transformers (or ``cu_seqlens``), or ``position_ids``
-            that restart with each document (which synchronises on CUDA). Of a prefix tree (PackedMetadata, or
-            ``segment_parents`` with ``cu_seq_lens_q``) without labels: unshard gives prefix_token_logps the whole row.
+        batch: tensors of one packed row, ``[total]``, ``[1, total]`` or ``[1, total, ...]``, and where its documents
+            are: a PackedMetadata under any name, or ``cu_seq_lens_q`` as in transformers (or ``cu_seqlens``), or
+            ``position_ids`` that restart with each document (which synchronises on CUDA). Of a prefix tree
+            (PackedMetadata, or ``segment_parents`` with ``cu_seq_lens_q``) without labels: unshard gives
+            prefix_token_logps the whole row.
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
-        scheme: ``"contiguous"``: rank r holds the r-th part of the row; for ulysses_attention, and for documents shorter
-            than a part. ``"zigzag"``: two chunks of every document, one from either end; for gathered_attention under a
-            causal mask over long documents, whose work it spreads evenly.
+        scheme: ``"contiguous"``: rank r holds the r-th part of the row; for ulysses_attention, and for documents
+            shorter than a part. ``"zigzag"``: two chunks of every document, one from either end; for gathered_attention
+            under a causal mask over long documents, whose work it spreads evenly.
         pad_token_id, ignore_index: of input_ids and labels in the slots that pad the row.
 
     Returns:
         The batch with each tensor of the row cut to ``[rows]``, ``[1, rows]`` or ``[1, rows, ...]``, where ``rows`` is
         ``ceil(total / ranks)``. ``labels`` become next-token targets, also under ``shift_labels``, so that models of
         transformers do not shift them again; a batch with ``shift_labels`` keeps those. ``position_ids`` are made where
-        they are missing: counted from the document's start. The arguments that say where documents are stay as they are for the
-        whole row: PackedMetadata under its name with the padded total, or under ``metadata``; ``cu_seq_lens_q`` and the
-        like. Everything else is passed on.
+        they are missing: counted from the document's start. The arguments that say where documents are stay as they are
+        for the whole row: PackedMetadata under its name with the padded total, or under ``metadata``; ``cu_seq_lens_q``
+        and the like. Everything else is passed on.
 
     Example:
         The second of two ranks; the row's fifth slot is padding.
@@ -96,8 +99,8 @@ def shard_packed(
         tensor([   9, -100, -100])
 
     Raises:
-        ValueError: no documents; labels of a prefix tree; input_ids, inputs_embeds, labels, shift_labels, position_ids, seq_idx, attention_mask or
-            loss_mask of another shape; an unknown scheme.
+        ValueError: no documents; labels of a prefix tree; input_ids, inputs_embeds, labels, shift_labels, position_ids,
+            seq_idx, attention_mask or loss_mask of another shape; an unknown scheme.
 
     Determinism: the same slots in every call.
     Synchronises: once on CUDA if the documents are found by position_ids; else never. Nothing is sent.
@@ -317,8 +320,8 @@ def sharded_loss(
         losses: one per slot of this rank, floating: cross-entropy with ``reduction="none"``, -log p.
         shift_labels: of the same shape, as shard_packed gives them; slots with ``ignore_index`` do not count.
         group: the ranks whose targets are counted, by an all-reduce.
-        num_items_in_batch: the targets of all micro-batches of all ranks, where they were counted before; then nothing is
-            sent.
+        num_items_in_batch: the targets of all micro-batches of all ranks, where they were counted before; then nothing
+            is sent.
         dp_size: ranks whose gradients are averaged afterwards, as DistributedDataParallel and FSDP do, those of the
             sequence groups included: the loss is multiplied by it. 1 where gradients are summed.
 

@@ -2,8 +2,8 @@
 
 Jacobs et al., DeepSpeed Ulysses (2023). A rank with ``rows`` slots of the row gets all ``ranks * rows`` slots of
 ``num_heads / ranks`` heads, calls varlen_attention over the whole row, and sends the rows of others back. Every head is
-computed as on one GPU, in the same order: out and gradients have the same bits. The heads of a rank are received and sent in parts
-(overlap.py).
+computed as on one GPU, in the same order: out and gradients have the same bits. The heads of a rank are received and
+sent in parts (overlap.py).
 
 A rank receives, for n ranks, H heads over G key heads of dimension D and e bytes an element,
 ``(n-1)/n * rows * D * e * (2*H + 2*max(G, n))`` bytes in forward (q, k, v, out), and as many in backward.

@@ -1,4 +1,6 @@
-"""Oracle of packing_ops.prefix_tree: block by block, in plain Python lists, one recursion for the trie and one for cuts."""
+"""Oracle of packing_ops.prefix_tree: block by block, in plain Python lists, one recursion for the trie and one for
+cuts.
+"""
 
 import itertools
 import math

@@ -1,5 +1,6 @@
-"""Oracle of packing_ops.scan: the gated delta rule and Mamba-2's scan token by token, and in chunks as models have them in
-plain torch."""
+"""Oracle of packing_ops.scan: the gated delta rule and Mamba-2's scan token by token, and in chunks as models have them
+in plain torch.
+"""
 
 import itertools
 

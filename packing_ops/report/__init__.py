@@ -58,8 +58,8 @@ def make_report(
     Returns:
         dict with ``settings``, ``examples`` (how many were read, and their documents), ``in_bytes`` (documents whose
         length is in bytes), ``unreadable`` and ``noted`` (examples by problem, each with ``count`` and the first
-        ``where``, the unreadable ones with ``errors``), ``lengths``, ``overlong``, ``layouts``, and with prefix_trees or
-        group_by ``prefix_trees`` (tokens, rows and visible pairs, ``alone`` and ``shared``).
+        ``where``, the unreadable ones with ``errors``), ``lengths``, ``overlong``, ``layouts``, and with prefix_trees
+        or group_by ``prefix_trees`` (tokens, rows and visible pairs, ``alone`` and ``shared``).
 
     Example:
         >>> _ = Path("two.jsonl").write_text('{"text": "hello"}\\n{"text": "hi"}\\n')

@@ -35,8 +35,8 @@ class Corpus:
         num_read: examples in the files, the unreadable ones and those without tokens among them.
         num_bytes: documents whose length is in bytes.
         unreadable: examples that are in no length: corrupt, missing keys, wrong type, images and other parts,
-            lists of different length, refused by the tokenizer. Each kind has ``errors`` too: those that differ in more than numbers, with
-            ``error``, ``count`` and the ``first`` place.
+            lists of different length, refused by the tokenizer. Each kind has ``errors`` too: those that differ in more
+            than numbers, with ``error``, ``count`` and the ``first`` place.
         noted: "empty" (no token: in no length) and "no target" (every label ignored, or nothing answered: counted).
         tokens: int64, those of the documents, end to end; only with ``keep_ids``.
         groups: int64 ``[num_documents]``, equal where the field of ``group_by`` is; only with it.

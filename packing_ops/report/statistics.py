@@ -74,7 +74,8 @@ def layouts(
     Returns:
         dict with ``model`` (a, b), ``overlong`` (documents over the capacity, tokens that no layout holds) and
         ``layouts``, by name: ``padded``, ``length_grouped`` (padded batches of documents of like length, sorted inside
-        of groups of 50 steps), ``padding_free``, every strategy of pack_sequences, and with a buffer ``stream``. Each has
+        of groups of 50 steps), ``padding_free``, every strategy of pack_sequences, and with a buffer ``stream``. Each
+        has
 
         - ``rows``, ``steps``, ``slots``, ``fill`` (share of the slots that hold tokens)
         - ``flop_balance``: operations of all ranks / (ranks * the slowest one's), step by step; 1 is perfect.

@@ -1,17 +1,18 @@
 """Attention over packed documents: each one attends to itself alone.
 
 q is ``[total_q, num_q_heads, head_dim]``, k and v are ``[total_k, num_kv_heads, head_dim]``, v and out with a head_dim
-of their own; document ``i`` owns rows ``cu_seqlens[i] : cu_seqlens[i + 1]``. Scores are ``softmax_scale * q.k``, then ``softcap * tanh(score / softcap)``.
-With n queries and m keys in a document, query i stands at key i + m - n and sees the keys from ``left`` before to
-``right`` after that position (-1: all; causal: right is 0).
+of their own; document ``i`` owns rows ``cu_seqlens[i] : cu_seqlens[i + 1]``. Scores are ``softmax_scale * q.k``, then
+``softcap * tanh(score / softcap)``. With n queries and m keys in a document, query i stands at key i + m - n and sees
+the keys from ``left`` before to ``right`` after that position (-1: all; causal: right is 0).
 
 What holds on every device:
     A document's out, lse and gradients are the same to the bit alone or in any pack, and from run to run.
     NaN or Inf in a document stays in it. Inside it, a key reaches only the rows that see it, and a row only the keys
     that it sees.
-In the half types on a GPU, NaN and Inf spread by blocks of 128, counted from the document's start, since 0 * NaN is added for
-hidden pairs. A key also reaches rows less than 192 rows from one that sees some key of its block, and a row reaches keys
-likewise. Under a causal mask over as many keys as queries, rows before key // 128 * 128 - 191 stay clean. lse is exact.
+In the half types on a GPU, NaN and Inf spread by blocks of 128, counted from the document's start, since 0 * NaN is
+added for hidden pairs. A key also reaches rows less than 192 rows from one that sees some key of its block, and a row
+reaches keys likewise. Under a causal mask over as many keys as queries, rows before key // 128 * 128 - 191 stay clean.
+lse is exact.
     Memory grows with the tokens, never with their square.
 """
 
@@ -96,8 +97,8 @@ def varlen_attention(
             (GQA, MQA).
         v: like k, but its head_dim may be another one, 1 to 512 (192 and 128 in multi-head latent attention). No
             copy is made for it. CUDA, half types: a multiple of 8.
-        cu_seqlens_q: PackedMetadata of q's row, or its cu_seqlens, int32 ``[num_documents + 1]`` (int64 is copied in each
-            call); zero-length documents may stand anywhere.
+        cu_seqlens_q: PackedMetadata of q's row, or its cu_seqlens, int32 ``[num_documents + 1]`` (int64 is copied in
+            each call); zero-length documents may stand anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
         causal: a query sees no key after its own position.
         softmax_scale: without it ``head_dim ** -0.5``.
@@ -107,35 +108,37 @@ def varlen_attention(
         sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
         plan: from attention_plan for these lengths and heads; without it one is made, and kept in the PackedMetadata or
             with cu_seqlens, so that layers called with the same ones share it.
-        visible_end: int32 ``[total_q]``, for each query the end of the keys that it sees, counted in keys of its document:
-            it takes the place of the causal limit. In each document: above the position of the query (key i + m - n, at
-            the top), not decreasing, at most the number of keys. Values at padding are ignored. The left window cuts as ever; a right one, or ``causal=False``, contradicts it. So one call serves
-            image blocks inside causal text, prefixes, documents that see all of themselves beside causal ones
+        visible_end: int32 ``[total_q]``, for each query the end of the keys that it sees, counted in keys of its
+            document: it takes the place of the causal limit. In each document: above the position of the query (key i +
+            m - n, at the top), not decreasing, at most the number of keys. Values at padding are ignored. The left
+            window cuts as ever; a right one, or ``causal=False``, contradicts it. So one call serves image blocks
+            inside causal text, prefixes, documents that see all of themselves beside causal ones
             (visible_end_from_blocks, visible_end_from_prefix_lengths, visible_end_from_causal make it). Without it that
             of the PackedMetadata, where ``cu_seqlens_k`` is left out or is the same one.
-        parents: int32 ``[num_segments]``: cu_seqlens_q are the segments of a prefix tree (pack_prefix_tree), and this is
-            each one's parent, -1 for a root. A token sees the tokens of its segment's ancestors, then its own segment up
-            to itself; windows count along that path. The paths are found once for a tree; the forward reads k and v
-            where they lie, the backward gathers them along the paths. A tensor on CUDA is read on the host, which waits. PackedMetadata.from_prefix_tree in place of
-            cu_seqlens_q does not wait, nor do its ``paths`` here. Causal, without ``cu_seqlens_k``.
-        block_table: int32 ``[num_documents, pages]``: k and v are pages, ``[num_pages, page_size, num_kv_heads, head_dim]``,
-            page_size a multiple of 128 (any, where a document has one page), and these are the pages of each document.
-            Forward only, without ``cu_seqlens_k``, ``visible_end`` and ``parents``. docs/pages.md.
-        seqused_k: int32 ``[num_documents]``, the keys of each document, beside ``block_table``. Rows after them are not read.
+        parents: int32 ``[num_segments]``: cu_seqlens_q are the segments of a prefix tree (pack_prefix_tree), and this
+            is each one's parent, -1 for a root. A token sees the tokens of its segment's ancestors, then its own
+            segment up to itself; windows count along that path. The paths are found once for a tree; the forward reads
+            k and v where they lie, the backward gathers them along the paths. A tensor on CUDA is read on the host,
+            which waits. PackedMetadata.from_prefix_tree in place of cu_seqlens_q does not wait, nor do its ``paths``
+            here. Causal, without ``cu_seqlens_k``.
+        block_table: int32 ``[num_documents, pages]``: k and v are pages, ``[num_pages, page_size, num_kv_heads,
+            head_dim]``, page_size a multiple of 128 (any, where a document has one page), and these are the pages of
+            each document. Forward only, without ``cu_seqlens_k``, ``visible_end`` and ``parents``. docs/pages.md.
+        seqused_k: int32 ``[num_documents]``, the keys of each document, beside ``block_table``. Rows after them are not
+            read.
         return_lse: also return the log of each denominator, sink included.
-        layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first, as
-            models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does. Three
-            dimensions are thd. Four are bhsd where q has more heads than k and as many tokens; elsewhere they may be
-            either, and the layout must be named.
+        layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first,
+            as models of transformers hold them; ``"bshd"`` ``[1, total, num_heads, head_dim]``, as flash-attn does.
+            Three dimensions are thd. Four are bhsd where q has more heads than k and as many tokens; elsewhere they may
+            be either, and the layout must be named.
 
     Returns:
-        out like q with v's head_dim, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32 (float64
-        for float64). In the layouts with a batch out is ``[1, total_q, num_q_heads, head_dim of v]``, and gradients have
-        its memory order.
-        Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf (the sink, where there is one
-        and the row belongs to a document); their gradients are 0. float32 inside, float64 for float64. A row's out and
-        lse depend, to the bit, on the keys that it sees: a prefix of its document that has them and a chunk of its
-        queries give the same. No synchronisation.
+        out like q with v's head_dim, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32
+        (float64 for float64). In the layouts with a batch out is ``[1, total_q, num_q_heads, head_dim of v]``, and
+        gradients have its memory order. Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf
+        (the sink, where there is one and the row belongs to a document); their gradients are 0. float32 inside, float64
+        for float64. A row's out and lse depend, to the bit, on the keys that it sees: a prefix of its document that has
+        them and a chunk of its queries give the same. No synchronisation.
         Work: 2 * (head_dim + head_dim of v) operations per visible pair of query and key and head, in backward
         6 * head_dim + 4 * head_dim of v (in documents of more than 4096 keys 8 and 6). register_flop_formulas lets
         torch's FlopCounterMode count these, 6 and 4 in backward, document by document, which synchronises; fake tensors
@@ -154,10 +157,10 @@ def varlen_attention(
         [[[3.0, 4.0]], [[3.0, 4.0]], [[7.0, 8.0]]]
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, four dimensions that may be either layout, cu_seqlens that
-            do not start at 0, decrease or end past the rows, causal with keys to the right, visible_end beside
-            ``causal=False`` or a right window. The message names the argument. Values of visible_end that are too small,
-            too large or decrease too: on CUDA in a later call, and then the results are zeros. The same for
+        ValueError: shapes, dtypes or devices that do not fit, four dimensions that may be either layout, cu_seqlens
+            that do not start at 0, decrease or end past the rows, causal with keys to the right, visible_end beside
+            ``causal=False`` or a right window. The message names the argument. Values of visible_end that are too
+            small, too large or decrease too: on CUDA in a later call, and then the results are zeros. The same for
             seqused_k larger than the table allows, and for page numbers outside k, where another page is read.
         TypeError: an option by position, as flash-attn's max_seqlen_q.
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp); any

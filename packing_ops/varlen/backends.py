@@ -89,7 +89,8 @@ def select_attention_backend(
     - ``torch_varlen``: torch.nn.attention.varlen, bfloat16 and float16 on CUDA from sm_80 on;
     - ``sdpa``: scaled_dot_product_attention on any device, with a mask of total_q * total_k elements.
 
-    Only packing_ops has softcap, sinks, return_lse and visible_end. Only packing_ops keeps the guarantees of varlen_attention: the same bits for a document alone and packed, and that a NaN stays in its document.
+    Only packing_ops has softcap, sinks, return_lse and visible_end. Only packing_ops keeps the guarantees of
+    varlen_attention: the same bits for a document alone and packed, and that a NaN stays in its document.
 
     Args:
         q, k: as in varlen_attention; only shape, dtype and device are used. Without k, as many kv heads as q heads.
@@ -98,11 +99,11 @@ def select_attention_backend(
         explain: also return the reasons.
 
     Returns:
-        The name; with ``explain=True`` (name, {backend: why it cannot run, or "" if it can}). Where packing_ops can run,
-        the dict also has ``"kernels"``: which of its kernels serve the forward and the backward, "cpu", "fp32" (float32
-        on a GPU), "sm80" (half types, mma.sync), "sm90" (half types on Hopper, wgmma) or "sm90 and sm80" (the same, short
-        rows or documents by mma.sync). The library decides it from
-        shape, dtype, GPU and ``PACKING_OPS_SM90``, by the rule that the call itself follows.
+        The name; with ``explain=True`` (name, {backend: why it cannot run, or "" if it can}). Where packing_ops can
+        run, the dict also has ``"kernels"``: which of its kernels serve the forward and the backward, "cpu", "fp32"
+        (float32 on a GPU), "sm80" (half types, mma.sync), "sm90" (half types on Hopper, wgmma) or "sm90 and sm80" (the
+        same, short rows or documents by mma.sync). The library decides it from shape, dtype, GPU and
+        ``PACKING_OPS_SM90``, by the rule that the call itself follows.
 
     Example:
         >>> select_attention_backend(torch.zeros(8, 2, 64))
@@ -170,15 +171,15 @@ def attention(
     Args:
         q, k, v: ``[total, num_heads, head_dim]``, for k and v ``[total_k, num_kv_heads, head_dim]``; v may have another
             head_dim.
-        max_seqlen_q, max_seqlen_k: length of the longest document, or an upper bound; used by torch_varlen only. Default:
-            the number of rows of q and of k.
+        max_seqlen_q, max_seqlen_k: length of the longest document, or an upper bound; used by torch_varlen only.
+            Default: the number of rows of q and of k.
         backend: ``"packing_ops"``, ``"torch_varlen"`` or ``"sdpa"``; by default what select_attention_backend returns.
         Others: as in varlen_attention.
 
     Returns:
         As varlen_attention. With every backend, rows past the last document and rows without a visible key are 0. sdpa
-        allocates a mask of total_q * total_k elements. It checks values of cu_seqlens on the CPU and, as varlen_attention
-        does, on CUDA from sm_80 on; on other devices they are not checked.
+        allocates a mask of total_q * total_k elements. It checks values of cu_seqlens on the CPU and, as
+        varlen_attention does, on CUDA from sm_80 on; on other devices they are not checked.
 
     Example:
         >>> q, k, v = torch.randn(3, 5, 2, 8)  # 5 tokens, 2 heads of 8, of documents of 2 and 3 tokens
@@ -260,7 +261,9 @@ def _checked_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: At
 
 
 def _documents(cu_seqlens: torch.Tensor, name: str, rows: torch.Tensor) -> torch.Tensor:
-    """The document of each row, their number for rows past the last one. ValueError for wrong cu_seqlens where an op can see it."""
+    """The document of each row, their number for rows past the last one. ValueError for wrong cu_seqlens where an op
+    can see it.
+    """
     check_cu_seqlens(cu_seqlens, name)
     if not (cu_seqlens.device.type in ("cpu", "meta") or (cu_seqlens.is_cuda and _has_cuda_ops(cu_seqlens))):
         slots = torch.arange(rows.shape[0], device=cu_seqlens.device, dtype=torch.int32)

@@ -1,4 +1,5 @@
-"""flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache: varlen_attention by flash-attn's names and rules.
+"""flash_attn_func, flash_attn_varlen_func and flash_attn_with_kvcache: varlen_attention by flash-attn's names and
+rules.
 
 Where flash-attn and varlen_attention differ, flash-attn's rule holds here: with ``causal`` a window's right side is 0,
 whatever was asked for (transformers asks for ``(w - 1, w - 1)``).
@@ -106,8 +107,8 @@ def flash_attn_varlen_func(
         q, k, v: ``[total, num_heads, head_dim]``; v may have another head_dim, which out then has.
         max_seqlen_q, max_seqlen_k: not needed, any upper bound will do.
         deterministic: accepted; the backward always is.
-        block_table: int32 ``[num_documents, pages]``: k and v are pages, as in varlen_attention, and cu_seqlens_k tell how
-            many keys each document has. Forward only.
+        block_table: int32 ``[num_documents, pages]``: k and v are pages, as in varlen_attention, and cu_seqlens_k tell
+            how many keys each document has. Forward only.
         s_aux: varlen_attention's ``sinks``, under the name that transformers gives to Hub kernels.
         window_size: (left, right); with ``causal`` the right side is 0, whatever is given.
         Others: as varlen_attention. ``causal`` is False unless given, as in flash-attn.
@@ -274,8 +275,8 @@ def flash_attn_with_kvcache(
             ``[num_pages, page_size, num_kv_heads, head_dim]``, page_size a multiple of 128.
         k, v: ``[batch, seqlen_new, num_kv_heads, head_dim]``, written into the caches, in place, after the keys that
             cache_seqlens counts. Those beyond the end of the cache are not written, and the call raises.
-        cache_seqlens: keys in the cache before this call: a number, or int32 ``[batch]``. Layers that pass the same tensor
-            share a plan. Without it, and without k, the whole cache.
+        cache_seqlens: keys in the cache before this call: a number, or int32 ``[batch]``. Layers that pass the same
+            tensor share a plan. Without it, and without k, the whole cache.
         cache_batch_idx: int32 ``[batch]``, each sequence's row of a cache without pages; without it they are in order.
         block_table: int32 ``[batch, pages]``, the pages of each sequence.
         num_splits: 0 or 1: keys are never split over blocks, which would change bits.
@@ -284,8 +285,8 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap: as flash_attn_varlen_func.
 
     Returns:
-        out like q with v's head_dim, or with ``return_softmax_lse`` (out, lse ``[batch, num_q_heads, seqlen_q]``). Its bits are
-        those of varlen_attention over the same keys end to end. No synchronisation.
+        out like q with v's head_dim, or with ``return_softmax_lse`` (out, lse ``[batch, num_q_heads, seqlen_q]``). Its
+        bits are those of varlen_attention over the same keys end to end. No synchronisation.
 
     Example:
         >>> cache, lengths = torch.zeros(2, 2, 256, 1, 64), torch.tensor([5, 0], dtype=torch.int32)
@@ -299,8 +300,8 @@ def flash_attn_with_kvcache(
     Raises:
         NotImplementedError: rotary_cos, rotary_sin, cache_leftpad or alibi_slopes, num_splits over 1; a gradient.
         ValueError: shapes, dtypes or devices that do not fit; the message names the argument. A cache that is too short
-            or a wrong page: seqused_k (cache_seqlens and the new keys) or block_table, on CUDA in a later call. After an
-            error new keys may be in the cache.
+            or a wrong page: seqused_k (cache_seqlens and the new keys) or block_table, on CUDA in a later call. After
+            an error new keys may be in the cache.
     """
     for name, given in {
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes

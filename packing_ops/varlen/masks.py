@@ -80,8 +80,8 @@ def visible_keys(
     causal: bool,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """bool ``[total_q, total_k]``, True where query i attends to key j in varlen_attention. document_q and document_k: each
-    row's document, as seq_idx_from_cu_seqlens has it.
+    """bool ``[total_q, total_k]``, True where query i attends to key j in varlen_attention. document_q and document_k:
+    each row's document, as seq_idx_from_cu_seqlens has it.
 
     Example:
         >>> cu_seqlens, documents = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([0, 1, 1])

@@ -19,10 +19,11 @@ class AttentionKeywords(TypedDict, total=False):
 
 
 class AttentionOptions(NamedTuple):
-    """The options of an attention call, under varlen_attention's names. Inside the package they travel in this one value.
+    """The options of an attention call, under varlen_attention's names. Inside the package they travel in this one
+    value.
 
-    Public functions and hosts make it by checked_options. What is computed from an option is in this module: attend, of_heads
-    and the methods, which give the arguments of the ops.
+    Public functions and hosts make it by checked_options. What is computed from an option is in this module: attend,
+    of_heads and the methods, which give the arguments of the ops.
     """
 
     causal: bool = True
@@ -59,7 +60,9 @@ def checked_options(
     sinks: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
 ) -> AttentionOptions:
-    """AttentionOptions whose window_size is a pair, whose sinks are float32 or float64, and whose scalars want no gradient."""
+    """AttentionOptions whose window_size is a pair, whose sinks are float32 or float64, and whose scalars want no
+    gradient.
+    """
     for name, scalar in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if isinstance(scalar, torch.Tensor):
             refuse_gradient(scalar, name, "a number or a tensor")

@@ -1,13 +1,13 @@
 """Attention over prefix trees: samples that share a prefix, whose shared tokens stand in the row once.
 
-A tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then its own.
-varlen_attention's kernels run on the paths: queries of a segment are the last ones of a document. The forward reads k and v
-where they lie, by the row of each tile's first key. Paths whose rows do not follow each other in every 128 keys (forks that
-another library puts anywhere), and the backward, gather k and v along the paths.
+A tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then its
+own. varlen_attention's kernels run on the paths: queries of a segment are the last ones of a document. The forward
+reads k and v where they lie, by the row of each tile's first key. Paths whose rows do not follow each other in every
+128 keys (forks that another library puts anywhere), and the backward, gather k and v along the paths.
 
-A row's out and lse depend on the keys that it sees alone. Gradients of a document's last queries do not depend on how many
-of them a call has. So sharing changes no bit of out and lse, nor of the gradients of rows that one sample alone holds. dk
-and dv of a shared row are sums over the segments that see it, in their order.
+A row's out and lse depend on the keys that it sees alone. Gradients of a document's last queries do not depend on how
+many of them a call has. So sharing changes no bit of out and lse, nor of the gradients of rows that one sample alone
+holds. dk and dv of a shared row are sums over the segments that see it, in their order.
 """
 
 from typing import Any

@@ -2,9 +2,10 @@
 
     python tests/adoption/merge.py --checkouts FOLDER [--fetch] [--onto COMMIT] [skyrl unsloth ...]
 
-COMMIT is what the checkout has at HEAD by default; with --fetch HEAD of GitHub. The checkout must also have the commit of
-projects.py, which the patches were written for. Hunks that conflict are named; where none does, the project's tests run
-with the flag. benchmarks/results/adoption_merges.json keeps the outcome, and docs/adopt/README.md has it as a table.
+COMMIT is what the checkout has at HEAD by default; with --fetch HEAD of GitHub. The checkout must also have the commit
+of projects.py, which the patches were written for. Hunks that conflict are named; where none does, the project's tests
+run with the flag. benchmarks/results/adoption_merges.json keeps the outcome, and docs/adopt/README.md has it as a
+table.
 """
 
 import argparse

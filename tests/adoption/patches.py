@@ -1,7 +1,7 @@
 """Patches without a line of the project: hunk headers say which lines are deleted, git's blob ids of which file.
 
-``complete`` inserts the deleted lines from a checkout, so that git can apply the patch; the blob ids of the files before
-and after verify the outcome. To apply one, or to write one from an edited checkout:
+``complete`` inserts the deleted lines from a checkout, so that git can apply the patch; the blob ids of the files
+before and after verify the outcome. To apply one, or to write one from an edited checkout:
 
     python tests/adoption/patches.py docs/adopt/NAME.patch CHECKOUT
     python tests/adoption/patches.py CHECKOUT [FILE ...] > docs/adopt/NAME.patch  # of these files, or of all

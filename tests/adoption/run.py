@@ -1,4 +1,5 @@
-"""Patches the projects of docs/adopt, runs their own unit tests on the CPU, and writes benchmarks/results/adoption.json.
+"""Patches the projects of docs/adopt, runs their own unit tests on the CPU, and writes
+benchmarks/results/adoption.json.
 
     python tests/adoption/run.py --checkouts FOLDER [--fetch] [skyrl unsloth ...]
 

@@ -1,7 +1,7 @@
 """ART's Unsloth trainer trains a tiny Llama of transformers on the CPU: SFT in micro-batches, RL on trimmed rows.
 
-run.py starts it under the patches with their flag set; the last line that it prints is JSON, the losses of each way. The
-model is transformers': Unsloth's need a GPU.
+run.py starts it under the patches with their flag set; the last line that it prints is JSON, the losses of each way.
+The model is transformers': Unsloth's need a GPU.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """open-instruct's SFT collator and GRPO packs train a tiny Llama of transformers on the CPU: packed and padded.
 
-run.py starts it under the patches with their flag set; the last line that it prints is JSON, the losses of each way. The
-loops are of this script: finetune.py and grpo_fast.py need GPUs.
+run.py starts it under the patches with their flag set; the last line that it prints is JSON, the losses of each way.
+The loops are of this script: finetune.py and grpo_fast.py need GPUs.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Benchmarks of several GPUs: the path of the one for the host, over torch's fake group; the picture of what is ideal."""
+"""Benchmarks of several GPUs: the path of the one for the host, over torch's fake group; the picture of what is
+ideal.
+"""
 
 import csv
 import struct

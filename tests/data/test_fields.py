@@ -1,4 +1,6 @@
-"""Fields beside the tokens: experts, allowed ids and log-probs of each token, advantages and weights of each document."""
+"""Fields beside the tokens: experts, allowed ids and log-probs of each token, advantages and weights of each
+document.
+"""
 
 import pytest
 import torch

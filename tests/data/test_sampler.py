@@ -106,7 +106,9 @@ def test_multiples_of_documents_and_of_batches(lengths, row_multiple):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("count", "dp_size"), [(300, 1), (300, 4), (41, 1), (41, 7), (6, 4), (3, 4)])
 def test_every_epoch_has_as_many_batches(strategy, count, dp_size):
-    """transformers' Trainer finds the epoch of a checkpoint from its steps, and the steps of training from one epoch."""
+    """transformers' Trainer finds the epoch of a checkpoint from its steps, and the steps of training from one
+    epoch.
+    """
     sampler = PackedBatchSampler(LENGTHS[:count], 64, 0, dp_size, strategy=strategy)
     batches = len(sampler)
     for epoch in range(1, 30):
@@ -129,8 +131,8 @@ def test_epochs_that_pack_worse_have_the_batches_of_the_first():
     assert again
 
 
-# The batches of version 1. Where a change makes others, _PACKING of sampler.py gets another number, so that a checkpoint
-# of before is refused: it would leave out some sequences and train on others twice.
+# The batches of version 1. Where a change makes others, _PACKING of sampler.py gets another number, so that a
+# checkpoint of before is refused: it would leave out some sequences and train on others twice.
 BATCHES = "cd7ca09db7d2626e"
 
 

@@ -47,7 +47,9 @@ def for_the_emulator(source: str) -> str:
 
 
 def compiled(headers: Path, name: str) -> Path:
-    """The shared library of some FAMILIES, made once for each state of the sources, by whichever process comes first."""
+    """The shared library of some FAMILIES, made once for each state of the sources, by whichever process comes
+    first.
+    """
     folders = ["core", *(f"ops/{family}" for family in FAMILIES[name])]
     sources = sorted(path for folder in folders for path in (ROOT / "csrc" / folder).rglob("*.*"))
     sources = [path for path in sources if path.suffix in (".h", ".cuh", ".cu")]

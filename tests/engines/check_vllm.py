@@ -32,7 +32,9 @@ def registered():
     ("kind", "dtype"), [("qwen3", FLOAT), ("qwen3", HALF), ("llama", HALF), ("gemma", FLOAT), ("gemma", HALF)]
 )
 def test_log_probs_are_the_trainer_s(kind, dtype, tmp_path):
-    """Chunks of prompts, prefixes from the cache, and fewer pages than the requests need: some are put back and start again."""
+    """Chunks of prompts, prefixes from the cache, and fewer pages than the requests need: some are put back and start
+    again.
+    """
     folder = saved(kind, dtype, tmp_path)
     shared, *others = prompts(300, 1, 7, 33, 129, 250)
     asked = [*others, shared, shared + others[1], shared + others[2], others[3]]

@@ -1,4 +1,6 @@
-"""examples/first: whole scripts of a page, as somebody runs them who has a model in a folder and nothing else of ours."""
+"""examples/first: whole scripts of a page, as somebody runs them who has a model in a folder and nothing else of
+ours.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""examples/full_sft.py: an interrupted training goes on to the bit, on two ranks, sharded, with adapters, beside a policy."""
+"""examples/full_sft.py: an interrupted training goes on to the bit, on two ranks, sharded, with adapters, beside a
+policy.
+"""
 
 import json
 

@@ -10,7 +10,9 @@ pytest.importorskip("megatron.core")
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Chats of ragged length, and what one process makes of them; the last padded batch and the last step hold one row."""
+    """Chats of ragged length, and what one process makes of them; the last padded batch and the last step hold one
+    row.
+    """
     folder = tmp_path_factory.mktemp("megatron")
     records = [{"prompt": f"count to {i}: ", "completion": " ".join(map(str, range(7 * i % 31)))} for i in range(2, 35)]
     (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))

@@ -1,4 +1,6 @@
-"""The Python of docs/transformers.md runs as it is written, and what its tables say of models that are copied and loaded holds."""
+"""The Python of docs/transformers.md runs as it is written, and what its tables say of models that are copied and
+loaded holds.
+"""
 
 import copy
 import pickle

@@ -60,8 +60,9 @@ def non_contiguous(tensor):
 
 
 def captured(call, before=None):
-    """(a CUDA graph of ``call``, what its replays write). ``before``, or the call, runs once on another stream first; values
-    are not checked in a capture, where nothing can wait."""
+    """(a CUDA graph of ``call``, what its replays write). ``before``, or the call, runs once on another stream first;
+    values are not checked in a capture, where nothing can wait.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -89,8 +90,9 @@ def assert_error_within(actual, torch_low, oracle, factor=2.0, floor=0.0):
 
 
 def rows_of_products(call):
-    """The number of rows of each product that call() runs on the CPU, forward and backward; of those with one term, which add
-    nothing up, none: transformers 5.17 makes RoPE's angles by one."""
+    """The number of rows of each product that call() runs on the CPU, forward and backward; of those with one term,
+    which add nothing up, none: transformers 5.17 makes RoPE's angles by one.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as found:
         call()
     first = {
@@ -106,8 +108,9 @@ def rows_of_products(call):
 
 
 def products_by_pairs(monkeypatch):
-    """torch.mm and torch.addmm as oneDNN has them for half types on a CPU with AMX: the last term of an odd row is paired with
-    the first of the row after it, times 0."""
+    """torch.mm and torch.addmm as oneDNN has them for half types on a CPU with AMX: the last term of an odd row is
+    paired with the first of the row after it, times 0.
+    """
 
     def by_pairs(real, first):
         def product(*given, **named):

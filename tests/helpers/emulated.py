@@ -42,7 +42,8 @@ def attention(
 ) -> dict[str, torch.Tensor]:
     """out, lse and every gradient of an attention_case.Case, by the kernels that run on ``gpu``.
 
-    planned_for, planned_ends: other cu_seqlens and visible_end that the plan is made of. Without ``backward`` out and lse alone.
+    planned_for, planned_ends: other cu_seqlens and visible_end that the plan is made of. Without ``backward`` out and
+        lse alone.
     pages: the keys in pages instead; row_of_key: k and v lie in these rows. There is no backward then.
     """
     backward = backward and pages is None and row_of_key is None

@@ -1,7 +1,8 @@
-"""Scripts in processes of their own, on the CPU, which do not import torch and transformers anew: forks of a server that has.
+"""Scripts in processes of their own, on the CPU, which do not import torch and transformers anew: forks of a server
+that has.
 
-The server starts with the first call, before it has any thread. It has none of packing_ops, and nothing of what tests have
-changed. multiprocessing's start method "forkserver" takes its processes from the same server, in scripts too.
+The server starts with the first call, before it has any thread. It has none of packing_ops, and nothing of what tests
+have changed. multiprocessing's start method "forkserver" takes its processes from the same server, in scripts too.
 """
 
 import contextlib

@@ -1,4 +1,6 @@
-"""Which GPU a process of pytest-xdist takes first. It imports nothing: torch must not have looked at the GPUs before."""
+"""Which GPU a process of pytest-xdist takes first. It imports nothing: torch must not have looked at the GPUs
+before.
+"""
 
 
 def rotated(visible: str, worker: str) -> str:

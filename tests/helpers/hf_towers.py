@@ -75,5 +75,7 @@ def _takes_frames(family) -> bool:
 
 
 def frames_of(family, grid):
-    """Returns the grid, with one frame in each entry where the stock tower takes no video: GLM-4V's in transformers 5.17."""
+    """Returns the grid, with one frame in each entry where the stock tower takes no video: GLM-4V's in transformers
+    5.17.
+    """
     return grid if _takes_frames(family) else [[1, *sizes] for _, *sizes in grid]

@@ -8,7 +8,9 @@ LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)|__attrib
 
 
 def functions(source):
-    """[(name, first line, lines, parameters)] of the functions that are defined outside of others, formatted sources."""
+    """[(name, first line, lines, parameters)] of the functions that are defined outside of others, formatted
+    sources.
+    """
     text = COMMENTS.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)
     found, scopes, start, depth = [], [], 0, 0  # start: of the statement that ends in a brace
     for i, char in enumerate(text):

@@ -38,7 +38,9 @@ def paged_case(pairs, page_size=128, *, spare_columns=1, spare_pages=2, **option
 
 
 def shared_pages(shared, own, *, page_size=128, queries=None, heads=(2, 1), dim=16, dtype=torch.float32, device="cpu"):
-    """Documents that start with the same ``shared`` pages and go on with ``own`` keys each; the same keys end to end."""
+    """Documents that start with the same ``shared`` pages and go on with ``own`` keys each; the same keys end to
+    end.
+    """
     start = shared * page_size
     queries = own if queries is None else queries
     case = Case(queries, [start + keys for keys in own], heads=heads, dim=dim, dtype=dtype, device=device)

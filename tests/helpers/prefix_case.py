@@ -1,4 +1,6 @@
-"""Pieces of one document, whose rows must have the bits that they have in the document: prefixes, and chunks of queries."""
+"""Pieces of one document, whose rows must have the bits that they have in the document: prefixes, and chunks of
+queries.
+"""
 
 import random
 
@@ -15,7 +17,8 @@ WINDOWS = [OPEN, OPEN, (0, 0), (16, 0), (70, 0), (130, -1), (200, 0)]
 class Pieces:
     """A document, and a pack of it and pieces of it.
 
-    options: of Case, of one document. A piece is (first query, end of the queries, end of the keys); without ``spans`` some
+    options: of Case, of one document. A piece is (first query, end of the queries, end of the keys); without ``spans``
+        some
     are drawn. Queries are the last of their keys, so a piece of causal rows has the keys up to its last query.
     """
 
@@ -80,8 +83,9 @@ class Pieces:
         return compared
 
     def assert_equal_gradients(self, found: dict[str, torch.Tensor], where: str) -> int:
-        """Compares the gradients of chunks of the document's last queries: dq, and dk and dv of the keys that no earlier query
-        sees; how many rows those are."""
+        """Compares the gradients of chunks of the document's last queries: dq, and dk and dv of the keys that no
+        earlier query sees; how many rows those are.
+        """
         row = key = compared = 0
         for a, b, end in self.spans:
             if b == end == self.length and a > 0:

@@ -1,7 +1,7 @@
 """A process group whose ranks are threads of one process, so that one GPU is enough, or none.
 
-Their collectives are as late as NCCL's may be. On a GPU each rank has a stream of its own and another for collectives, which
-waits before it copies; on the CPU the copies are made in wait(). Until then what is received is NaN.
+Their collectives are as late as NCCL's may be. On a GPU each rank has a stream of its own and another for collectives,
+which waits before it copies; on the CPU the copies are made in wait(). Until then what is received is NaN.
 """
 
 import contextlib

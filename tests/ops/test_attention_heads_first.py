@@ -1,4 +1,6 @@
-"""A packed row heads first, [1, num_heads, total, head_dim]: the bits of [total, num_heads, head_dim], other strides."""
+"""A packed row heads first, [1, num_heads, total, head_dim]: the bits of [total, num_heads, head_dim], other
+strides.
+"""
 
 import pytest
 import torch
@@ -63,7 +65,9 @@ def test_long_documents(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["fused", "misaligned", "heads outside", "expanded heads", "mixed", "overlapping"])
 def test_any_strides(device, layout, dtype):
-    """A last dimension that is contiguous is all that is asked for; rows that no 16-byte copy can start at are copied."""
+    """A last dimension that is contiguous is all that is asked for; rows that no 16-byte copy can start at are
+    copied.
+    """
     fused = torch.randn(77, 3 + 8 * 16, device=device, dtype=dtype)
     fused = fused[:, 3:] if layout in ("misaligned", "expanded heads") else fused[:, : 8 * 16]
     views = [t[None].transpose(1, 2) for t in fused.unflatten(1, (8, 16)).split([4, 2, 2], dim=1)]

@@ -1,4 +1,6 @@
-"""flash_attn_varlen_func(block_table=) and flash_attn_with_kvcache: the bits of keys end to end, caches that are written."""
+"""flash_attn_varlen_func(block_table=) and flash_attn_with_kvcache: the bits of keys end to end, caches that are
+written.
+"""
 
 import pytest
 import torch

@@ -71,8 +71,10 @@ def test_sharing_changes_no_bit_of_long_samples(group, dim, softcap):
 
 
 def assert_same_bits(tree):
-    """Of every segment beside the document of its path alone, and from run to run. dq adds up tiles of keys in an order that
-    on a GPU goes by the document's length: there the rows of a path's earlier segments are compared in their own paths."""
+    """Of every segment beside the document of its path alone, and from run to run. dq adds up tiles of keys in an order
+    that on a GPU goes by the document's length: there the rows of a path's earlier segments are compared in their own
+    paths.
+    """
     lengths, parents = tree.cu_seqlens.diff().tolist(), tree.parents.tolist()
     shared, inner = tree.ours(), set(parents)
     for name, again in tree.ours().items():

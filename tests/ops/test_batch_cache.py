@@ -132,7 +132,9 @@ def test_layers_of_a_forward_share_and_the_next_forward_looks_again():
 
 
 def test_layers_of_two_stages_in_one_process_do_not_pass_for_one_forward():
-    """A pipeline's second stage gets another batch in the same buffer, right after the first stage had the one before."""
+    """A pipeline's second stage gets another batch in the same buffer, right after the first stage had the one
+    before.
+    """
     mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
     mask[..., 3] = True
     query = key = torch.zeros(4, 1, 2, 8)

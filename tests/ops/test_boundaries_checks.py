@@ -1,4 +1,6 @@
-"""Checks of values: what contradicts itself is named; on CUDA by a later call, or by this one under PACKING_OPS_CHECK=1."""
+"""Checks of values: what contradicts itself is named; on CUDA by a later call, or by this one under
+PACKING_OPS_CHECK=1.
+"""
 
 import pytest
 import torch

@@ -66,7 +66,8 @@ GRADIENTS = {
     "group of 5, columns, tail": ([140], None, {"heads": (5, 1), "dim": 72, "dtype": FP16, "causal": False, "tail": 3}),
     "group of 7, window": ([200], None, {"heads": (7, 1), "dim": 64, "dtype": BF16, "causal": False, "window_size": (40, 30)}),
     "from the last row": ([140], None, {"heads": (16, 1), "dim": 64, "dtype": FP16}),
-    "sums go around": ([150], None, {"heads": (4, 4), "dim": 64, "dtype": BF16, "causal": False}),  # 12 tiles in a ring of 8
+    # 12 tiles in a ring of 8
+    "sums go around": ([150], None, {"heads": (4, 4), "dim": 64, "dtype": BF16, "causal": False}),
     "no tokens, no keys": ([0, 130, 60], [140, 0, 300], {"heads": (2, 1), "dim": 64, "dtype": BF16}),
     "96 and 64 columns": ([140], [200], {"heads": (3, 1), "dim": 96, "dim_v": 64, "dtype": BF16}),
     "40 and 64 columns": ([140], None, {"heads": (4, 1), "dim": 40, "dim_v": 64, "dtype": FP16}),
@@ -166,7 +167,9 @@ def test_documents_keep_their_bits(heads, dim):
     ids=str,
 )
 def test_gradients_keep_their_bits(heads, dims, ahead):
-    """Alone, and beside documents that are NaN everywhere; ``ahead``: the share of queries that visible_end lets look ahead."""
+    """Alone, and beside documents that are NaN everywhere; ``ahead``: the share of queries that visible_end lets look
+    ahead.
+    """
     lengths = [70, 1, 140, 65]
     options = {} if ahead is None else {"visible_end": drawn_ends(lengths, share=ahead)}
     case = Case(lengths, heads=heads, dim=dims[0], dim_v=dims[1], dtype=BF16, **options)

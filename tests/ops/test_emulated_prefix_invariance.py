@@ -1,5 +1,6 @@
-"""Prefixes and chunks of queries in the CUDA kernels of attention where there is no GPU (tests/emulator). Sums inside of one
-instruction have another order there than on a GPU: test_prefix_invariance.py compares them there."""
+"""Prefixes and chunks of queries in the CUDA kernels of attention where there is no GPU (tests/emulator). Sums inside
+of one instruction have another order there than on a GPU: test_prefix_invariance.py compares them there.
+"""
 
 import random
 

@@ -1,5 +1,6 @@
-"""Prefix trees in the CUDA kernels of attention where there is no GPU (tests/emulator): rows of k and v read where they lie have
-the bits of k and v gathered along the paths, for leaves of any length."""
+"""Prefix trees in the CUDA kernels of attention where there is no GPU (tests/emulator): rows of k and v read where they
+lie have the bits of k and v gathered along the paths, for leaves of any length.
+"""
 
 import copy
 import re

@@ -1,4 +1,6 @@
-"""Products on the CPU in the mode packing_ops.invariant(): of any sizes, however they are called, and at any place of a row."""
+"""Products on the CPU in the mode packing_ops.invariant(): of any sizes, however they are called, and at any place of a
+row.
+"""
 
 import os
 import re
@@ -99,7 +101,9 @@ def four_threads():
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float64], ids=str)
 def test_products_of_float32_are_those_of_one_thread(four_threads, dtype):
-    """MKL splits those of a few rows among many threads by where a row stands. Threads that start meanwhile have all."""
+    """MKL splits those of a few rows among many threads by where a row stands. Threads that start meanwhile have
+    all.
+    """
     set_threads, found = mode._setter_of_threads(), []
 
     def product(rows):

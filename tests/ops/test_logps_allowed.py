@@ -1,4 +1,6 @@
-"""token_logps over the entries of the vocabulary that each token was drawn from, as a sampler with top-k or top-p has them."""
+"""token_logps over the entries of the vocabulary that each token was drawn from, as a sampler with top-k or top-p has
+them.
+"""
 
 import pytest
 import torch

@@ -77,8 +77,9 @@ def test_bits_of_kept_and_remade(device, dtype, beta, mode):
 
 
 def assert_errors_within(heads, labels, cu_seqlens, grad, **options):
-    """Twice those of torch in that dtype, of all logits at once, whatever is kept. A divergence is a sum of differences of
-    logarithms of probabilities, which float32 rounds."""
+    """Twice those of torch in that dtype, of all logits at once, whatever is kept. A divergence is a sum of differences
+    of logarithms of probabilities, which float32 rounds.
+    """
     exact = [as_dtype(torch.float64, head) for head in heads]
     exact = result_and_gradients(theirs, *exact, labels, cu_seqlens, grad.double(), **options)
     low = result_and_gradients(theirs, *heads, labels, cu_seqlens, grad, **options)
@@ -147,7 +148,9 @@ def test_a_reverse_divergence_may_have_slopes_above_the_range_of_float16(device,
 @pytest.mark.parametrize("keep", [0, ALL])
 @pytest.mark.parametrize("beta", BETAS)
 def test_a_row_that_is_not_finite_needs_a_gradient_to_show(monkeypatch, device, beta, keep, by_pairs):
-    """A NaN of the teacher: no trace where the row's gradient is 0, else in its hidden's and all of weight's and bias's."""
+    """A NaN of the teacher: no trace where the row's gradient is 0, else in its hidden's and all of weight's and
+    bias's.
+    """
     if by_pairs:
         products_by_pairs(monkeypatch)
     student, teacher, _, cu_seqlens = two_heads(device, dtype=torch.bfloat16)
@@ -169,7 +172,9 @@ def test_a_row_that_is_not_finite_needs_a_gradient_to_show(monkeypatch, device, 
 
 @pytest.mark.parametrize("keep", [0, ALL])
 def test_gradients_where_the_divergence_is_infinite(device, keep):
-    """Forward: what the student shuts, has the gradient 0 - Q all the same. Reverse: NaN, but where nothing is asked for."""
+    """Forward: what the student shuts, has the gradient 0 - Q all the same. Reverse: NaN, but where nothing is asked
+    for.
+    """
     student, teacher, labels, cu_seqlens = two_heads(device, 40)
     shut = student[2].clone()
     shut[3] = -torch.inf

@@ -203,7 +203,9 @@ def test_rows_at_any_address(device, dtype, beta):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("beta", BETAS)
 def test_rows_of_a_wide_vocabulary(device, dtype, beta):
-    """More columns than a pass of a block takes, sorted and not; -inf in both heads, in every third column and in a pass."""
+    """More columns than a pass of a block takes, sorted and not; -inf in both heads, in every third column and in a
+    pass.
+    """
     columns, rows = 20_003, 7
     spread = torch.tensor([0.01, 1, 1, 5, 20, 60, 200], device=device, dtype=dtype)[:, None]
     logits, of_teacher = (spread * torch.randn(rows, columns, device=device, dtype=dtype) for _ in range(2))

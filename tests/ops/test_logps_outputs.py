@@ -1,4 +1,6 @@
-"""What token_logps returns beside log-probabilities, and what it makes of the logits before: against torch in float64."""
+"""What token_logps returns beside log-probabilities, and what it makes of the logits before: against torch in
+float64.
+"""
 
 import pytest
 import torch

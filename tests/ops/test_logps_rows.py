@@ -1,4 +1,6 @@
-"""token_logps multiplies rows that have a target: the others are left out, whatever the bound that tells their number."""
+"""token_logps multiplies rows that have a target: the others are left out, whatever the bound that tells their
+number.
+"""
 
 import dataclasses
 

@@ -10,7 +10,9 @@ VOCAB = 11
 
 
 def drawn(device, dtype=torch.float64, size=6):
-    """A prompt with three answers, two of them equal, one the beginning of another; a sample without a token; two others."""
+    """A prompt with three answers, two of them equal, one the beginning of another; a sample without a token; two
+    others.
+    """
     prompt, other = torch.randint(VOCAB, (130,)), torch.randint(VOCAB, (5,))
     answers = [torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3]), torch.tensor([1, 2]), torch.tensor([7])]
     samples = [torch.cat([prompt, answer]) for answer in answers] + [

@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers import pytest_of_its_own
 
-# memcheck runs the suite, and of attention the small cases; the slower tools run every op once (tests/ops/test_cuda.py: step,
-# tests/ops/test_attention_cuda.py: one_pass) and the smallest cases. torch.compile and opcheck would only add torch's own
-# kernels.
+# memcheck runs the suite, and of attention the small cases; the slower tools run every op once (tests/ops/test_cuda.py:
+# step, tests/ops/test_attention_cuda.py: one_pass) and the smallest cases. torch.compile and opcheck would only add
+# torch's own kernels.
 FAMILIES = [
     "boundaries",
     "boundaries_gae",
@@ -42,9 +42,9 @@ MANY_BARRIERS = ["--num-cuda-barriers", "16384"]
 # To synccheck a barrier that warps come to at different instructions, as bar.sync allows, is divergence. The backward
 # with room for it has one; the kernel that GPUs with less shared memory take is checked in its place.
 NOT_THE_BACKWARD = ["--kernel-regex-exclude", "kns=attention_backward_kernel"]
-# What racecheck reports of Hopper's kernels: lse and rowsum, for whose mbarrier cp.async arrives, and descriptions of units
-# and steps, which are written anew once lane 0 of each of 8 warps has arrived, after __syncwarp; it seems to order what
-# follows behind the last arrival alone. The emulator's schedules and test_attention_jitter.py stand for it.
+# What racecheck reports of Hopper's kernels: lse and rowsum, for whose mbarrier cp.async arrives, and descriptions of
+# units and steps, which are written anew once lane 0 of each of 8 warps has arrived, after __syncwarp; it seems to
+# order what follows behind the last arrival alone. The emulator's schedules and test_attention_jitter.py stand for it.
 NOT_HOPPERS = ["--kernel-regex-exclude", "kns=_sm90_kernel"]
 # initcheck does not see what bulk tensor copies write, as out, dk and dv on Hopper.
 NO_BULK_STORES = {"PACKING_OPS_SM90": "0"}

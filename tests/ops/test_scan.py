@@ -41,7 +41,9 @@ def results_of(rule, tensors, cu_seqlens, gradients, **options):
 
 
 def assert_right(tensors, cu_seqlens, *, factor=2.0, **options):
-    """At most twice the error of the formula in chunks whose products are in v's dtype; the rest of it is in float32."""
+    """At most twice the error of the formula in chunks whose products are in v's dtype; the rest of it is in
+    float32.
+    """
     v, documents = tensors[2], len(cu_seqlens) - 1
     dout = torch.randn_like(v)
     dfinal = 0.1 * torch.randn(documents, v.shape[1], tensors[0].shape[2], v.shape[2], device=v.device)

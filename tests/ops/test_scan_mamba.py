@@ -19,8 +19,9 @@ INFINITY = float("inf")
 
 
 def inputs_of(device, dtype, *, heads=(1, 2), dims=(64, 64), lengths=LENGTHS, state=True):
-    """The tensors of NAMES as a layer has them, a tenth of a state among them, and their cu_seqlens. dims are those of the
-    state and of x, heads those of B and of x."""
+    """The tensors of NAMES as a layer has them, a tenth of a state among them, and their cu_seqlens. dims are those of
+    the state and of x, heads those of B and of x.
+    """
     total, (groups, num_heads), (dim_s, dim) = sum(lengths) + PADDING, heads, dims
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     numbers = lambda *shape: torch.randn(*shape, device=device)  # noqa: E731
@@ -70,8 +71,9 @@ def gradients_of(tensors, documents):
 
 
 def terms_of(tensors, cu_seqlens, gradients, *, dt_softplus=True, dt_limit=(0.0, INFINITY)):
-    """The sizes of what tokens add to the gradients of A, D and dt_bias, one or two numbers each: these may cancel, and the
-    rounding of the terms stays."""
+    """The sizes of what tokens add to the gradients of A, D and dt_bias, one or two numbers each: these may cancel, and
+    the rounding of the terms stays.
+    """
     *given, state = (None if t is None else t.cpu() for t in tensors.values())
     dout, dfinal = (t.double().cpu() for t in gradients)
     _, ddt, to_dA, _, _, to_dD, _ = torch.ops.packing_ops.mamba2_scan_backward(
@@ -81,7 +83,9 @@ def terms_of(tensors, cu_seqlens, gradients, *, dt_softplus=True, dt_limit=(0.0,
 
 
 def assert_right(tensors, cu_seqlens, *, factor=2.0, scan=ours, **options):
-    """At most twice the error of the formula in chunks whose products are in x's dtype; the rest of it is in float32."""
+    """At most twice the error of the formula in chunks whose products are in x's dtype; the rest of it is in
+    float32.
+    """
     gradients = gradients_of(tensors, len(cu_seqlens) - 1)
     found = results_of(scan, tensors, cu_seqlens, gradients, **options)
     low = results_of(theirs, tensors, cu_seqlens, gradients, chunk=64, **options)
@@ -255,7 +259,9 @@ def test_same_bits_again(device):
 
 
 def test_any_rows(device):
-    """x, B and C as views of one projection, gradients that are expanded, odd addresses, other numbers in half types."""
+    """x, B and C as views of one projection, gradients that are expanded, odd addresses, other numbers in half
+    types.
+    """
     tensors, cu_seqlens = inputs_of(device, torch.bfloat16, heads=(2, 2), state=False)
     rounded = {name: tensors[name].bfloat16() for name in ("dt", "A", "D", "dt_bias")}
     wanted = ours({**tensors, **{name: t.float() for name, t in rounded.items()}}, cu_seqlens)

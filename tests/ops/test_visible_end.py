@@ -121,7 +121,8 @@ def test_documents_keep_their_bits(device, dtype, dim, window):
             assert_same(value, alone[name])
 
 
-# Documents of several tiles of 128 keys: on Hopper these are the kernels of wgmma. Groups of 3 leave a row of each tile.
+# Documents of several tiles of 128 keys: on Hopper these are the kernels of wgmma. Groups of 3 leave a row of each
+# tile.
 LONG = [700, 1, 513, 129]
 SHAPES = [((4, 1), 64), ((4, 1), 128), ((3, 1), 128), ((5, 1), 72)]
 

@@ -1,4 +1,6 @@
-"""Ranks that call with other options: named under PACKING_OPS_CHECK, and without it no collective more than attention's."""
+"""Ranks that call with other options: named under PACKING_OPS_CHECK, and without it no collective more than
+attention's.
+"""
 
 import os
 

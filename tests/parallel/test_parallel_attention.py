@@ -89,8 +89,9 @@ def compared(
     group=None,
     **only,
 ):
-    """(largest difference, whether all bits are equal) of this rank's rows from those of one process. ``only``: options that
-    the attention over a group alone has."""
+    """(largest difference, whether all bits are equal) of this rank's rows from those of one process. ``only``: options
+    that the attention over a group alone has.
+    """
     group = group or dist.group.WORLD
     ranks, rank = group.size(), group.rank()
     total = -(-sum(lengths) // ranks) * ranks

@@ -1,4 +1,5 @@
-"""What runs on GPUs over NCCL, on one GPU or on none: ranks are threads, their collectives are late (ranks_as_threads.py).
+"""What runs on GPUs over NCCL, on one GPU or on none: ranks are threads, their collectives are late
+(ranks_as_threads.py).
 
 On the CPU the code of GPUs is called; test_parallel_nccl.py has the same cases over NCCL.
 """
@@ -143,7 +144,9 @@ def test_ranks_that_differ_are_named(device):
 
 @pytest.fixture(scope="module", params=[("cpu", 2), ("cpu", 4), *GPUS])
 def by_rank(request):
-    """{case: ..} of each rank; the CPU, whose tests have little time, has some of the cases with either number of ranks."""
+    """{case: ..} of each rank; the CPU, whose tests have little time, has some of the cases with either number of
+    ranks.
+    """
     device, ranks = request.param
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")

@@ -105,7 +105,9 @@ def refusals():
 
 
 def logps_through_unshard():
-    """Whether log-probs of the samples, of hidden states that come together from the ranks, are those of one process."""
+    """Whether log-probs of the samples, of hidden states that come together from the ranks, are those of one
+    process.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     tree, batch = batch_of_tree()
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,6 @@
-"""A transformers model whose rows lie on several ranks: loss and gradients of one process, by itself, in DDP and FSDP2."""
+"""A transformers model whose rows lie on several ranks: loss and gradients of one process, by itself, in DDP and
+FSDP2.
+"""
 
 import contextlib
 

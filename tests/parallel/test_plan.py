@@ -1,4 +1,6 @@
-"""plan_step: every document runs once, within the memory, for no more than groups of one size; and trains as one process does."""
+"""plan_step: every document runs once, within the memory, for no more than groups of one size; and trains as one
+process does.
+"""
 
 import math
 

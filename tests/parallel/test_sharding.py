@@ -61,7 +61,9 @@ def test_zigzag_spreads_causal_work(lengths, ranks):
 
 @given(rows, st.integers(2, 4), st.sampled_from(SCHEMES), st.booleans(), st.sampled_from([-1, 0, 5]))
 def test_only_keys_that_are_seen_are_moved(lengths, ranks, scheme, causal, left):
-    """The rows that a rank receives are those that one of its queries sees, and each key of its call is the right one."""
+    """The rows that a rank receives are those that one of its queries sees, and each key of its call is the right
+    one.
+    """
     left = left if causal else -1
     total = -(-sum(lengths) // ranks) * ranks
     metadata = po.PackedMetadata.from_lengths(lengths, total=total)

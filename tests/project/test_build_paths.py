@@ -1,5 +1,6 @@
-"""The ways to a library, each to its end: editable, without ninja, from sources that may only be read; and where a build refuses.
-A script stands in for the compiler, so that a build takes as long as torch's import."""
+"""The ways to a library, each to its end: editable, without ninja, from sources that may only be read; and where a
+build refuses. A script stands in for the compiler, so that a build takes as long as torch's import.
+"""
 
 import os
 import shutil

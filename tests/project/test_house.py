@@ -1,4 +1,6 @@
-"""Rules that keep docs and code together, and caps on what a reader has to know: names, state, patches, trips, statements."""
+"""Rules that keep docs and code together, and caps on what a reader has to know: names, state, patches, trips,
+statements.
+"""
 
 import ast
 import re

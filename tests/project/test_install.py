@@ -42,7 +42,8 @@ def sources(tmp_path_factory):
     return folder / archive.name.removesuffix(".tar.gz")
 
 
-# Reads every source with all it includes, in place of compiling it, and links by a copy of the library that is built here.
+# Reads every source with all it includes, in place of compiling it, and links by a copy of the library that is built
+# here.
 COMPILER = """\
 #!/bin/bash
 made=${{@: -1}} arguments=()
@@ -111,7 +112,8 @@ def test_isolated_build_gives_one_wheel_for_every_python(wheel):
     assert not [n for n in names if n.startswith(("tests", "benchmarks", "csrc", "docs", "tools"))]
 
 
-# What manylinux_2_28 has, and what a newer glibc gives another version without changing it: tools/glibc.py links the old one.
+# What manylinux_2_28 has, and what a newer glibc gives another version without changing it: tools/glibc.py links the
+# old one.
 MANYLINUX = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0)}
 AGAIN_VERSIONED = re.compile(r"exp|log|pow|expf|logf|powf|(pthread|sem|shm)_\w+|dl\w+|__libc_single_threaded")
 
@@ -177,7 +179,9 @@ def test_the_import_warns_where_only_torch_can_use_the_gpu(installed, python, en
 
 
 def prefix(folder):
-    """A Python with its own site-packages, as conda and images have it: the standard library is linked. Returns both."""
+    """A Python with its own site-packages, as conda and images have it: the standard library is linked. Returns
+    both.
+    """
     library = Path(os.__file__).parent
     site = folder / "lib" / library.name / "site-packages"
     site.mkdir(parents=True)

@@ -100,7 +100,9 @@ def test_no_public_name_hides_a_module(package):
 
 
 def modules_imported(path, modules):
-    """Those of ``modules`` that a file imports anywhere, under TYPE_CHECKING too: packing_ops.data of packing_ops.data.f."""
+    """Those of ``modules`` that a file imports anywhere, under TYPE_CHECKING too: packing_ops.data of
+    packing_ops.data.f.
+    """
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -114,7 +116,9 @@ def modules_imported(path, modules):
 
 
 def circle_among(imports):
-    """Modules that import each other in a circle, or an empty set: what is left when those without imports are taken away."""
+    """Modules that import each other in a circle, or an empty set: what is left when those without imports are taken
+    away.
+    """
     left = {name: set(others) - {name} for name, others in imports.items()}
     while bare := [name for name, others in left.items() if not others]:
         for name in bare:

@@ -330,8 +330,9 @@ def test_parts_of_torch_that_own_autograd_needs():
 
 
 def test_own_autograd_is_for_ops_without_defaults_but_none():
-    """packing_ops._runtime.autograd hands arguments on as they come; the dispatcher leaves out those that equal a default, and it
-    puts None in their place."""
+    """packing_ops._runtime.autograd hands arguments on as they come; the dispatcher leaves out those that equal a
+    default, and it puts None in their place.
+    """
     sources = [path.read_text() for path in _library.PACKAGE.rglob("*.py")]
     names = [n for text in sources for n in re.findall(r'^register_autograd\(\s*"(\w+)"', text, re.MULTILINE)]
     assert {"varlen_attention", "rope_qk", "segment_sum_backward", "unpad_rows"} <= set(names)

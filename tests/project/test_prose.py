@@ -6,7 +6,6 @@ from tools import prose
 
 DIALECT_WORDS = {"packing_ops": 2.5, "csrc": 8.8, "docs": 10.3, "tests": 15.7}  # at most, per 1,000
 VERBS = 0.85  # at least, of the docstrings of functions
-LONG_LINES = 580
 
 
 @pytest.mark.parametrize("folder", prose.FOLDERS)
@@ -19,11 +18,6 @@ def test_dialect_words_are_few(folder):
 def test_docstrings_begin_with_a_verb():
     without = prose.without_verb()
     assert len(without) <= (1 - VERBS) * len(prose.first_words()), "\n".join(without)
-
-
-def test_lines_of_prose_are_short():
-    long = prose.long_lines()
-    assert len(long) <= LONG_LINES, "\n".join(long)
 
 
 def test_what_is_counted(tmp_path):

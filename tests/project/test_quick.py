@@ -1,4 +1,6 @@
-"""Every family once, forward and backward, and compiled: tests/matrix.py runs this file alone with the installed wheel."""
+"""Every family once, forward and backward, and compiled: tests/matrix.py runs this file alone with the installed
+wheel.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The tools of the released wheel: for which GPUs each file is compiled, the toolkit, what stands in the way of a build."""
+"""The tools of the released wheel: for which GPUs each file is compiled, the toolkit, what stands in the way of a
+build.
+"""
 
 import errno
 import os
@@ -136,7 +138,9 @@ def test_a_second_wheel_has_no_file_that_is_gone(tmp_path, monkeypatch):
 
 
 def test_an_object_is_as_old_as_its_newest_header(tmp_path):
-    """What a compiler lists: its own paths, and those that ccache makes relative; spaces and line ends behind backslashes."""
+    """What a compiler lists: its own paths, and those that ccache makes relative; spaces and line ends behind
+    backslashes.
+    """
     folder, header, source, other = (tmp_path / name for name in ("temp", "a header.h", "x.cu", "other.h"))
     folder.mkdir()
     for time, path in enumerate((header, source, folder / "x.o", other)):

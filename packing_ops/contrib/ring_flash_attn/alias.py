@@ -27,7 +27,8 @@ class _AliasSpec(ModuleSpec):
 def install_ring_flash_attn_alias() -> bool:
     """Let ``import ring_flash_attn`` find packing_ops, in this process and only where it is not installed.
 
-    Served: the llama3 functions, substitute_hf_flash_attn and update_ring_flash_attn_params, from the package and from the
+    Served: the llama3 functions, substitute_hf_flash_attn and update_ring_flash_attn_params, from the package and from
+        the
     modules that define them. The ring, zigzag and stripe functions are not: asking for one is an error that says so.
     Harmless when called twice.
 

@@ -1,7 +1,7 @@
 """transformers' "flash_attention_2" over a group, as ring_flash_attn substitutes it.
 
-apply_packing_ops(model, sequence_group=group) does the same for one model, with every option of its attention, and without
-state of the process; these functions are for code that is written for ring_flash_attn.
+apply_packing_ops(model, sequence_group=group) does the same for one model, with every option of its attention, and
+without state of the process; these functions are for code that is written for ring_flash_attn.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from packing_ops.contrib.ring_flash_attn.llama3 import (
 from packing_ops.integrations.adapters import sides_of_keys
 
 _NAME = "flash_attention_2"
-# Until restore_hf_flash_attn: "stock", what transformers had, once it is substituted; "prepared" and "group", the documents
-# and the ranks of the row that the models run on.
+# Until restore_hf_flash_attn: "stock", what transformers had, once it is substituted; "prepared" and "group", the
+# documents and the ranks of the row that the models run on.
 _kept: dict[str, Any] = {}
 
 
@@ -39,9 +39,11 @@ def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: dist.
 
 
 def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: int = 1) -> None:
-    """Let every model with attn_implementation "flash_attention_2" attend over the group. Undone by restore_hf_flash_attn.
+    """Let every model with attn_implementation "flash_attention_2" attend over the group. Undone by
+    restore_hf_flash_attn.
 
-    Models must be able to choose "flash_attention_2": where flash-attn is not installed, install_flash_attn_alias first.
+    Models must be able to choose "flash_attention_2": where flash-attn is not installed, install_flash_attn_alias
+    first.
 
     Args:
         process_group: the ranks that share each row.

@@ -32,8 +32,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
         rank, world_size: of the group.
 
     Returns:
-        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice): local_k_slice are the slots of the whole
-        row that cu_seqlens_k counts from. One synchronisation on CUDA.
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice): local_k_slice are the slots of the
+        whole row that cu_seqlens_k counts from. One synchronisation on CUDA.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 5, 8], dtype=torch.int32)

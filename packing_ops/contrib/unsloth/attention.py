@@ -26,9 +26,10 @@ def packed_attention(
         K, V: the same with another number of heads, which divides the number of Q's.
         seq_info: (lengths, cu_seqlens int32 ``[num_documents + 1]``, max_seqlen) of the ``batch * seqlen`` slots, as
             Unsloth's get_packed_info_from_kwargs returns it. The layers of a batch share one layout.
-        sliding_window: visible keys including the query itself; None, 0 and less for all. Not read with ``window_size``.
-        dropout_p, softmax_scale, causal, window_size, softcap: as in Unsloth's ``flash_varlen_kwargs``; with ``causal`` the
-            right side of ``window_size`` is 0, whatever is given.
+        sliding_window: visible keys including the query itself; None, 0 and less for all. Not read with
+            ``window_size``.
+        dropout_p, softmax_scale, causal, window_size, softcap: as in Unsloth's ``flash_varlen_kwargs``; with ``causal``
+            the right side of ``window_size`` is 0, whatever is given.
 
     Returns:
         ``[batch, seqlen, num_heads, head_dim]``. Slots after the last document have 0.

@@ -114,8 +114,8 @@ def enable_packing(trainer_or_collator: Any, *, sequence_lengths_key: str = "seq
 
     A batch then is one row: the rows that the collator returned, without their padding, end to end (also longer than
     the model's max_seq_length); ``position_ids`` int64 ``[1, total]`` that restart with each document;
-    ``packed_seq_lengths`` int32 ``[num_documents]``, which end at total: padding after the last document is one more, and
-    ``num_tokens``, an int, says where it begins; no attention_mask. Labels that start a document are -100, since no
+    ``packed_seq_lengths`` int32 ``[num_documents]``, which end at total: padding after the last document is one more,
+    and ``num_tokens``, an int, says where it begins; no attention_mask. Labels that start a document are -100, since no
     token of the row predicts them.
 
     Args:
@@ -129,8 +129,8 @@ def enable_packing(trainer_or_collator: Any, *, sequence_lengths_key: str = "seq
 
     Returns:
         The trainer, its data_collator replaced; or the collator that packs, called or by ``torch_call`` (the one given
-        stays, but for its switches). Twice is once. To undo it put the collator back, ``trainer.data_collator.collator``;
-        switches and flags stay as they were set.
+        stays, but for its switches). Twice is once. To undo it put the collator back,
+        ``trainer.data_collator.collator``; switches and flags stay as they were set.
 
     Example:
         >>> def pad(examples):  # any collator will do, such as transformers' DataCollatorForSeq2Seq

@@ -36,8 +36,8 @@ def context_parallel_attention(
         parameter.
 
     Example:
-        One document of 8 tokens on 2 ranks: rank 0 holds tokens 0, 1, 6, 7 and its query documents attend to keys 0..1 and
-        0..7; rank 1 holds 2, 3, 4, 5, which attend to 0..3 and 0..5.
+        One document of 8 tokens on 2 ranks: rank 0 holds tokens 0, 1, 6, 7 and its query documents attend to keys 0..1
+        and 0..7; rank 1 holds 2, 3, 4, 5, which attend to 0..3 and 0..5.
 
         >>> out = context_parallel_attention(q, k, v, layout, group)  # needs two processes # doctest: +SKIP
 

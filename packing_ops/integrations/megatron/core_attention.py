@@ -122,20 +122,20 @@ class PackingDotProductAttention(MegatronModule):
             packed_seq_params: ``qkv_format``, ``cu_seqlens_q`` and ``cu_seqlens_kv`` of the whole batch, int
                 ``[num_documents + 1]``, and, if there are gaps between documents, ``cu_seqlens_q_padded`` and
                 ``cu_seqlens_kv_padded``: padding has out 0 and takes no gradient. Under context parallelism each
-                document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed. With
-                ``segment_parents`` it is a prefix tree, from a layer that patch_rope has patched.
-                Or PackedMetadata, where this module is called by itself: megatron-core's RoPE reads PackedSeqParams,
-                which ``packed_seq_params(metadata)`` makes.
+                document's slots are a multiple of ``2 * cp_size``. ``cp_group`` and ``local_cp_size`` are followed.
+                With ``segment_parents`` it is a prefix tree, from a layer that patch_rope has patched. Or
+                PackedMetadata, where this module is called by itself: megatron-core's RoPE reads PackedSeqParams, which
+                ``packed_seq_params(metadata)`` makes.
 
         Returns:
-            ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``, value's head_dim. No synchronisation per layer; varlen_call.py
-            says when there is one per batch.
+            ``[T, num_heads * head_dim]`` or ``[S, B, num_heads * head_dim]``, value's head_dim. No synchronisation per
+            layer; varlen_call.py says when there is one per batch.
 
         Example: a query ``[16, 4, 8]`` with cu_seqlens ``[0, 5, 8, 16]`` (5, 3 and 8 tokens) gives ``[16, 32]``.
 
         Raises:
-            NotImplementedError: attn_mask_type arbitrary, another mask, attention_bias; under context parallelism a window
-                without causality, padding in sbhd.
+            NotImplementedError: attn_mask_type arbitrary, another mask, attention_bias; under context parallelism a
+                window without causality, padding in sbhd.
             ValueError: qkv_format other than thd and sbhd, tensors of another format, cu_seqlens that are missing or
                 do not fit each other or the context parallel size.
         """

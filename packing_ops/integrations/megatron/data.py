@@ -2,8 +2,8 @@
 
 Every document is padded at its end to a multiple of the alignment, so that tensor, sequence and context parallelism can
 divide it: lengths 5 and 3 aligned to 4 take 8 and 4 slots, cu_seqlens ``[0, 8, 12]``. Which slots are real is read from
-the attention mask, or from the lengths of the documents that a row holds (``sub_seq_lengths``): these begin at multiples
-of the alignment in their row too, as packed collators arrange them.
+the attention mask, or from the lengths of the documents that a row holds (``sub_seq_lengths``): these begin at
+multiples of the alignment in their row too, as packed collators arrange them.
 """
 
 import dataclasses
@@ -69,8 +69,8 @@ def preprocess_packed_seqs(
     Returns:
         ids ``[1, total / cp_size, ...]`` with 0 in padded slots, and PackedSeqParams whose ``cu_seqlens_*``, padded or
         not, are the cumulated aligned lengths of all documents (not only this rank's part), and ``max_seqlen_*`` the
-        longest aligned. Padding is thus the end of its document, to which no token attends under a causal mask; without one
-        give ``cu_seqlens_q`` and ``cu_seqlens_kv`` the real lengths. On CUDA one synchronisation, zero with
+        longest aligned. Padding is thus the end of its document, to which no token attends under a causal mask; without
+        one give ``cu_seqlens_q`` and ``cu_seqlens_kv`` the real lengths. On CUDA one synchronisation, zero with
         sub_seq_lengths.
 
     Example:
@@ -177,8 +177,8 @@ def postprocess_packed_seqs(
         True
 
     Raises:
-        ValueError: values of another shape than preprocess_packed_seqs gave; packed_seq_params without cu_seqlens, or of
-            other documents.
+        ValueError: values of another shape than preprocess_packed_seqs gave; packed_seq_params without cu_seqlens, or
+            of other documents.
 
     Source:
         The contract of SkyRL's function of this name.

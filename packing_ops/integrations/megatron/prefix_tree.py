@@ -1,7 +1,8 @@
 """Prefix trees in megatron-core: ``segment_parents`` on PackedSeqParams, which packed_seq_params sets.
 
-megatron-core's RoPE counts positions from the start of each segment. Under patch_rope, layers of its Attention class get
-the angles of each row's depth, and TreeParams in place of PackedSeqParams. The core attention takes a tree only from these.
+megatron-core's RoPE counts positions from the start of each segment. Under patch_rope, layers of its Attention class
+get the angles of each row's depth, and TreeParams in place of PackedSeqParams. The core attention takes a tree only
+from these.
 """
 
 import dataclasses
@@ -18,7 +19,9 @@ from packing_ops.metadata import PackedMetadata, metadata_of_segments
 
 @dataclasses.dataclass
 class TreeParams(PackedSeqParams):
-    """What a layer gets whose rows are rotated by their depths. It has no cu_seqlens, from which positions are counted."""
+    """What a layer gets whose rows are rotated by their depths. It has no cu_seqlens, from which positions are
+    counted.
+    """
 
     tree: PackedMetadata | None = None
 

@@ -1,9 +1,10 @@
-"""``patch_rope``: megatron-core's fused RoPE (``apply_rope_fusion=True``) by apply_rotary_qk, without TransformerEngine.
+"""``patch_rope``: megatron-core's fused RoPE (``apply_rope_fusion=True``) by apply_rotary_qk, without
+TransformerEngine.
 
 megatron-core rotates q, then k, by ``apply_rotary_pos_emb`` with angles ``freqs`` in float32, and under
-``fused_single_qkv_rope`` (sbhd) both at once. Tables of cos and sin are worked out once per ``freqs``, positions once per
-``cu_seqlens``: all layers share them. Whole layers that are recomputed in backward are given separate ``freqs``, and
-work them out again.
+``fused_single_qkv_rope`` (sbhd) both at once. Tables of cos and sin are worked out once per ``freqs``, positions once
+per ``cu_seqlens``: all layers share them. Whole layers that are recomputed in backward are given separate ``freqs``,
+and work them out again.
 """
 
 import megatron.core.models.common.embeddings.rope_utils as rope_utils
@@ -26,8 +27,8 @@ def patch_rope() -> None:
     Call it before the TransformerConfig is made, which refuses the flag otherwise. Interleaved and partial rotary,
     documents that restart at position 0, context parallelism, mscale (YaRN) and multimodal angles are served, where
     megatron-core's fused path drops interleaved pairs and mscale in thd. Models without the flag, and multi-latent
-    attention, run as before. ``fused_single_qkv_rope`` works too (sbhd): one pass for q and k. Prefix trees need it, with the
-    flag or without: rows are rotated by their depths.
+    attention, run as before. ``fused_single_qkv_rope`` works too (sbhd): one pass for q and k. Prefix trees need it,
+    with the flag or without: rows are rotated by their depths.
 
     Example:
         >>> from megatron.core.transformer.transformer_config import TransformerConfig
@@ -118,7 +119,8 @@ def fused_apply_rotary_pos_emb_thd(
         # Those of this rank
         if cp_size > 1:
             held = thd_partition_indices(cu_seqlens, cp_size, cp_rank, total=total)
-            # The index `total` says that a document did not divide: outside every table, so that the rotation reports it.
+            # The index `total` says that a document did not divide: outside every table, so that the rotation reports
+            # it.
             positions = torch.nn.functional.pad(positions, (0, 1), value=2**31 - 1)[held]
         return cos[:, 0], sin[:, 0], positions
 
@@ -169,7 +171,8 @@ def _with_config_beside_split(stock):
 def _rotate_mixed(mixed_qkv, q_freqs, k_freqs, split):
     """Return q, k and v of megatron-core's qkv projection, q and k rotated in one pass if their angles are the same.
 
-    mixed_qkv ``[seqlen, batch, groups, (queries of a group + 2) * head_dim]``; ``split`` its parts in the last dimension.
+    mixed_qkv ``[seqlen, batch, groups, (queries of a group + 2) * head_dim]``; ``split`` its parts in the last
+    dimension.
     """
     config = getattr(split, "config", None)
     if config is None:

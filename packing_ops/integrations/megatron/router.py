@@ -24,10 +24,11 @@ from packing_ops.router import router_statistics
 def patch_router() -> None:
     """Let megatron-core's balance losses of packed (thd) rows count documents; calling it twice is harmless.
 
-    ``seq_aux_loss`` is the mean over the documents of each document's loss. ``aux_loss``, ``global_aux_loss``, the z-loss and
-    expert_bias count real tokens, as with a ``padding_mask`` of the others: not the padding inside documents, which
-    ``cu_seqlens_q_padded`` with ``cu_seqlens_q`` and preprocess_packed_seqs show, nor that at the end of a row, which
-    ``packed_seq_params(metadata)`` tells. Rows that are not packed run as before. Sequence parallelism is served.
+    ``seq_aux_loss`` is the mean over the documents of each document's loss. ``aux_loss``, ``global_aux_loss``, the
+    z-loss and expert_bias count real tokens, as with a ``padding_mask`` of the others: not the padding inside
+    documents, which ``cu_seqlens_q_padded`` with ``cu_seqlens_q`` and preprocess_packed_seqs show, nor that at the end
+    of a row, which ``packed_seq_params(metadata)`` tells. Rows that are not packed run as before. Sequence parallelism
+    is served.
 
     Example:
         >>> patch_router()

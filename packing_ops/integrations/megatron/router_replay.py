@@ -15,14 +15,15 @@ def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iter
     """Let every router of the model, within the block, send tokens to these experts, with the weights that it gives
     them now.
 
-    It serves what megatron-core's RouterReplay does, and more: -1, rows of sequence-parallel ranks, versions without it.
-    Balance losses count the tokens where they were sent.
+    It serves what megatron-core's RouterReplay does, and more: -1, rows of sequence-parallel ranks, versions without
+    it. Balance losses count the tokens where they were sent.
 
     Args:
         model: or a part of it, as a pipeline stage has.
-        routed_experts: integers ``[batch, total, layers, k]`` or ``[total, layers, k]``, of the tokens that the model is given:
-            under context parallelism this rank's, under sequence parallelism those of all its ranks. ``layers`` are all
-            decoder layers of the whole model. -1 (padding, or not known) leaves the choice to the router.
+        routed_experts: integers ``[batch, total, layers, k]`` or ``[total, layers, k]``, of the tokens that the model
+            is given: under context parallelism this rank's, under sequence parallelism those of all its ranks.
+            ``layers`` are all decoder layers of the whole model. -1 (padding, or not known) leaves the choice to the
+            router.
 
     The backward belongs inside of the block where activation recompute runs routers again.
 
@@ -31,7 +32,8 @@ def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iter
         ...     losses = model(ids, None, None, labels=targets, packed_seq_params=params)
 
     Raises:
-        NotImplementedError: no router; sinkhorn, or a fused router, which choose by no topk of torch; multi-token prediction.
+        NotImplementedError: no router; sinkhorn, or a fused router, which choose by no topk of torch; multi-token
+            prediction.
         ValueError: another shape, another number of layers or of experts, an expert that the router does not have (on
             the CPU), other tokens than the model gets.
     """

@@ -4,8 +4,8 @@ Padding between documents costs no copy. Its queries get a document without keys
 without queries (gradient 0): lengths 3 and 2 in 4 slots each make the query documents 3, 1, 0, 2, 2, 0 and the key
 documents 3, 0, 1, 2, 0, 2.
 
-Under context parallelism it is a KeyLayout of packing_ops.parallel: rank r of n holds chunks r and 2n-1-r of a document's
-2n equal chunks.
+Under context parallelism it is a KeyLayout of packing_ops.parallel: rank r of n holds chunks r and 2n-1-r of a
+document's 2n equal chunks.
 """
 
 from functools import partial

@@ -101,45 +101,48 @@ def apply_packing_ops(
             after a warning. A call of it with several documents in a row is an error from then on, unless layers with
             a state (Mamba, RWKV) keep them apart. With False such a call is no error: the model's attention must
             then keep documents apart.
-        linear_attention: short convolutions, gated delta rules and scans of Mamba-2 in hybrid models (Qwen3-Next, Qwen3.5,
-            OLMo-Hybrid, LFM2, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2) run by causal_conv1d, gated_delta_rule and
-            mamba2_scan, which get the documents of the rows. It needs attention, which finds them. Layers that call another
-            recurrence run as before, each document as a row of a batch.
-        rms_norm: RMSNorm modules call torch.nn.functional.rms_norm, where a trial shows it at least as near to float64 as
-            the stock formula. In bf16 and fp16 the stock formula of Llama, Qwen and Mistral rounds twice: the normalised
-            value, then its product with the weight. This one rounds once. Gemma and gpt-oss round once either way; Gemma's
-            ``1 + weight`` stays in fp32. Dtypes stay those of stock. Under torch.compile the stock formula runs, which the
-            compiler fuses. None, the default, leaves other modules without a word; True names them in ``skipped``.
+        linear_attention: short convolutions, gated delta rules and scans of Mamba-2 in hybrid models (Qwen3-Next,
+            Qwen3.5, OLMo-Hybrid, LFM2, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2) run by causal_conv1d,
+            gated_delta_rule and mamba2_scan, which get the documents of the rows. It needs attention, which finds them.
+            Layers that call another recurrence run as before, each document as a row of a batch.
+        rms_norm: RMSNorm modules call torch.nn.functional.rms_norm, where a trial shows it at least as near to float64
+            as the stock formula. In bf16 and fp16 the stock formula of Llama, Qwen and Mistral rounds twice: the
+            normalised value, then its product with the weight. This one rounds once. Gemma and gpt-oss round once
+            either way; Gemma's ``1 + weight`` stays in fp32. Dtypes stay those of stock. Under torch.compile the stock
+            formula runs, which the compiler fuses. None, the default, leaves other modules without a word; True names
+            them in ``skipped``.
         fused_loss: in training with labels the loss is chunked_cross_entropy of the hidden states. The logits are never
             made, and the output has None for them: do not use this where something reads them, as TRL's SFTTrainer
             does for its metrics. Apply before others wrap forward. If lm_head is replaced later (resized, LoRA), the
             loss is the stock one again, after a warning.
-        balance_loss: what a mixture of experts adds to its loss (``output_router_logits=True``, ``aux_loss``). "document":
-            the mean over the documents of each document's loss. "batch": the loss of the tokens of all documents, as
-            transformers has it of padded rows. Padding counts nowhere: neither the padding of a 2-D attention_mask, nor the end of a
-            packed row, after the ``num_tokens`` of PackedMetadata.to_transformers. It needs attention, and no sequence_group.
+        balance_loss: what a mixture of experts adds to its loss (``output_router_logits=True``, ``aux_loss``).
+            "document": the mean over the documents of each document's loss. "batch": the loss of the tokens of all
+            documents, as transformers has it of padded rows. Padding counts nowhere: neither the padding of a 2-D
+            attention_mask, nor the end of a packed row, after the ``num_tokens`` of PackedMetadata.to_transformers. It
+            needs attention, and no sequence_group.
         fp32_cos_sin: keep cos and sin in fp32 where the model casts them to its dtype.
         sequence_group: the ranks that share each row: a ProcessGroup, or a DeviceMesh of one dimension. The model then
             takes the batches of packing_ops.parallel.shard_packed, and attention runs over the group
             (varlen_attention_over). DDP and FSDP2 wrap the model as usual.
         sequence_scheme: the scheme that shard_packed was called with.
-        invariant: the mode packing_ops.invariant() until it is reverted: a token's results have the same bits in any pack
-            and micro-batch. check_invariance runs the model once to prove it. ``skipped`` names the layer for which it
-            cannot be claimed, and what to set. On a GPU RMSNorm is swapped too, whose stock formula depends on the number
-            of rows. Layers that are compiled afterwards, on a GPU and without max-autotune, keep it if check_invariance says
-            so of them. On the CPU each product that adds terms up has 16 rows, and torch.compile of the model is an error.
+        invariant: the mode packing_ops.invariant() until it is reverted: a token's results have the same bits in any
+            pack and micro-batch. check_invariance runs the model once to prove it. ``skipped`` names the layer for
+            which it cannot be claimed, and what to set. On a GPU RMSNorm is swapped too, whose stock formula depends on
+            the number of rows. Layers that are compiled afterwards, on a GPU and without max-autotune, keep it if
+            check_invariance says so of them. On the CPU each product that adds terms up has 16 rows, and torch.compile
+            of the model is an error.
         strict: if anything cannot be swapped, raise and change nothing. Otherwise the rest is swapped, and a warning
             names what was not.
 
     A later call adds to an earlier one: False does not undo what was swapped. Apply before torch.compile, which may
-    miss a later change. Copies and pickles of the model keep what was applied; ``save_pretrained`` does not: apply again to what
-    ``from_pretrained`` makes. ``print(info(model))`` shows what runs.
+    miss a later change. Copies and pickles of the model keep what was applied; ``save_pretrained`` does not: apply
+    again to what ``from_pretrained`` makes. ``print(info(model))`` shows what runs.
 
-    RoPE that scales with the length (dynamic NTK, longrope) takes the length of each document, not of the longest. A model
-    that is called with ``cu_seq_lens_q`` or only a numbered mask gets position_ids made from it (with attention=False by
-    ``cu_seq_lens_q``, batch 1). So does a multimodal model whose attention is swapped, by ``cu_seq_lens_q``; position_ids
-    ``[batch, seqlen]`` then start its documents as in text models, and with images each document gets the axes that the
-    model's ``get_rope_index`` gives it in a separate call.
+    RoPE that scales with the length (dynamic NTK, longrope) takes the length of each document, not of the longest. A
+    model that is called with ``cu_seq_lens_q`` or only a numbered mask gets position_ids made from it (with
+    attention=False by ``cu_seq_lens_q``, batch 1). So does a multimodal model whose attention is swapped, by
+    ``cu_seq_lens_q``; position_ids ``[batch, seqlen]`` then start its documents as in text models, and with images each
+    document gets the axes that the model's ``get_rope_index`` gives it in a separate call.
 
     Returns:
         Applied.
@@ -148,11 +151,11 @@ def apply_packing_ops(
         ImportError: transformers is missing (``pip install 'transformers>=5.17'``).
         TypeError: model is not a torch.nn.Module, for example a class.
         ValueError: ``strict``, and something cannot be swapped. A sequence_group, and attention cannot be swapped, or
-            rows cannot be spread over several ranks (images, RoPE that scales with the longest position of a row). In a forward
-            with a sequence_group: a batch that shard_packed did not make; labels without num_items_in_batch, since the
-            mean over the targets of one rank is not the mean over those of the row. balance_loss that is not "batch",
-            "document" or False; in a forward, with a sequence_group, or where no attention had the rows of the router
-            (a prefix tree).
+            rows cannot be spread over several ranks (images, RoPE that scales with the longest position of a row). In a
+            forward with a sequence_group: a batch that shard_packed did not make; labels without num_items_in_batch,
+            since the mean over the targets of one rank is not the mean over those of the row. balance_loss that is not
+            "batch", "document" or False; in a forward, with a sequence_group, or where no attention had the rows of the
+            router (a prefix tree).
 
     Example:
         >>> from transformers import AutoModelForCausalLM, Qwen3Config

@@ -48,14 +48,15 @@ def register(name: str = "packing_ops") -> None:
 
     Documents of a batch are found in this order, once per forward, and shared by all layers: ``cu_seq_lens_q`` /
     ``cu_seq_lens_k`` passed to the model (no host synchronisation); the 2-D attention_mask (left, right, holes; numbers
-    above 1 start a document where they change) and position_ids, which start one in each row and where they stop growing
-    (one synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks, grouped heads
-    and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one warning that says
+    above 1 start a document where they change) and position_ids, which start one in each row and where they stop
+    growing (one synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks,
+    grouped heads and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one
+    warning that says
     why: a KV cache, 4-D masks (models that read theirs), dropout, head_dim over 512. A second call changes nothing.
 
     What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
-    PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the preparation
-    of masks; in models, the forward of layers that carry a state. Both wrappers leave models with another
+    PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
+    preparation of masks; in models, the forward of layers that carry a state. Both wrappers leave models with another
     only attn_implementation. A process that unpickles a model with this attention must call register first, unless
     apply_packing_ops set it.
 
@@ -75,11 +76,12 @@ def register(name: str = "packing_ops") -> None:
         ValueError: a name that transformers treats specially. Then, in the forward: several documents in a row for a
             layer with a state that reads tokens ahead or calls attention inside, or for a layer of which nothing says
             whether it mixes tokens (see declare); cu_seqlens that do not end at the batch's tokens, an attention_mask
-            with padding or other documents in the batch, position_ids that do not restart where cu_seqlens start a document,
-            or that restart inside of one, documents of the keys that are not those of the queries. On CUDA these are found in a later call, or in the same one under
-            ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents that no attention knows of. At the start of
-            one: past_key_values (5.24: cache) that were filled with several documents of a row. A compiled graph asserts
-            these two on the device: RuntimeError on the CPU, a device-side assertion on CUDA.
+            with padding or other documents in the batch, position_ids that do not restart where cu_seqlens start a
+            document, or that restart inside of one, documents of the keys that are not those of the queries. On CUDA
+            these are found in a later call, or in the same one under ``PACKING_OPS_CHECK=1``. At the end of a forward:
+            several documents that no attention knows of. At the start of
+            one: past_key_values (5.24: cache) that were filled with several documents of a row. A compiled graph
+            asserts these two on the device: RuntimeError on the CPU, a device-side assertion on CUDA.
         NotImplementedError: in the forward, an option of attention that is not known (``block_indices``, say).
     """
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
@@ -238,7 +240,8 @@ def _one_dtype(query, key, value):
 # Options that SDPA serves.
 SDPA = frozenset(("output_attentions", "position_bias"))
 # Keywords that reach attention and do not change its result, collected from the models of transformers: those of
-# TransformersKwargs, generate, generate_batch, trainers and outer models, and deterministic, which our backward always is.
+# TransformersKwargs, generate, generate_batch, trainers and outer models, and deterministic, which our backward always
+# is.
 HARMLESS = frozenset({
     CACHE, "block_table", "cache", "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
     "input_ids", "inputs_embeds", "k_cache", "labels", "logits_indices", "logits_processor_args", "logits_to_keep", "margin", "max_length_k", "max_length_q",

@@ -1,4 +1,6 @@
-"""transformers' continuous batching (generate_batch): attention over its paged cache, and patches of what it asks for."""
+"""transformers' continuous batching (generate_batch): attention over its paged cache, and patches of what it asks
+for.
+"""
 
 import functools
 import importlib

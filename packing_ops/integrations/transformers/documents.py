@@ -173,9 +173,9 @@ def checked_documents(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seq
     """Return cu_seqlens_q and position_ids. Raises ValueError if explicit cu_seqlens, padding mask and positions
     contradict each other.
 
-    Positions contradict where a document goes on with those before it in its row (one more than the last), or where they
-    fall inside of a document and grow again. They may start anywhere. What may be padding passes: documents of ones at an
-    end of a row, and zeros or ones next to a document.
+    Positions contradict where a document goes on with those before it in its row (one more than the last), or where
+    they fall inside of a document and grow again. They may start anywhere. What may be padding passes: documents of
+    ones at an end of a row, and zeros or ones next to a document.
 
     A compiled graph drops an op that gives nothing. There they are copies, and checked if the result is used.
 
@@ -328,9 +328,9 @@ def each_document_alone(mask_function, kwargs, prepared, batch, q_length, q_offs
 
 # --- position_ids of several axes (M-RoPE): which models take them, and which documents they tell ---
 
-# The first axis of a model's position_ids. TIME of [3, batch, seqlen], before height and width: text has one number on all
-# three, and behind an image it goes on from the image's largest. SEQUENCE of [4, batch, seqlen], before an image's width,
-# height and number (HunYuan-VL): it counts the tokens of a document, as positions of text do.
+# The first axis of a model's position_ids. TIME of [3, batch, seqlen], before height and width: text has one number on
+# all three, and behind an image it goes on from the image's largest. SEQUENCE of [4, batch, seqlen], before an image's
+# width, height and number (HunYuan-VL): it counts the tokens of a document, as positions of text do.
 TIME, SEQUENCE = "time", "sequence"
 _CODE = {
     TIME: r"position_ids\.(shape\[0\]|size\(0\)) == 4",
@@ -357,7 +357,8 @@ def since_start(axes, padding):
     """Return each slot's distance to the start of its document: where all axes are 0, or where time falls to what it
     has passed.
     """
-    # Time falls within a document too, from the frames of a video to the audio with them, but not to the text before it.
+    # Time falls within a document too, from the frames of a video to the audio with them, but not to the text before
+    # it.
     seqlen = axes.shape[2]
     slots, real = torch.arange(seqlen, device=axes.device), torch.ones_like(axes[0], dtype=torch.bool)
     if is_tensor(padding, 2) and padding.shape[1] >= seqlen:  # of a cache too

@@ -1,4 +1,5 @@
-"""The loss of a causal language model: its labels, its hidden states in place of logits, a mixture of experts' balance loss.
+"""The loss of a causal language model: its labels, its hidden states in place of logits, a mixture of experts' balance
+loss.
 
 In training with labels, lm_head returns the hidden states, the loss function gets them in place of the logits and calls
 chunked_cross_entropy, and the output has None for logits. Otherwise the model runs its stock code.
@@ -45,7 +46,8 @@ from packing_ops.router import load_balancing_loss
 from packing_ops.segments import segment_sum, slots_with_tokens
 
 _STATE = "_packing_ops_fused_loss"  # in a fused model and in its lm_head: whether its logits were capped
-# In the code of a forward: the lines between head and loss, and those of a cap like Gemma's, which run if its config has one.
+# In the code of a forward: the lines between head and loss, and those of a cap like Gemma's, which run if its config
+# has one.
 _BETWEEN = r"loss = None|if labels is not None:"
 _CAP = r"self\.config\.final_logit_softcapping"
 _CAP_LINES = (

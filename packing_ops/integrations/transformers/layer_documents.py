@@ -1,5 +1,6 @@
-"""The documents of one attention layer: by its mask, by what the layer is given, or of rows that another library's Ulysses
-gathered from its ranks."""
+"""The documents of one attention layer: by its mask, by what the layer is given, or of rows that another library's
+Ulysses gathered from its ranks.
+"""
 
 import torch
 

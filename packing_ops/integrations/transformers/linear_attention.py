@@ -186,7 +186,9 @@ def _patch(module, name, ours) -> Patch:
 @kept_with_class
 @torch.compiler.disable
 def _agrees(stock, ours) -> bool:
-    """Returns whether ours has the results and gradients of a stock function, without a library that stands in for it."""
+    """Returns whether ours has the results and gradients of a stock function, without a library that stands in for
+    it.
+    """
     stock = inspect.unwrap(stock)
     parameters = inspect.signature(stock).parameters
     if ours is _apart:
@@ -271,7 +273,9 @@ def layers_in(model: torch.nn.Module) -> dict[torch.nn.Module, str | None]:
 
 @kept_with_class
 def functions_called(cls: type) -> tuple[str, ...]:
-    """Returns the names of functions that carry a state from token to token, of those that this layer's forward calls."""
+    """Returns the names of functions that carry a state from token to token, of those that this layer's forward
+    calls.
+    """
     if not cls.__module__.startswith(_HOST) or issubclass(cls, PreTrainedModel):
         return ()
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)

@@ -128,7 +128,9 @@ _READ = (
 
 
 class MaskArguments(NamedTuple):
-    """What transformers does not pass from where it prepares a mask to the mask function. The thread keeps it between them."""
+    """What transformers does not pass from where it prepares a mask to the mask function. The thread keeps it between
+    them.
+    """
 
     padding: torch.Tensor | None
     position_ids: torch.Tensor | None = None  # [batch or 1, q_length]
@@ -281,8 +283,8 @@ def ends_of_blocks(documents, blocks):
 
 # --- transformers' preparation of masks ---
 
-# It prepares every mask in one function. Here it is wrapped, for models with our attention: position_ids and the document
-# numbers of a mask go on to the mask function, without being read on the host.
+# It prepares every mask in one function. Here it is wrapped, for models with our attention: position_ids and the
+# document numbers of a mask go on to the mask function, without being read on the host.
 
 _KNOWN = (
     ["config", "inputs_embeds", "attention_mask", "cache", "position_ids", "layer_idx"],
@@ -383,9 +385,9 @@ def _row_positions(call, position_ids, slots, of_others):
 
 # --- a KV cache that holds several documents in a row: queries of a later call would attend to all of them ---
 
-# The one attribute that a cache gets. Copies of a filled prompt keep it, and a compiled model can set it: a weak map next to
-# the cache would know no copy, and torch.compile does not trace one. What it holds:
-# a bool tensor: whether a row has several documents; None: that was read, and is False; False: a mask with it was read too.
+# The one attribute that a cache gets. Copies of a filled prompt keep it, and a compiled model can set it: a weak map
+# next to the cache would know no copy, and torch.compile does not trace one. What it holds: a bool tensor: whether a
+# row has several documents; None: that was read, and is False; False: a mask with it was read too.
 _SEVERAL = "_packing_ops_several"
 _REFUSAL = (
     f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, "

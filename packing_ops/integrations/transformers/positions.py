@@ -1,7 +1,8 @@
 """The positions that a model sees: each document's are the same as in a row without others.
 
-A numbered mask and cu_seqlens say where documents start, and no positions: these are made. Where positions are not enough,
-because a part of the model looks at the whole row, that part is run by document, or several documents are refused.
+A numbered mask and cu_seqlens say where documents start, and no positions: these are made. Where positions are not
+enough, because a part of the model looks at the whole row, that part is run by document, or several documents are
+refused.
 """
 
 import functools
@@ -38,8 +39,8 @@ from packing_ops.integrations.transformers.versions import (
 # --- parts of a model that count along the row ---
 
 # Some models take no positions (BART's decoders). Others count if they are not given (BERT), or start a state where a
-# position is 0 (RecurrentGemma). Recognised by an embedding of positions in a module of a text model, or by the code of a
-# layer that is given positions.
+# position is 0 (RecurrentGemma). Recognised by an embedding of positions in a module of a text model, or by the code of
+# a layer that is given positions.
 
 _EMBEDDING = re.compile(r"(^|_)(pos|position|positions)(_|$)|^wpe$")
 _RELATIVE = re.compile(r"rotary|rope|relative|bias", re.IGNORECASE)  # the same wherever a document is
@@ -50,9 +51,10 @@ _ALONG_THE_ROW = re.compile(r"torch\.arange\(hidden_states\.shape\[1\].*\) \+ pa
 
 
 class _Found:
-    """takes_none: class of a module that counts along the row and takes no positions. needs: of one that counts where it is
-    given none. by_length: of a rotary embedding whose angles depend on the largest position. has_axes: whether the model
-    makes positions of several axes. first: the position of a document's first token."""
+    """takes_none: class of a module that counts along the row and takes no positions. needs: of one that counts where
+    it is given none. by_length: of a rotary embedding whose angles depend on the largest position. has_axes: whether
+    the model makes positions of several axes. first: the position of a document's first token.
+    """
 
     def __init__(self):
         self.takes_none = self.needs = self.by_length = ""
@@ -401,7 +403,9 @@ def _chosen(slots, tables, others):
 
 
 class _CountedFrom:
-    """In place of a layer's empty KV cache, or of None: as many tokens are in it as make a slot's place its position."""
+    """In place of a layer's empty KV cache, or of None: as many tokens are in it as make a slot's place its
+    position.
+    """
 
     def __init__(self, cache, offsets):
         self.cache, self.offsets = cache, offsets

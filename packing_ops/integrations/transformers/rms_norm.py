@@ -1,8 +1,8 @@
 """RMSNorm of transformers by torch.nn.functional.rms_norm, with the formula of the model's module.
 
 Under torch.compile the modules run the stock formula, which the compiler fuses with what is around it. In the mode
-invariant=True they have the attribute ANY_ORDER: torch.compile picks the order of sums by the number of rows, so they then take
-sums that no order changes.
+invariant=True they have the attribute ANY_ORDER: torch.compile picks the order of sums by the number of rows, so they
+then take sums that no order changes.
 """
 
 import functools

@@ -1,4 +1,6 @@
-"""A model whose rows are spread over several ranks: attention runs over the group, everything else on the slots of this rank."""
+"""A model whose rows are spread over several ranks: attention runs over the group, everything else on the slots of this
+rank.
+"""
 
 import torch
 
@@ -15,8 +17,8 @@ class SequenceGroup:
     """The ranks that share a row. Kept in a model, its sub-models and its attention modules; copies share it."""
 
     def __init__(self, group, scheme: str):
-        # Imported here, since a torch without torch.distributed cannot; not in attend_over_ranks, since torch.compile traces no
-        # import inside a forward.
+        # Imported here, since a torch without torch.distributed cannot; not in attend_over_ranks, since torch.compile
+        # traces no import inside a forward.
         from packing_ops.parallel.choose import attend_over
         from packing_ops.parallel.collectives import planned, process_group
         from packing_ops.parallel.sharding import check_scheme

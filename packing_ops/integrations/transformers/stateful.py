@@ -120,8 +120,8 @@ _OWN_ATTENTION = frozenset({
     "bloom.BloomBlock", "mpt.MptBlock", "openai.Block", "reformer.ReformerEncoder", "xlm.MultiHeadAttention",
     "xlnet.XLNetLayer",
 })  # fmt: skip
-# Packages whose layers take each token by itself, unless a recurrence or attention is found in them: torch, transformers
-# (the tests run its families), and libraries that put a layer of the same function in another one's place.
+# Packages whose layers take each token by itself, unless a recurrence or attention is found in them: torch,
+# transformers (the tests run its families), and libraries that put a layer of the same function in another one's place.
 _KNOWN = re.compile(
     r"(torch|transformers|packing_ops|accelerate|apex\.normalization|bitsandbytes|gptqmodel|hqq|liger_kernel"
     r"|optimum\.quanto|peft|torchao|transformer_engine\.pytorch\.module|unsloth)(\.|$)"
@@ -335,7 +335,8 @@ def prepare(model, masked=False, is_tree=False) -> tuple[bool, bool, str]:
     """Put ours into its layers with a state, until revert. Return (whether there are any and attention next to them,
     UNKNOWN ones).
 
-    Layers that linear_attention has swapped get their documents as an argument. They run as rows only for a prefix tree.
+    Layers that linear_attention has swapped get their documents as an argument. They run as rows only for a prefix
+    tree.
     """
     layers = layers_of(model)
     unknown = dict.fromkeys(class_name(layer) for layer, kind in layers.items() if kind is StateKind.UNKNOWN)

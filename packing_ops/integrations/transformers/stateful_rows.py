@@ -117,8 +117,8 @@ def result_tensors(result, shape, axes) -> list[torch.Tensor]:
 class SplitDocuments:
     """The documents of seq_idx as rows of smaller batches, the longest of each less than twice its shortest.
 
-    Of a prefix tree these are its paths from a root to a leaf. A slot may then be in several, and its result is the one of
-    the first.
+    Of a prefix tree these are its paths from a root to a leaf. A slot may then be in several, and its result is the one
+    of the first.
 
     several: some row holds more than one document. padded: some slots belong to no document.
     cu_seqlens: int32 ``[documents + 1]``.

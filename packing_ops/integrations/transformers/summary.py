@@ -23,8 +23,8 @@ def info(model: torch.nn.Module) -> str:
         model: a model, or a wrapper around one.
 
     Returns:
-        A line for each of these. After a forward, a line says how many rows and documents it had, and which argument gave
-        them. If attention ran by SDPA in this process, a last line has the reasons.
+        A line for each of these. After a forward, a line says how many rows and documents it had, and which argument
+        gave them. If attention ran by SDPA in this process, a last line has the reasons.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, Qwen3Config

@@ -41,7 +41,8 @@ except ImportError as error:
 version = transformers.__version__
 check(version)
 
-# The keyword of models for their KV cache, renamed in 5.24. Before, "cache" was the paged one of continuous batching only.
+# The keyword of models for their KV cache, renamed in 5.24. Before, "cache" was the paged one of continuous batching
+# only.
 CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
 
 # Values of a model's loss_type for which its loss_function takes the label of the next token; None is its default.

@@ -1,4 +1,6 @@
-"""For TRL: attention of its trainers, packing over the whole dataset, log-probs of packed documents, rows on several ranks, prefix trees."""
+"""For TRL: attention of its trainers, packing over the whole dataset, log-probs of packed documents, rows on several
+ranks, prefix trees.
+"""
 
 from packing_ops.integrations.trl.attention import register, unregister
 from packing_ops.integrations.trl.logps import packed_logps

@@ -35,8 +35,8 @@ def enable_padding_free(trainer: Any) -> None:
     call a padded batch of the trainer reaches its model, ref_model and teacher_model as one packed row with cu_seqlens.
     Results of tokens return to their places of the padded batch, so TRL's losses and metrics stay as they are:
     log-probs and entropies of GRPO and RLOO, with their temperature, are those of TRL's fused LM head, of the tokens
-    that are there. A call with a KV cache, as generate makes it, is left as it is. Position ids are made from the mask: a
-    row's tokens are at 0, 1, ..., whatever position_ids say and wherever its padding is.
+    that are there. A call with a KV cache, as generate makes it, is left as it is. Position ids are made from the mask:
+    a row's tokens are at 0, 1, ..., whatever position_ids say and wherever its padding is.
 
     A reward model reads its score at each document's last token (last_token_indices). The padded trainer reads it at
     the last token that is not the pad token, which differs where documents end with the pad token.
@@ -52,8 +52,8 @@ def enable_padding_free(trainer: Any) -> None:
     Raises:
         TypeError: another trainer.
         ValueError: a model with another attention; a dataset with images; an adapter of PEFT that looks at a whole row
-            (prompt tuning, activated LoRA, Lily, Shadow). In training: images in a batch; a row of only padding that is to be scored; a batch
-            without tokens.
+            (prompt tuning, activated LoRA, Lily, Shadow). In training: images in a batch; a row of only padding that is
+            to be scored; a batch without tokens.
     """
     names = [cls.__name__ for cls in type(trainer).__mro__]
     if not any(name in names for name in _TRAINERS):

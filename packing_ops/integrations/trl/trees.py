@@ -17,8 +17,8 @@ from packing_ops.varlen.options import checked_options
 def enable_tree_attention() -> None:
     """Let TRL's attention over prefix trees run on packing_ops: on the CPU and on every GPU from sm_80 on, with sinks.
 
-    TRL's attention needs a Hub kernel of FlashAttention-3. The name ``"tree_fa3"`` stays, since the trainer asks for it. Call this
-    before or after the trainer is made. A second call does nothing; disable_tree_attention undoes it.
+    TRL's attention needs a Hub kernel of FlashAttention-3. The name ``"tree_fa3"`` stays, since the trainer asks for
+    it. Call this before or after the trainer is made. A second call does nothing; disable_tree_attention undoes it.
 
     Example:
         >>> enable_tree_attention()

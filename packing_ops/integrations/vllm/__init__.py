@@ -19,8 +19,8 @@ _PATH = f"{__name__}.backend.Backend"
 def register() -> None:
     """Makes the attention backend "CUSTOM" known to vLLM, which calls this by its entry point in each of its processes.
 
-    A second call changes nothing, and a backend of another plugin under that name stays. The engine that is then built with
-    ``attention_backend="CUSTOM"`` raises NotImplementedError for what is not served, by the name of the setting.
+    A second call changes nothing, and a backend of another plugin under that name stays. The engine that is then built
+    with ``attention_backend="CUSTOM"`` raises NotImplementedError for what is not served, by the name of the setting.
 
     Example:
         >>> register()  # needs vllm # doctest: +SKIP

@@ -98,7 +98,9 @@ class Builder(AttentionMetadataBuilder):
 
 
 class Impl(AttentionImpl):
-    """Of one layer. As long as one lives, the layers of PATCHES run as a trainer's do, and the mode invariant() is on."""
+    """Of one layer. As long as one lives, the layers of PATCHES run as a trainer's do, and the mode invariant() is
+    on.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""Layers of vLLM's models as a trainer runs them within invariant(): patches that live as long as the attention of a model."""
+"""Layers of vLLM's models as a trainer runs them within invariant(): patches that live as long as the attention of a
+model.
+"""
 
 import functools
 
@@ -138,7 +140,9 @@ def _forward(stock):
 
 
 def _sample(stock):
-    """logprobs_mode="processed_logprobs": vLLM hands out the processed logits, and the log-probabilities are taken here."""
+    """logprobs_mode="processed_logprobs": vLLM hands out the processed logits, and the log-probabilities are taken
+    here.
+    """
 
     @functools.wraps(stock)
     def sample(self, logits, sampling_metadata, logprobs_mode_override=None):

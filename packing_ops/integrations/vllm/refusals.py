@@ -44,7 +44,9 @@ def _of_model(config) -> Iterator[tuple[str, str, object]]:
 
 
 def refuse_layers(layers: dict[str, object], served: type) -> None:
-    """NotImplementedError for layers of vLLM's forward context that are no attention: experts, states of linear attention."""
+    """NotImplementedError for layers of vLLM's forward context that are no attention: experts, states of linear
+    attention.
+    """
     for name, layer in layers.items():
         if not isinstance(layer, served):
             raise NotImplementedError(f"{name}: expected layers of attention alone, got {type(layer).__name__}")

@@ -56,7 +56,9 @@ def test_flash_attn_func(device, causal):
 
 @pytest.mark.parametrize("window_size", [(3, 3), (3, -1), (3, 100), (-1, 3)], ids=str)
 def test_causal_windows_lose_their_right_side(device, window_size):
-    """transformers asks for (w - 1, w - 1) with causal=True, Unsloth for (w, w); flash-attn looks at nothing to the right."""
+    """transformers asks for (w - 1, w - 1) with causal=True, Unsloth for (w, w); flash-attn looks at nothing to the
+    right.
+    """
     leaves = qkv(device, 2, 11)
     options = {"causal": True, "window_size": window_size}
     expected = with_gradients(lambda *t: by_oracle(*t, True, left=window_size[0]), *leaves)

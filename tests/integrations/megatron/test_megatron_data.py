@@ -250,7 +250,9 @@ def test_log_probs_stand_where_their_query_stood(device, drawn, sizes):
 
 
 def rows_on_two_ranks():
-    """Each rank's tokens weigh a table; both compute the same loss over all rows, and the gradients add up to it once."""
+    """Each rank's tokens weigh a table; both compute the same loss over all rows, and the gradients add up to it
+    once.
+    """
     group = torch.distributed.group.WORLD
     mask = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
     ids = ids_for(mask)

@@ -103,8 +103,9 @@ def carries(value, ids):
 
 
 def ways_of(params, model):
-    """For each layer the (module, function) that got packed_seq_params or cu_seqlens, in order, from the layer's attention
-    to the ops of packing_ops."""
+    """For each layer the (module, function) that got packed_seq_params or cu_seqlens, in order, from the layer's
+    attention to the ops of packing_ops.
+    """
     ids = {id(params), *(id(value) for value in vars(params).values() if isinstance(value, torch.Tensor))}
     ways = []
     below = []  # frames of the gate of an op: what runs in it is the op

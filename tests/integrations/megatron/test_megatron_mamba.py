@@ -1,4 +1,6 @@
-"""MambaMixer in specs: packed rows by our ops. megatron-core's own class needs mamba_ssm and a GPU; a stand-in has its parts."""
+"""MambaMixer in specs: packed rows by our ops. megatron-core's own class needs mamba_ssm and a GPU; a stand-in has its
+parts.
+"""
 
 from types import SimpleNamespace
 

@@ -214,7 +214,9 @@ def by_rank(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parallel_equals_one_rank(case, by_rank):
-    """Loss and every gradient of a model, and the module's own outputs, on every rank; its RoPE fused, of one rank not."""
+    """Loss and every gradient of a model, and the module's own outputs, on every rank; its RoPE fused, of one rank
+    not.
+    """
     for found in by_rank:
         assert len(found[case]) >= 4
         for actual, expected in found[case].values():

@@ -1,4 +1,6 @@
-"""Steps of megatron-core's own schedules, DistributedDataParallel and optimizer over packed batches: as plain training."""
+"""Steps of megatron-core's own schedules, DistributedDataParallel and optimizer over packed batches: as plain
+training.
+"""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""Every causal language model that the installed transformers has, tiny: its packed documents are apart and right, or refused.
+"""Every causal language model that the installed transformers has, tiny: its packed documents are apart and right, or
+refused.
 
 python tests/integrations/transformers/causal_families.py [family ...]   # runs these, or those that have changed
 
@@ -90,9 +91,10 @@ def model_of(family, attn_implementation):
 def seen_in(family):
     """What is seen with attn_implementation="packing_ops", and after apply_packing_ops(model).
 
-    Each is 'apart', 'refused: why', or what is wrong: by position_ids, and in each other WAY in which it is something else.
-    Apart: tokens of one document change nothing in the others, and logits are those of the stock model, one document at a
-    time.
+    Each is 'apart', 'refused: why', or what is wrong: by position_ids, and in each other WAY in which it is something
+    else.
+    Apart: tokens of one document change nothing in the others, and logits are those of the stock model, one document at
+    a time.
     """
     stock = model_of(family, "eager")
     takes = "position_ids" in inspect.signature(stock.forward).parameters

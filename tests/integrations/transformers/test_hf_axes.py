@@ -1,4 +1,6 @@
-"""Rows of text and images, whose position_ids have three axes: which documents they tell, and the training they give."""
+"""Rows of text and images, whose position_ids have three axes: which documents they tell, and the training they
+give.
+"""
 
 import importlib
 import pathlib

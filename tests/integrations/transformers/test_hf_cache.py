@@ -111,7 +111,9 @@ def test_a_cache_has_one_attribute_of_ours(device):
 
 @torch.no_grad()
 def test_masks_of_several_kinds_in_one_forward(device):
-    """The documents that start beside the cache are asked about in the next forward, not in the second mask of this one."""
+    """The documents that start beside the cache are asked about in the next forward, not in the second mask of this
+    one.
+    """
     model = tiny_model("gemma3", attn_implementation="packing_ops", device=device)
     kept = filled(model, "one document", device=device)
     ids = torch.arange(3, 9, device=device)[None]
@@ -149,7 +151,9 @@ def test_the_values_are_read_once(device, reads):
 @torch.no_grad()
 @pytest.mark.parametrize("prompt", [1, 6])
 def test_generate_with_a_mask_reads_them_once(prompt, device, reads):
-    """generate gives every step a mask of 0 and 1, which could number documents: read there, on CUDA in the first step."""
+    """generate gives every step a mask of 0 and 1, which could number documents: read there, on CUDA in the first
+    step.
+    """
     model, steps = tiny_model("llama", attn_implementation="packing_ops", device=device), 8
     ids = torch.randint(3, 60, (2, prompt), generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.ones_like(ids)
@@ -188,7 +192,9 @@ def test_a_cache_that_a_compiled_model_made(device, fresh_compile):
 
 
 def sharing(implementation, device):
-    """Gemma 4: in a prefill, layers with the keys of others run for the last tokens alone, and take a part of the mask."""
+    """Gemma 4: in a prefill, layers with the keys of others run for the last tokens alone, and take a part of the
+    mask.
+    """
     if not hasattr(transformers, "Gemma4TextConfig"):
         pytest.skip(f"transformers {transformers.__version__} has no Gemma 4")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -56,7 +56,9 @@ HOW = (
 
 
 def test_each_family_is_served_or_refused_with_a_reason():
-    """With attn_implementation and after apply_packing_ops. A family that is new, or whose code has changed, is run here."""
+    """With attn_implementation and after apply_packing_ops. A family that is new, or whose code has changed, is run
+    here.
+    """
     register()
     seen = causal_families.results()
     found = {}

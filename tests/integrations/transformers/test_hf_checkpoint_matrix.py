@@ -1,4 +1,6 @@
-"""Gradient checkpointing beside compiled layers: some settings of tests/checkpoint_matrix.py, which runs all of them."""
+"""Gradient checkpointing beside compiled layers: some settings of tests/checkpoint_matrix.py, which runs all of
+them.
+"""
 
 import itertools
 

@@ -77,7 +77,9 @@ class Steps:
         monkeypatch.setattr(attention, "attend", attend)
 
     def kinds(self):
-        """Whether there was a step of prefill alone, one beside decoding, a chunk after another one, and decoding alone."""
+        """Whether there was a step of prefill alone, one beside decoding, a chunk after another one, and decoding
+        alone.
+        """
         found = set()
         for queries, keys in self.seen:
             q, k = (torch.tensor(each).diff() for each in (queries, keys))
@@ -159,7 +161,9 @@ def test_log_probs_have_the_bits_of_a_packed_row(family, vocab, page_size, batch
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gemma3", torch.float32)])
 def test_cuda_graphs_give_the_same_tokens(family, dtype, page_size, monkeypatch):
-    """Steps of many sizes are padded, captured and replayed with other lengths; transformers then batches in two streams."""
+    """Steps of many sizes are padded, captured and replayed with other lengths; transformers then batches in two
+    streams.
+    """
     monkeypatch.setenv("PACKING_OPS_CHECK", "0")  # as for a user: nothing can wait in a capture
     model = tiny_model(family, vocab_size=VOCAB, device="cuda", dtype=dtype).eval()
     assert apply_packing_ops(model, invariant=family == "llama").skipped == {}

@@ -1,4 +1,6 @@
-"""What a layer hands to torch's dispatcher under attn_implementation="packing_ops": each op costs every layer host time."""
+"""What a layer hands to torch's dispatcher under attn_implementation="packing_ops": each op costs every layer host
+time.
+"""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -91,7 +93,9 @@ def test_the_next_layer_may_be_another(device):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_a_model(family, device):
-    """The model's own reshape to [batch, seqlen, hidden] is the next thing that a layer does with what attention gave."""
+    """The model's own reshape to [batch, seqlen, hidden] is the next thing that a layer does with what attention
+    gave.
+    """
     register()
     model = tiny_model(family, attn_implementation="packing_ops", device=device)
     metadata = po.PackedMetadata.from_lengths(LENGTHS, device=device)

@@ -1,4 +1,6 @@
-"""Every family of the installed transformers: its RoPE and RMSNorm are swapped and right, or it says why they are not."""
+"""Every family of the installed transformers: its RoPE and RMSNorm are swapped and right, or it says why they are
+not.
+"""
 
 import sys
 

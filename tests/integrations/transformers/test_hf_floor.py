@@ -102,8 +102,8 @@ def test_attention_reaches_few_modules():
 NEIGHBOURS = re.compile(
     r"(?<!shape)\[([^\[\]]*, )?1:\]|\.diff\(|\bcumm(ax|in)\(|\broll\(|\bunique_consecutive\(|\bsearchsorted\(|cu_seqlens_from_position_ids"
 )
-# Those that compare and find no documents: images in a mask, lengths of pages, names of arguments, and rows of documents
-# that were found.
+# Those that compare and find no documents: images in a mask, lengths of pages, names of arguments, and rows of
+# documents that were found.
 OTHERS = {
     "masks.ends_of_blocks",
     "continuous_batching.pages_of_requests",
@@ -128,7 +128,9 @@ def comparing():
 
 
 def test_one_function_finds_where_documents_start():
-    """By positions and numbers first_tokens alone, or the op for positions without padding; others take what these found."""
+    """By positions and numbers first_tokens alone, or the op for positions without padding; others take what these
+    found.
+    """
     found = {*comparing()} - OTHERS
     assert found == {
         "documents.first_tokens",
@@ -212,7 +214,9 @@ def test_labels_that_are_left_alone(device):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows_have_the_loss_of_the_stock_model(side, device):
-    """Without the label of the first token behind padding on the left, which the stock loss counts: nothing is before it."""
+    """Without the label of the first token behind padding on the left, which the stock loss counts: nothing is before
+    it.
+    """
     register()
     _, ids = packed(device)
     ids = ids.view(2, 6)

@@ -1,4 +1,6 @@
-"""Under another library's Ulysses that passes no mask on: a layer is served where it tells by itself what its mask said."""
+"""Under another library's Ulysses that passes no mask on: a layer is served where it tells by itself what its mask
+said.
+"""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,6 @@
-"""Hybrid models whose convolutions and gated delta rules are ours: each document as alone, nothing found in the layers."""
+"""Hybrid models whose convolutions and gated delta rules are ours: each document as alone, nothing found in the
+layers.
+"""
 
 import copy
 import pickle

@@ -1,4 +1,6 @@
-"""What models get as their masks: overlays, documents that a model does not tell of, models that read masks themselves."""
+"""What models get as their masks: overlays, documents that a model does not tell of, models that read masks
+themselves.
+"""
 
 import re
 import threading
@@ -241,7 +243,9 @@ def test_padding_between_documents_hides_none_of_them(device):
 
 @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
 def test_cu_seqlens_that_a_model_keeps_to_itself(family, device):
-    """No layer is given them. The mask has positions that are made of them, not those that the model counts for itself."""
+    """No layer is given them. The mask has positions that are made of them, not those that the model counts for
+    itself.
+    """
     build = {"auto": transformers.AutoModelForCausalLM, "device": device, **SIZES, "num_key_value_heads": 2}
     model, inputs = tiny(f"{family}Config", "packing_ops", **build), packed(device)
     layout = packing_ops.PackedMetadata.from_lengths(LENGTHS, device=device).to_transformers()

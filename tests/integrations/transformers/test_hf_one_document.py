@@ -1,4 +1,6 @@
-"""Models that take one document in each row: encoder-decoders, and heads that have one result or one target for a row."""
+"""Models that take one document in each row: encoder-decoders, and heads that have one result or one target for a
+row.
+"""
 
 import inspect
 

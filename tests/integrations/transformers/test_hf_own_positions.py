@@ -1,4 +1,6 @@
-"""Models whose packed documents would get wrong positions or no boundaries in silence: each is an error that says why."""
+"""Models whose packed documents would get wrong positions or no boundaries in silence: each is an error that says
+why.
+"""
 
 import warnings
 
@@ -247,7 +249,9 @@ def test_a_model_with_a_table_of_attention_classes_is_refused_before_it_is_made(
 
 
 def test_a_mask_that_positions_have_made_is_taken_beside_cu_seqlens():
-    """Chunks of Llama 4, which are no window: attention gets transformers' mask, of the documents that cu_seqlens tell."""
+    """Chunks of Llama 4, which are no window: attention gets transformers' mask, of the documents that cu_seqlens
+    tell.
+    """
     model = model_of("llama4_text")
     positions = {"position_ids": TOLD.position_ids[None]}
     wanted = model(ids(), use_cache=False, **positions).logits

@@ -87,7 +87,9 @@ def assert_alone(model, stock, lengths, device, cached=False):
 @pytest.mark.parametrize("how", ["named", "applied"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_of_rope_is_that_of_each_document(kind, how, device):
-    """Shorter than the training, as long, one longer, and much longer; again after a longer row, which must not show."""
+    """Shorter than the training, as long, one longer, and much longer; again after a longer row, which must not
+    show.
+    """
     register()
     model, stock = scaled(kind, device), scaled(kind, device)
     if how == "named":

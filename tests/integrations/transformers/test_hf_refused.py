@@ -1,4 +1,6 @@
-"""What apply_packing_ops cannot swap: nothing half done, strict changes nothing, and the warning has a remedy that works."""
+"""What apply_packing_ops cannot swap: nothing half done, strict changes nothing, and the warning has a remedy that
+works.
+"""
 
 import re
 import subprocess

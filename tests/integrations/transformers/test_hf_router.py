@@ -184,7 +184,9 @@ def test_numbered_masks(device):
 
 
 def test_other_models_and_copies(device):
-    """A model of the same module keeps the stock loss; copies and pickles keep ours, also when the first one is gone."""
+    """A model of the same module keeps the stock loss; copies and pickles keep ours, also when the first one is
+    gone.
+    """
     (other, stock, tokens, metadata), (model, *_) = made("mixtral", device), made("mixtral", device)
     documents = tokens[0, : sum(LENGTHS)].split(LENGTHS)
     expected = expected_loss(other, stock, documents, "document")  # of the same weights

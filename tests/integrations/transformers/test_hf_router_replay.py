@@ -177,7 +177,8 @@ def test_gradient_checkpointing_routes_the_same_way_again(device):
 REFUSED = {  # what the error says
     "phimoe": "expected routers that choose experts by one topk, got none in PhimoeForCausalLM",
     "jetmoe": "expected one router in each layer, got JetMoeTopKGating, JetMoeTopKGating in JetMoeForCausalLM",
-    "deepseek_v4": "expected routers that choose experts by one topk, got none in DeepseekV4ForCausalLM",  # by a token's id
+    # by a token's id
+    "deepseek_v4": "expected routers that choose experts by one topk, got none in DeepseekV4ForCausalLM",
 }
 if not hasattr(modeling_aria, "AriaTextTopKRouter"):  # in transformers 5.17 its experts choose
     REFUSED["aria_text"] = "expected routers that choose experts by one topk, got none in AriaTextForCausalLM"

@@ -124,7 +124,9 @@ def test_generation_is_the_stock_models(device):
 
 
 def test_compiled(device, fresh_compile):
-    """Also a model that was never called before; how many documents a row has breaks the graph at each of its layers."""
+    """Also a model that was never called before; how many documents a row has breaks the graph at each of its
+    layers.
+    """
     ids, positions, _ = packed(device)
     wanted = logits(stateful_model("lfm2", device=device), ids, position_ids=positions)
     model = torch.compile(stateful_model("lfm2", device=device), backend="eager")

@@ -1,4 +1,6 @@
-"""A PackedStream as the data set of transformers' Trainer and of TRL's: their batches are its rows, also after a resume."""
+"""A PackedStream as the data set of transformers' Trainer and of TRL's: their batches are its rows, also after a
+resume.
+"""
 
 import importlib
 import json

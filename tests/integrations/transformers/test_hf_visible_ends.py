@@ -1,4 +1,6 @@
-"""Images and prefixes whose tokens see each other: served by visible_end, beside the stock model one document at a time."""
+"""Images and prefixes whose tokens see each other: served by visible_end, beside the stock model one document at a
+time.
+"""
 
 import pytest
 import torch

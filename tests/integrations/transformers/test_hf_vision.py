@@ -1,4 +1,6 @@
-"""Vision towers under apply_packing_ops: one call of attention for all images of a layer, with the stock loop's results."""
+"""Vision towers under apply_packing_ops: one call of attention for all images of a layer, with the stock loop's
+results.
+"""
 
 import copy
 import importlib
@@ -176,7 +178,9 @@ def test_a_forward_that_hands_no_keywords_on_is_left(device):
 
 
 def attention_classes():
-    """(module, class) of every attention in transformers whose forward takes cu_seqlens, by its source: imports are slow."""
+    """(module, class) of every attention in transformers whose forward takes cu_seqlens, by its source: imports are
+    slow.
+    """
     takes = re.compile(
         r"^class (\w+Attention)\(.*\n(?:(?!class ).*\n)*?    def forward\(((?:(?!\n    def |\n\S)[\s\S])*?)\)(?: ->.*)?:\n",
         re.M,
@@ -250,7 +254,9 @@ def test_every_attention_is_one_call_or_refused(module, name, device, lengths):
     ("rows", "mask"), [(2, None), (1, torch.zeros(1, 1, 3, 3, device="cpu"))], ids=["rows", "mask"]
 )
 def test_other_input_is_the_loop(rows, mask, device):
-    """Rows whose cu_seqlens are those of each, which a call of packed documents cannot say, and a mask for each image."""
+    """Rows whose cu_seqlens are those of each, which a call of packed documents cannot say, and a mask for each
+    image.
+    """
     layer = tiny_layer("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VLVisionAttention")
     layer.config._attn_implementation = "packing_ops"
     x = torch.zeros(1, 3, 8, device=device)

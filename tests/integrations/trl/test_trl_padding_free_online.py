@@ -1,4 +1,6 @@
-"""TRL's trainers that generate, and KTO, with enable_padding_free: losses, gradients and metrics are those of the padded trainer."""
+"""TRL's trainers that generate, and KTO, with enable_padding_free: losses, gradients and metrics are those of the
+padded trainer.
+"""
 
 import pytest
 import torch
@@ -168,8 +170,9 @@ GENERATES = [pytest.param(kind, more, id=kind + ", batched" * bool(more)) for ki
 
 @pytest.mark.parametrize(("kind", "more"), GENERATES)
 def test_training_that_generates(kind, more, device, tmp_path):
-    """Samples too: generate runs through the model that packs, with its KV cache, and continuous batching with its paged
-    one; then the trainer as it was."""
+    """Samples too: generate runs through the model that packs, with its KV cache, and continuous batching with its
+    paged one; then the trainer as it was.
+    """
     if more and not continuous_batching.PATCHES:
         pytest.skip(f"transformers {transformers.__version__} batches in another way")
     options = {"num_train_epochs": 2, "learning_rate": 1e-2, "optim": "sgd", "logging_steps": 1}
