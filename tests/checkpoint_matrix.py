@@ -1,12 +1,12 @@
-"""Gradient checkpointing beside compiled layers, in every setting of a training: loss and gradients against eager ones.
+"""Gradient checkpointing with compiled layers, in every setting of a training: loss and gradients against eager ones.
 
 On a GPU, or without one on the CPU:  python tests/checkpoint_matrix.py [--part 1/8] [--only llama layers] [--out
-table.md] [--all] On several, beside a wrapper:         torchrun --nproc-per-node 2 tests/checkpoint_matrix.py --around
+table.md] [--all] On several, next to a wrapper:         torchrun --nproc-per-node 2 tests/checkpoint_matrix.py --around
 fsdp2 [--out table.md]
 
---seconds 200 begins no other setting after so many; those that are left are counted as not run.
+--seconds 200 begins no other setting after that many; those that are left are counted as not run.
 
-A row of the table is one setting, with what came out: "same bits", "as exact" (another order of sums: against float64
+A row of the table is one setting, with what resulted: "same bits", "as exact" (another order of sums: against float64
 the error is at most twice that of eager code), "refused" with the first words of the error, before anything is trained,
 "not ours" with an error that the model raises without packing_ops too, or what is wrong. Below it are the counts, and
 each refusal by its text. The exit status is 1 where a row is wrong.
@@ -57,7 +57,7 @@ class Setting(NamedTuple):
 AXES = {
     "family": ["llama", "moe", "hybrid", "vlm"],
     "compiled": ["eager", "layers", "layers dynamic", "model"],
-    # around: torch's checkpoint around each layer, where transformers up to 5.22 puts its own; later ones put theirs
+    # around: torch's checkpoint around each layer, where transformers up to 5.22 puts it; later ones put another
     # inside
     "checkpointing": ["none", "reentrant", "non-reentrant", "selective", "policy", "around"],
     "documents": ["position_ids", "cu_seq_lens_q", "numbered mask"],

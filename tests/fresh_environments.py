@@ -4,7 +4,7 @@
 Without arguments in two: the oldest torch that packing_ops takes, and the newest there is. In each, torch as pip gives
 it, packing_ops built there as README says and its extras; then in the first one the oldest libraries that each extra
 allows, one extra after the other: the oldest megatron-core wants a NumPy that is too old for the others. What runs is
-tests/examples/test_first_scripts.py beside a copy of the examples, where no source of packing_ops is in the way.
+tests/examples/test_first_scripts.py next to a copy of the examples, where no source of packing_ops is in the way.
 
 An environment takes 7 GB, and pip has to fetch half of that once. One that passed is removed, unless --keep.
 """
@@ -39,7 +39,7 @@ COLUMNS = ["torch", "transformers", "trl", "megatron-core", "packing_ops"]
 
 
 class Outcome(NamedTuple):
-    """Of one run: {library: version}, and what came of it."""
+    """Of one run: {library: version}, and the outcome."""
 
     versions: dict[str, str]
     passed: bool
@@ -78,7 +78,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 class Environment:
-    """A virtual environment in a folder of its own, with the settings of a shell that knows nothing of this clone."""
+    """A virtual environment in a separate folder, with the settings of a shell that knows nothing of this clone."""
 
     def __init__(self, folder: Path):
         shutil.rmtree(folder, ignore_errors=True)

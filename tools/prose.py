@@ -22,7 +22,7 @@ FOLDERS = {
 LONGEST = 120
 # Words of a dialect, each with a plain one in its place: "its own stream" is "a separate stream", "told" is "passed".
 DIALECT = re.compile(
-    r"\b(none|(?i:own|alone|beside|told|lies?|lay|lying|stands?|stood|comes?|came|so many|that of|as ever"
+    r"\b(none|(?i:own|alone|beside|told|lies?|lay|lying|stands?(?!-ins?)|stood|comes?|came|so many|that of|as ever"
     r"|where there (?:is|are)|what [^.;:]{1,60} is what))\b"
 )
 VERBS = {*re.findall(

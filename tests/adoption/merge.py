@@ -39,7 +39,7 @@ def hunks(patch: str) -> dict[str, list[dict]]:
 def edited(text: str, its_hunks: list[dict]) -> str:
     lines = text.split("\n")
     for hunk in reversed(its_hunks):
-        start = hunk["start"] - (hunk["count"] > 0)  # a hunk that only adds comes after its line
+        start = hunk["start"] - (hunk["count"] > 0)  # a hunk that only adds follows its line
         lines[start : start + hunk["count"]] = hunk["added"]
     return "\n".join(lines)
 

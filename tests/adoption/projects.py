@@ -8,7 +8,9 @@ class Project:
     repository: str
     commit: str
     tests: list[str]
-    patches: list[str] = field(default_factory=list)  # names in docs/adopt, in the order to apply; its own by default
+    patches: list[str] = field(
+        default_factory=list
+    )  # names in docs/adopt, in the order to apply; by default <name>.patch
     flag: dict[str, str] = field(default_factory=dict)  # environment variables that turn the patched code on
     training: str = ""  # a script here that trains a tiny model on the patched code and prints its losses as JSON
     path: list[str] = field(default_factory=lambda: ["."])  # for PYTHONPATH

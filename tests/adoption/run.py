@@ -1,9 +1,9 @@
-"""Patches the projects of docs/adopt, runs their own unit tests on the CPU, and writes
+"""Patches the projects of docs/adopt, runs their unit tests on the CPU, and writes
 benchmarks/results/adoption.json.
 
     python tests/adoption/run.py --checkouts FOLDER [--fetch] [skyrl unsloth ...]
 
-A patch whose code is behind a flag is tested with the flag and without. At the end comes a table of all projects.
+A patch whose code is behind a flag is tested with the flag and without. The last output is a table of all projects.
 
 FOLDER holds a checkout of each project, named as in projects.py or as its repository. A project without one is skipped,
 or with --fetch its commit is cloned there from GitHub. Checkouts stay as they are: the patch is applied to a copy.
@@ -40,7 +40,7 @@ def checkout_of(name: str, repository: str, folder: Path | None) -> Path | None:
 
 
 def fetch(name: str, repository: str, commit: str, folder: Path) -> Path:
-    """A new checkout of that commit alone."""
+    """A new checkout of only that commit."""
     checkout = folder / name
     checkout.mkdir(parents=True)
     try:

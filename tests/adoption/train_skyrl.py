@@ -119,7 +119,7 @@ def micro_batch(rows, count):
 
 
 def by_document(model):
-    """Megatron-core's own attention on one document at a time, without padding."""
+    """Megatron-core's attention on one document at a time, without padding."""
     own = model_of(get_gpt_layer_local_spec())
     own.load_state_dict(model.state_dict())
     total = sum(sum(each["loss_mask"]) for each in examples())
@@ -174,7 +174,7 @@ def llama_by_document(model):
 
 
 def backends_agree(rank, ranks, store):
-    """Log-probabilities and gradients of SkyRL's own backend and of packing_ops, by shards of the vocabulary."""
+    """Log-probabilities and gradients of SkyRL's backend and of packing_ops, by shards of the vocabulary."""
     dist.init_process_group("gloo", rank=rank, world_size=ranks, store=dist.FileStore(store, ranks))
     generator = torch.Generator().manual_seed(0)
     shard = VOCABULARY // ranks

@@ -58,7 +58,7 @@ def model_of(kind, window=WINDOW):
 
 
 def with_unsloths_attention(model, batch):
-    """``batch`` has the row's fields, as Unsloth's own model forward hands them to each layer."""
+    """``batch`` has the row's fields, as Unsloth's model forward hands them to each layer."""
     fast_forward = FAST_FORWARD[type(model)]
     frequencies = model.model.rotary_emb.inv_freq
     angles = torch.outer(torch.arange(LONGEST).float(), frequencies).repeat(1, 2)

@@ -1,7 +1,7 @@
 """verl's fused forward trains a tiny Llama of transformers on the CPU: padded rows, and rows without padding.
 
 run.py starts it under the patches with their flag set; the last line that it prints is JSON, the losses of each way.
-The loop is of this script: verl's own starts with ray and GPUs.
+The loop is of this script: verl's starts with ray and GPUs.
 """
 
 import json

@@ -71,7 +71,7 @@ def test_a_peer_that_cannot_run_is_left_out_and_named(flash_3):
 
 @pytest.mark.parametrize("package", ["fa3_fwd_interface", "flash_attn.cute"])
 def test_packages_of_other_names(package, monkeypatch):
-    """fa3-fwd has FlashAttention-3's forward alone; flash-attn-4 takes keywords and both backwards."""
+    """fa3-fwd has only FlashAttention-3's forward; flash-attn-4 takes keywords and both backwards."""
 
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, deterministic=False

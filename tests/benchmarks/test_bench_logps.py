@@ -1,4 +1,4 @@
-"""What bench_logps times beside our op runs, and computes the same."""
+"""What bench_logps times next to our op runs, and computes the same."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What bench_megatron times beside our module computes the same."""
+"""What bench_megatron times next to our module computes the same."""
 
 import pytest
 import torch

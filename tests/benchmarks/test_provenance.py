@@ -1,4 +1,4 @@
-"""What the result files say of where they come from."""
+"""What the result files say of where they are from."""
 
 import json
 import subprocess

@@ -332,7 +332,7 @@ def test_a_forked_child_has_a_worker_of_its_own():
         assert started.wait(10)
         assert in_a_child(child) == (2, [2, 3])
         may_end.set()
-        assert collator.get(2) == 2  # the parent's own goes on
+        assert collator.get(2) == 2  # the parent's worker goes on
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

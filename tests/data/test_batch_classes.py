@@ -19,7 +19,7 @@ from packing_ops.data import (
 
 
 class Images:
-    """One tensor per row, each of its own shape; no list, and never empty."""
+    """One tensor per row, each of another shape; no list, and never empty."""
 
     def __init__(self, tensors):
         if not tensors:
@@ -34,7 +34,7 @@ class Images:
 
 
 class Rollouts(dict):
-    """A dict of tensors and Images that checks its rows, whose length is their number, with metadata beside it."""
+    """A dict of tensors and Images that checks its rows, whose length is their number, with metadata next to it."""
 
     metadata = None
 
@@ -57,7 +57,7 @@ BOUNDARIES = [(0, 3), (3, 7)]
 
 
 def rollouts(rows=7):
-    """Everything that SkyRL's TrainingInputBatch has: row i is told by i."""
+    """Everything that SkyRL's TrainingInputBatch has: row i is identified by i."""
     ids = torch.arange(rows)[:, None].expand(rows, 5).clone()
     batch = Rollouts(
         {
@@ -95,7 +95,7 @@ def uids_of(batch):
     return [int(uid[1:]) for uid in batch.metadata["uids"]]
 
 
-# --- a class of one's own, with metadata and list-likes ---
+# --- a user's class, with metadata and list-likes ---
 
 
 def test_rows_of_a_class_of_ones_own():
@@ -354,7 +354,7 @@ def test_rows_of_a_pandas_column_are_its_places():
 
 
 def test_rows_that_are_objects_in_an_array():
-    """Each is filled as it would be in a list, and dummy rows are copies of their own."""
+    """Each is filled as it would be in a list, and dummy rows are separate copies."""
     labels = np.empty(2, object)
     labels[:] = [[1, 2], [3]]
     tensors = np.empty(2, object)
@@ -384,7 +384,7 @@ def test_rows_that_are_objects_in_an_array():
     ],
 )
 def test_boundaries_of_another_form_are_asked(pairs):
-    """Those of a part of a batch, with gaps, or ends alone: cut with the rows they would be wrong without a word."""
+    """Those of a part of a batch, with gaps, or only ends: cut with the rows they would be wrong without a word."""
     batch = {"ids": torch.arange(2), "prompt_boundaries": pairs}
     with pytest.raises(ValueError, match=r"prompt_boundaries: expected in row_keys or batch_keys"):
         slice_batch(batch, 0, 1)
@@ -420,7 +420,7 @@ def test_a_name_that_has_rows_in_one_place_alone(other):
 
 
 class Sized(dict):
-    """As tensordict's: a size beside its fields, which a dict of them does not say."""
+    """As tensordict's: a size next to its fields, which a dict of them does not say."""
 
     batch_size = torch.Size([3])
 

@@ -1,4 +1,4 @@
-"""Columns of examples beside input_ids: used, or refused by name, in every collator."""
+"""Columns of examples next to input_ids: used, or refused by name, in every collator."""
 
 import itertools
 

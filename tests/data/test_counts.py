@@ -47,7 +47,7 @@ def test_padded_rows(device):
 
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), padding=st.integers(0, 3))
 def test_rows_of_collators(lengths, padding):
-    """A row that is filled up holds one more document there, of pad_token_id alone."""
+    """A row that is filled up holds one more document there, of only pad_token_id."""
     total, documents = sum(lengths), len(lengths)
     for pad_token_id in (0, 99):
         row = PaddingFreeCollator(capacity=total + padding, pad_token_id=pad_token_id)(examples_of(lengths))
@@ -112,7 +112,7 @@ def test_a_prefix_tree_is_refused():
 
 
 def test_layouts_that_end_before_the_row(device):
-    """open-instruct's own cu_seq_lens, ours and a PackedMetadata: slots after them are padding."""
+    """open-instruct's cu_seq_lens, ours and a PackedMetadata: slots after them are padding."""
     ids = torch.arange(1, 8, device=device)
     cu_seqlens = cu_seqlens_of([2, 0, 3], device)
     layout = po.PackedMetadata.from_cu_seqlens(cu_seqlens, total=7, max_seqlen=3, num_tokens=5)

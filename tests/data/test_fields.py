@@ -1,4 +1,4 @@
-"""Fields beside the tokens: experts, allowed ids and log-probs of each token, advantages and weights of each
+"""Fields next to the tokens: experts, allowed ids and log-probs of each token, advantages and weights of each
 document.
 """
 

@@ -167,7 +167,7 @@ def kind(request):
 
 
 def each_alone(model, kind, examples):
-    """Each example alone, by plain torch, and the mean as its definition says it."""
+    """Each example separately, by plain torch, and the mean as its definition says it."""
     model.zero_grad(set_to_none=True)
     per_example = []
     for example in examples:
@@ -257,7 +257,7 @@ def as_rollouts(examples):
 
 
 def packed_rows_share(model, collator, batch, dp_size=1):
-    """Some rows of a collated batch, each a forward of its own."""
+    """Some rows of a collated batch, each a separate forward."""
     device, total = next(model.parameters()).device, 0.0
     for input_ids, weights, lengths in zip(
         batch["sequences"].to(device), batch["loss_mask"].to(device), batch["sub_seq_lengths"], strict=True
@@ -317,7 +317,7 @@ def data_parallel_loss_and_gradients(model, examples, rank, world_size):
 
 
 def test_two_processes_and_distributed_data_parallel(tmp_path):
-    # forkserver: its processes end without torch's own teardown, in which a spawned one aborts now and then.
+    # forkserver: its processes end without torch's teardown, in which a spawned one aborts now and then.
     arguments = 2, f"file://{tmp_path}/store"
     fresh_process.start_server()
     torch.multiprocessing.start_processes(rank_of, arguments, nprocs=2, start_method="forkserver")

@@ -191,7 +191,7 @@ def test_worked_values(reduction, options, value, mask_dtype, device):
 @pytest.mark.parametrize(
     ("reduction", "value", "counted"),
     [
-        # SkyRL's own cases, then one more row that is masked altogether, and what it makes of that.
+        # SkyRL's cases, then one more row that is masked altogether, and what it makes of that.
         ("token_mean_legacy", ((2 + 4 + 6) / 3 + (10 + 12 + 14 + 16) / 4) / 2, 17 / 3),
         ("prompt_mean", (4 + 13) / 2, 17 / 3),
         ("sequence_mean", (3 + 6 + 11 + 15) / 4, 35 / 6),
@@ -241,7 +241,7 @@ def test_every_micro_batch_has_its_own_mean(device):
 @pytest.mark.parametrize("zscore", [False, True])
 @pytest.mark.parametrize("reduction", [*REDUCTIONS, "token_mean_legacy"])
 def test_rows_after_the_last_boundary_are_in_no_statistic(reduction, zscore, device):
-    """Boundaries of 7 rows, and then the batch was padded; whatever stands in those rows, and in their mask."""
+    """Boundaries of 7 rows, and then the batch was padded; whatever is in those rows, and in their mask."""
     advantages, mask = torch.randn(9, 5, device=device), (torch.rand(9, 5, device=device) < 0.7).float()
     advantages[7], advantages[8] = torch.nan, 1e30
     mask[7:] = 1
@@ -380,7 +380,7 @@ def test_low_precision_is_rounded_once(dtype):
 def test_weights_are_added_in_float64(rows, seqlen, device):
     """Whatever part of the rows is added at a time."""
     mask = torch.ones(rows, seqlen, device=device)
-    mask[:, :1] = 2**25  # a float32 beside which a 1 is lost
+    mask[:, :1] = 2**25  # a float32 next to which a 1 is lost
     ends = [0, rows // 2, rows]
     scaled = normalize_advantages(torch.ones_like(mask), mask, list(pairwise(ends)), "token_mean")
     for start, end in pairwise(ends):

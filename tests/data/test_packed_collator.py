@@ -21,7 +21,7 @@ def example(length, num_actions, first=1, **more):
 
 
 def examples_of(lengths, seed=0, weights=(0, 1)):
-    """Every token has a number of its own; about half of the examples' tokens are actions."""
+    """Every token has a separate number; about half of the examples' tokens are actions."""
     rng, first, found = random.Random(seed), 1, []
     for length in lengths:
         num_actions = rng.randint(0, length)
@@ -342,7 +342,7 @@ def test_examples_are_a_list_of_dicts(examples):
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 def test_unsigned_tokens(dtype):
-    """torch.cat takes them beside nothing else."""
+    """torch.cat takes them next to nothing else."""
     ids = [[1, 2, 60_000], [3]]
     want = PackedCollator(8, tp_size=4)([{"input_ids": i, "num_actions": 1} for i in ids])
     for convert in (lambda i: torch.tensor(i, dtype=dtype), lambda i: torch.tensor(i, dtype=dtype).numpy()):

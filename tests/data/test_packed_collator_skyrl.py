@@ -113,7 +113,7 @@ def rows_of(batch):
     ids=["tp 1", "tp 4", "cp 2", "cp 2, dp 2"],
 )
 def test_rows(sizes, lengths, rows):
-    """20 and 19 tokens are as long as each other when aligned; the longer one comes first all the same."""
+    """20 and 19 tokens are as long as each other when aligned; the longer one is first all the same."""
     batch = PackedCollator(48, **sizes)(examples_of(lengths))
     assert rows_of(batch) == rows
     assert batch["sequences"].shape[1] <= 48

@@ -1,4 +1,4 @@
-"""PaddingFreeCollator: transformers' own collator as the oracle, the row's end, policies, pairs, bad input, threads."""
+"""PaddingFreeCollator: transformers' collator as the oracle, the row's end, policies, pairs, bad input, threads."""
 
 import doctest
 import itertools
@@ -17,7 +17,7 @@ from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator, count_
 
 
 def documents(*lengths, **more):
-    """Every token has a number of its own."""
+    """Every token has a separate number."""
     ends = list(itertools.accumulate(lengths))
     return [{"input_ids": list(range(e - n + 1, e + 1)), **more} for n, e in zip(lengths, ends, strict=True)]
 
@@ -180,7 +180,7 @@ def test_overlong_carry_keeps_the_first_that_fit():
     batch = plain(collator(examples))
     assert (batch["input_ids"], batch["cu_seq_lens_q"]) == ([[1, 2, 3, 4, 5, 0]], [0, 2, 5, 6])
     chosen = collator.selection(examples)
-    # The last one would fit, but comes after one that does not.
+    # The last one would fit, but follows one that does not.
     assert (chosen.kept, chosen.carried, chosen.carried_tokens, chosen.num_tokens) == ([0, 1], [2, 3], 5, 5)
     assert (chosen.dropped, chosen.truncated, chosen.own, chosen.lost_tokens) == ([], [], [], 0)
     assert plain(collator(examples[2:]))["input_ids"] == [[6, 7, 8, 9, 10, 0]]
@@ -437,7 +437,7 @@ def test_bad_options_are_named(options, message):
 )
 @pytest.mark.parametrize("wrong", [lambda features: (f for f in features), lambda features: features[0]])
 def test_features_are_a_list_of_dicts(collator, wrong):
-    """Of an iterator nothing would be left when the labels' turn comes."""
+    """Of an iterator nothing would be left when the labels are read."""
     with pytest.raises(TypeError, match=r"features: expected a list of dicts, got (generator|dict)"):
         collator(wrong([{"input_ids": [1, 2], "labels": [-100, -100]}]))
 

@@ -9,7 +9,7 @@ from packing_ops.data import PaddingFreeDPOCollator
 
 
 def pairs_of_prompts(*prompts):
-    """Chosen and rejected answers of 3 and 2 tokens to prompts of so many."""
+    """Chosen and rejected answers of 3 and 2 tokens to prompts of these lengths."""
     examples = []
     for i, length in enumerate(prompts):
         prompt = [1000 * (i + 1) + depth for depth in range(length)]

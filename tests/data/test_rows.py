@@ -24,7 +24,7 @@ from packing_ops.data import (
 
 
 def batch_of(rows, device="cpu"):
-    """Every kind of field that rollouts come with; row i is told by i + 1 in each."""
+    """Every kind of field that rollouts have; row i is identified by i + 1 in each."""
     ids = torch.arange(1, rows + 1, device=device)[:, None].expand(rows, 3).clone()
     return {
         "sequences": ids,

@@ -298,7 +298,7 @@ def test_a_source_that_raises_loses_nothing(number, dp_size, buffer):
     whole = rows_of(PackedStream(EXAMPLES, 100, **options))
     failing, done = PackedStream(Failing(EXAMPLES, number), 100, **options), []
     with pytest.raises(OSError, match="the network is gone"):
-        done.extend(numbers(row) for row in failing)  # extend keeps what came before
+        done.extend(numbers(row) for row in failing)  # extend keeps what was there
     resumed = PackedStream(EXAMPLES, 100, **options)
     resumed.load_state_dict(failing.state_dict())
     assert done + rows_of(resumed) == whole

@@ -1,4 +1,6 @@
-"""token_budget_microbatches, and how near to equal the balanced bins under it are beside Karmarkar and Karp's."""
+"""token_budget_microbatches, and how near to equal the balanced bins under it are compared with Karmarkar and
+Karp's.
+"""
 
 import heapq
 import itertools
@@ -118,7 +120,7 @@ def test_deterministic_and_forms_of_lengths(device):
         assert token_budget_microbatches(form, 8192, dp_size=4) == expected
 
 
-# --- beside Karmarkar and Karp ---
+# --- compared with Karmarkar and Karp ---
 
 # (sequences, median length, capacity, ranks): many and few per micro-batch, many and few ranks
 CASES = [

@@ -1,4 +1,4 @@
-"""Tiny models, an engine of vLLM for each, and its log-probabilities beside the trainer's."""
+"""Tiny models, an engine of vLLM for each, and its log-probabilities next to the trainer's."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Sampled by vLLM, trained here: log-probabilities with the same bits (make test-vllm, an environment of its own)."""
+"""Sampled by vLLM, trained here: log-probabilities with the same bits (make test-vllm, a separate environment)."""
 
 import importlib.metadata
 import os
@@ -121,7 +121,7 @@ def test_refusals_name_the_option(options, named, tmp_path):
 
 
 def test_processes_of_vllm_find_the_entry_point(tmp_path):
-    """As installed, and with the environment variable alone: the engine runs in a process of its own."""
+    """As installed, and with only the environment variable: the engine runs in a separate process."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     installed = tmp_path / "site" / "packing_ops-0.dist-info"
     installed.mkdir(parents=True)

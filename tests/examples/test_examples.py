@@ -70,7 +70,7 @@ for path in sys.argv[1:]:
 
 
 def test_examples_without_the_extras():
-    """--help is told, and a run ends with one sentence that names what is missing and the extra that brings it."""
+    """--help prints, and a run ends with one sentence that names what is missing and the extra that brings it."""
     paths = [f"examples/{name}.py" for name in MODULES]
     assert set(paths) == {f"examples/{p.name}" for p in (ROOT / "examples").glob("*.py") if "__main__" in p.read_text()}
     done = subprocess.run(

@@ -12,7 +12,7 @@ from helpers import fresh_process
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]  # not that of helpers: it is run beside a copy of the examples too
+ROOT = Path(__file__).resolve().parents[2]  # not helpers' ROOT: it is run next to a copy of the examples too
 FIRST = ROOT / "examples" / "first"
 
 
@@ -39,7 +39,7 @@ def chats(tmp_path_factory):
     return path
 
 
-# Every torch traces what we do in a model's call in its own way, and the suite runs in one of them.
+# Every torch traces what we do in a model's call differently, and the suite runs in one of them.
 COMPILED = """
 import sys
 import torch

@@ -1,4 +1,4 @@
-"""examples/full_sft.py: an interrupted training goes on to the bit, on two ranks, sharded, with adapters, beside a
+"""examples/full_sft.py: an interrupted training goes on to the bit, on two ranks, sharded, with adapters, next to a
 policy.
 """
 

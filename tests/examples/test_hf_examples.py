@@ -104,7 +104,7 @@ def test_vlm_sft(tmp_path):
 
 
 def test_fsdp2_processes_train_to_the_losses_of_one(tmp_path):
-    """Rows dealt to ranks, and rows that lie on two ranks each."""
+    """Rows dealt to ranks, and rows spread over two ranks each."""
     command = "examples/fsdp2_sft.py", "--documents", 48, "--out", tmp_path
     results = {}
     for processes, shared in ((1, 1), (2, 1), (4, 2)):

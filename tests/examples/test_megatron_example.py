@@ -1,4 +1,4 @@
-"""examples/megatron_sft.py runs, and trains the same way alone, data parallel and context parallel."""
+"""examples/megatron_sft.py runs, and trains the same way in one process, data parallel and context parallel."""
 
 import json
 

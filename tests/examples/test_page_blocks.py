@@ -61,7 +61,9 @@ def attention_of_a_rank():
 
 
 def planned_loss_of_a_rank():
-    """The sum over the ranks of what the plan's block gives, and the mean over the targets of the documents alone."""
+    """The sum over the ranks of what the plan's block gives, and the mean over the targets of the separate
+    documents.
+    """
     from packing_ops.data import PaddingFreeCollator
     from packing_ops.integrations.transformers import apply_packing_ops
     from packing_ops.parallel import plan_step, shard_packed

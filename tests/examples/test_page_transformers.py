@@ -168,7 +168,7 @@ def test_experts_of_the_sampler_are_replayed():
 
     apply_packing_ops(model)
     layers = model.config.num_hidden_layers
-    experts = {3: torch.tensor([0, 1]), 5: torch.tensor([1, 2])}  # of documents with so many tokens
+    experts = {3: torch.tensor([0, 1]), 5: torch.tensor([1, 2])}  # of documents with that many tokens
     examples = [{"input_ids": [7] * n, "routed_experts": pair.expand(n, layers, 2)} for n, pair in experts.items()]
     names = {"PaddingFreeCollator": PaddingFreeCollator, "replay_routing": replay_routing}
     names |= {"model": model, "examples": examples}

@@ -59,7 +59,7 @@ class Case:
         return self.results_of(oracle.varlen_attention, lse_dtype(self.q.dtype))
 
     def sdpa(self):
-        """torch's own fused attention, a document at a time."""
+        """torch's fused attention, a document at a time."""
         return self.results_of(sdpa_by_document)
 
 
@@ -107,7 +107,7 @@ def document_results(results, start, end, keys=None):
 
 
 def document_alone(case, start, end, keys=None):
-    """A case of that one document, in copies of its own."""
+    """A case of that one document, in separate copies."""
     alone, of_keys = copy.copy(case), slice(start, end) if keys is None else slice(*keys)
     alone.q, alone.dout = case.q[start:end].clone(), case.dout[start:end].clone()
     alone.k, alone.v = case.k[of_keys].clone(), case.v[of_keys].clone()

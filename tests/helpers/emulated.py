@@ -1,4 +1,4 @@
-"""The CUDA kernels of attention on the CPU: their own source, compiled for the emulator in tests/emulator."""
+"""The CUDA kernels of attention on the CPU: their source, compiled for the emulator in tests/emulator."""
 
 import ctypes
 import functools
@@ -44,7 +44,7 @@ def attention(
 
     planned_for, planned_ends: other cu_seqlens and visible_end that the plan is made of. Without ``backward`` out and
         lse alone.
-    pages: the keys in pages instead; row_of_key: k and v lie in these rows. There is no backward then.
+    pages: the keys in pages instead; row_of_key: k and v are in these rows. There is no backward then.
     """
     backward = backward and pages is None and row_of_key is None
     window = case.options.get("window_size", (-1, -1))

@@ -67,7 +67,7 @@ def scan(
     scale: float,
     gpu="sm_90",
 ):
-    """out, final_state, and the gradients of q, k, v, g, beta and initial_state; without dout the first two alone."""
+    """out, final_state, and the gradients of q, k, v, g, beta and initial_state; without dout only the first two."""
     documents, (total, k_heads, dim), (_, heads, dim_v) = len(cu_seqlens) - 1, q.shape, v.shape
     final_state = q.new_full((documents, heads, dim, dim_v), torch.nan, dtype=torch.float32)
     results = [*like(v), final_state, *(like(q, k, v, g, beta, initial_state) if dout is not None else [None] * 6)]
@@ -78,7 +78,9 @@ def scan(
 
 
 def mamba(headers: Path, tensors: dict, cu_seqlens, dout, dfinal_state, *, softplus: bool, limit, gpu="sm_90"):
-    """{"out", "final_state" and names of the tensors that came: its gradient}; without dout the first two alone."""
+    """{"out", "final_state" and names of the tensors that were given: its gradient}; without dout the first two
+    alone.
+    """
     x, dt, _, b, _, _, _, initial_state = given = [*tensors.values()]
     documents, (total, heads, dim), (_, groups, dim_s) = len(cu_seqlens) - 1, x.shape, b.shape
     final_state = dt.new_full((documents, heads, dim, dim_s), torch.nan)

@@ -1,8 +1,9 @@
-"""Scripts in processes of their own, on the CPU, which do not import torch and transformers anew: forks of a server
+"""Scripts in separate processes, on the CPU, which do not import torch and transformers anew: forks of a server
 that has.
 
-The server starts with the first call, before it has any thread. It has none of packing_ops, and nothing of what tests
-have changed. multiprocessing's start method "forkserver" takes its processes from the same server, in scripts too.
+The server starts with the first call, before it has any thread. It has nothing of packing_ops, and nothing of what
+tests have changed. multiprocessing's start method "forkserver" takes its processes from the same server, in scripts
+too.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ def run(*command, folder: Path, **options) -> str:
 
 
 def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
-    """The same in so many processes at once, told of each other as torchrun tells them."""
+    """The same in that many processes at once, with the addresses that torchrun would give them."""
     start_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -84,7 +85,7 @@ def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
 def _main(command, rank, folder, address, options):
     """In the process: becomes what ``python *command`` would be."""
     gc.freeze()  # a collection need not visit, and so copy, what the server has imported
-    # By itself it would start a server of its own.
+    # By itself it would start a separate server.
     forkserver._forkserver._forkserver_address, forkserver._forkserver.ensure_running = address, lambda: None
     for number, name in ((1, "stdout"), (2, "stderr")):
         with open(folder / f"{name}_{rank}", "wb") as file:
@@ -99,7 +100,7 @@ def _main(command, rank, folder, address, options):
     own = {str(ROOT), *(str(ROOT / name) for name in ("tests", "benchmarks", "examples")), "", "."}
     sys.path[:] = [*map(str, options.get("paths", [ROOT])), *(path for path in sys.path if path not in own)]
     main = types.ModuleType("__main__")
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # what multiprocessing calls it in processes of its own
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # what multiprocessing calls it in its processes
     if command[0] == "-c":
         name, code = "<string>", command[1]
         sys.argv = ["-c", *command[2:]]

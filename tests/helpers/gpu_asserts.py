@@ -20,7 +20,7 @@ def asserting(value):
 
 
 def runs_alone(item) -> bool:
-    """Runs a test marked asserts_on_gpu in a process of its own, where it is one of the GPU; whether it did.
+    """Runs a test marked asserts_on_gpu in a separate process, where it is one of the GPU; whether it did.
 
     The process may end badly after its test: it has lost the GPU.
     """

@@ -142,14 +142,14 @@ def parts_of(config_class) -> dict[str, transformers.PretrainedConfig]:
     """The default ones."""
     try:
         parts = vars(config_class()) if config_class.sub_configs else {}
-    except Exception:  # a draft model has none
+    except Exception:  # a draft model has no head
         return {}
     found = {name: parts.get(name) for name in config_class.sub_configs}
     return {name: inner for name, inner in found.items() if isinstance(inner, transformers.PretrainedConfig)}
 
 
 def config_of_language_model(config, model_class):
-    """Of a multimodal model whose language model alone is made, the text's; else itself."""
+    """Of a multimodal model of which only the language model is made, the text's; else itself."""
     if isinstance(config, model_class.config_class):
         return config
     return getattr(config, "decoder", None) or config.get_text_config()
@@ -237,7 +237,7 @@ def formula_of_class(cls: type) -> tuple[str | None, str]:
     others = [each for each in parameters if each not in sizes[:1] and each.kind != inspect.Parameter.VAR_KEYWORD]
     if names := [each.name for each in others if not isinstance(each.default, (bool, float))]:
         return None, f"{cls.__name__} may have another formula with {', '.join(names)}"
-    found: dict[tuple[str | None, str], None] = {}  # ordered, unlike a set: the first reason is told
+    found: dict[tuple[str | None, str], None] = {}  # ordered, unlike a set: the first reason is given
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for given in ({}, *({flag.name: not flag.default} for flag in flags)):
             try:

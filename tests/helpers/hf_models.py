@@ -52,7 +52,7 @@ def tiny_model(family, *, attn_implementation="eager", device="cpu", dtype=torch
 
 
 def made_mask(maker, config, embeds, **given):
-    """transformers' own maker of masks, called as versions 4 and 5 want it."""
+    """transformers' maker of masks, called as versions 4 and 5 want it."""
     make = getattr(transformers.masking_utils, maker)
     names = inspect.signature(make).parameters
     given = {"attention_mask": None, CACHE: None, **given}

@@ -1,4 +1,4 @@
-"""Tiny models of every family that apply_packing_ops knows, a packed row for them, and what comes out."""
+"""Tiny models of every family that apply_packing_ops knows, a packed row for them, and what results."""
 
 import gc
 import importlib
@@ -129,7 +129,7 @@ def nothing_left_in_modules():
 
 @pytest.fixture(name="calls")
 def calls_of_our_rope(monkeypatch):
-    """Counts the calls of our rope: equal outputs alone would not show that it ran."""
+    """Counts the calls of our rope: equal outputs would not show that it ran."""
     count = []
 
     def counted(*args, **kwargs):

@@ -60,7 +60,7 @@ def config_of(**more):
 
 
 def tiny_gpt(spec=None, device="cpu", *, rotary=True, **more):
-    """Random weights, the same in every process; a tensor-parallel part has its slice of them, its own biases are 0."""
+    """Random weights, the same in every process; a tensor-parallel part has its slice of them, its biases are 0."""
     torch.manual_seed(0)
     model = GPTModel(
         config_of(**more),
@@ -77,7 +77,7 @@ def tiny_gpt(spec=None, device="cpu", *, rotary=True, **more):
 
 
 def causal_mask(seqlen, device):
-    """What megatron-core's own attention needs where it would ask CUDA for one."""
+    """What megatron-core's attention needs where it would ask CUDA for one."""
     return torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).triu(1)[None, None]
 
 
@@ -135,7 +135,7 @@ class _OnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def answers_of(device):
-    """What megatron-core asks of CUDA, answered for ``device``; dropout draws from torch's own generator."""
+    """What megatron-core asks of CUDA, answered for ``device``; dropout draws from torch's generator."""
     with contextlib.ExitStack() as patches:
         if torch.device(device).type == "cpu":
             if torch.cuda.is_available():  # torch.compile would take "cpu" for the number of a GPU
@@ -163,7 +163,7 @@ def parallel(**sizes):
 
 @pytest.fixture(name="megatron")
 def one_process(device, tmp_path):
-    """megatron-core's groups of this process alone."""
+    """megatron-core's groups of only this process."""
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with answers_of(device), parallel():

@@ -13,7 +13,7 @@ from helpers import fresh_process
 
 
 def spawn(worker, world_size, folder):
-    """What ``worker()`` returns in each of so many processes of one group; its exception is raised here."""
+    """What ``worker()`` returns in each of that many processes of one group; its exception is raised here."""
     fresh_process.start_server()
     arguments = world_size, folder, worker
     torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
@@ -32,7 +32,7 @@ def nccl_ranks():
 
 
 def spawn_on_gpus(worker, world_size, folder):
-    """The same over NCCL, a GPU for each process where there are so many; not forks, which could not use them."""
+    """The same over NCCL, a GPU for each process if there are enough; not forks, which could not use them."""
     arguments = world_size, folder, worker
     torch.multiprocessing.start_processes(_gpu_process, arguments, nprocs=world_size, start_method="spawn")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

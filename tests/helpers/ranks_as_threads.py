@@ -1,6 +1,6 @@
-"""A process group whose ranks are threads of one process, so that one GPU is enough, or none.
+"""A process group whose ranks are threads of one process, so that one GPU is enough, or the CPU.
 
-Their collectives are as late as NCCL's may be. On a GPU each rank has a stream of its own and another for collectives,
+Their collectives are as late as NCCL's may be. On a GPU each rank has a separate stream and another for collectives,
 which waits before it copies; on the CPU the copies are made in wait(). Until then what is received is NaN.
 """
 
@@ -104,7 +104,7 @@ def _copy(pairs, of_ranks, rank):
 
 
 def ranks_in_threads(worker, ranks, device="cpu"):
-    """What ``worker(group)`` returns on each of so many ranks; what one raises is raised here."""
+    """What ``worker(group)`` returns on each of that many ranks; what one raises is raised here."""
     meeting, found, errors = _Meeting(ranks), [None] * ranks, []
 
     def run(rank):
@@ -131,7 +131,7 @@ def ranks_in_threads(worker, ranks, device="cpu"):
 
 
 def rank_of_identical_ranks(ranks):
-    """Rank 0 of so many that all send what it sends them, without threads: a CUDA graph is of one thread."""
+    """Rank 0 of a number of ranks that all send what it sends them, without threads: a CUDA graph is of one thread."""
 
     def all_of(_, brought):
         if not isinstance(brought, tuple):  # an event

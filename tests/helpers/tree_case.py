@@ -75,7 +75,7 @@ class Tree:
         return paths.row_of_key.long().split(paths.cu_seqlens.diff().tolist())
 
     def alone(self, rows):
-        """The results of one path, as a document of its own."""
+        """The results of one path, as a separate document."""
         alone = copy.copy(self)
         for name in ("q", "k", "v", "dout"):
             setattr(alone, name, getattr(self, name)[rows])

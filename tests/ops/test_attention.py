@@ -345,7 +345,7 @@ def test_a_poisoned_row_reaches_only_keys_that_it_sees(device, dtype, at, name):
 
 
 def test_memory_grows_with_tokens_not_with_their_square(device):
-    """20,000 tokens: the scores of one head alone would be 1.6 GB."""
+    """20,000 tokens: the scores of one head would be 1.6 GB."""
     if device == "cpu":
         try:
             with open("/proc/self/clear_refs", "w") as file:
@@ -405,7 +405,7 @@ def op_samples(device):
 @pytest.mark.parametrize("sample", range(7))
 def test_opcheck(device, sample):
     op, arguments = op_samples(device)[sample]
-    # A plan's entries of equal cost stand in any order, so two plans are not compared.
+    # A plan's entries of equal cost are in any order, so two plans are not compared.
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
     utils += [] if op is ops.attention_plan else ["test_aot_dispatch_dynamic"]
     torch.library.opcheck(op, arguments, test_utils=utils)

@@ -54,7 +54,7 @@ def test_error_around_tile_edges(dim, heads, causal):
     ids=str,
 )  # fmt: skip
 def test_error_of_transformed_scores(options, dtype, dim):
-    """At most twice that of the oracle's own operations in the low precision."""
+    """At most twice the error of the oracle's operations in the low precision."""
     case = Case([1, 63, 64, 65, 129, 300, 700], heads=(4, 2), dim=dim, dtype=dtype, device="cuda", **options)
     low = copy.copy(case)
     if options.get("softcap", 0) > 1e30:
@@ -99,7 +99,7 @@ def test_documents_keep_their_bits(dims):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [96, 128])
 def test_units_differ_by_the_number_of_tokens_and_bits_do_not(dim, dtype, options, heads, filling):
-    """On Hopper a document of a small call has units of two tiles of rows, and beside many tokens of three."""
+    """On Hopper a document of a small call has units of two tiles of rows, and next to many tokens of three."""
     lengths, total = [700, 33, 129, 256], 1118
     many = Case([*lengths, filling], [*lengths, 0], heads=heads, dim=dim, dtype=dtype, device="cuda", **options)
     few = document_alone(many, 0, total)
@@ -139,7 +139,7 @@ def test_graph_replays_with_other_lengths():
 
 
 def test_a_dense_graph_keeps_nothing_of_its_own():
-    """Memory of a graph is written again in its replay, so a later call must not get cu_seqlens that lie there."""
+    """Memory of a graph is written again in its replay, so a later call must not get cu_seqlens that are there."""
     given = [torch.randn(3, 41, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -251,7 +251,7 @@ def test_a_poisoned_key_reaches_only_rows_near_those_that_see_it(dtype, dim, len
     reached = grains_that_meet(seen)
 
     def changed(name, inside):
-        """Of the rows of the document; none of the others is."""
+        """Of the rows of the document; no other row is."""
         found = (ours[name] != clean[name]).flatten(1).any(1)
         assert not found[: inside.start].any()
         assert not found[inside.stop :].any()
@@ -315,7 +315,7 @@ def test_heads_keep_their_bits_when_sums_go_around(lengths, causal):
 
 @pytest.mark.parametrize("lengths", [[4096] * 8, [300] * 109, [100] * 327], ids=["4096", "300", "100"])
 def test_memory_of_the_backward(lengths):
-    """Bytes per element of q beside the gradients."""
+    """Bytes per element of q next to the gradients."""
     q, k, v, dout = packed(lengths, dim=128, heads=(32, 8))
     out = po.varlen_attention(q, k, v, cu_seqlens_of(lengths, "cuda"))
     torch.cuda.synchronize()
@@ -354,7 +354,7 @@ def test_more_than_2_31_elements():
     q, k, v, dout = packed(lengths, dim=dim, heads=(heads, 1))
     assert q.numel() > 2**31
     whole = out_and_gradients(q, k, v, dout, cu_seqlens_of(lengths, "cuda"))
-    # The first, the one that element 2**31 of q lies in, the last.
+    # The first, the one that element 2**31 of q is in, the last.
     for document in (0, 2**31 // (length * heads * dim), documents - 1):
         rows = slice(document * length, (document + 1) * length)
         leaves = [t.detach()[rows].clone().requires_grad_() for t in (q, k, v)]

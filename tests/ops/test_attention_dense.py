@@ -60,7 +60,7 @@ def test_equals_torch(device, causal, heads):
 )
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(33, 33), (5, 70), (70, 5), (1, 70)])
 def test_equals_the_oracle_and_the_packed_call(device, seqlen_q, seqlen_k, options):
-    """Causal is bottom-right aligned: the last query stands at the last key."""
+    """Causal is bottom-right aligned: the last query is at the last key."""
     case = Case([seqlen_q] * 3, [seqlen_k] * 3, heads=(4, 2), device=device, **options)
     dense = dense_results(case, 3)
     assert_close(dense, case.exact(), 1e-4)

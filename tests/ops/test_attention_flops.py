@@ -136,7 +136,7 @@ def test_sizes_that_are_not_known_yet():
 
 @pytest.mark.parametrize("counter_first", [True, False])
 def test_import_order(counter_first):
-    """Beside a counter that is imported already the formulas are registered; else packing_ops leaves it alone until
+    """Next to a counter that is imported already the formulas are registered; else packing_ops leaves it alone until
     asked.
     """
     lines = [

@@ -37,7 +37,7 @@ def decode_case(new, device, **options):
 
 
 def cache_of(case, seqlen, device, tokens=0):
-    """Rows of their own, NaN where no key is; the last ``tokens`` keys of each sequence are not there yet."""
+    """Separate rows, NaN where no key is; the last ``tokens`` keys of each sequence are not there yet."""
     starts, lengths = case.cu_seqlens[1].tolist(), case.cu_seqlens[1].diff().tolist()
     caches = []
     for given in (case.k, case.v):

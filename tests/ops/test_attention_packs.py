@@ -1,4 +1,4 @@
-"""Random packs: each document has the bits that it has alone, and each run those of the run before."""
+"""Random packs: each document has the bits that it has in a separate row, and each run those of the run before."""
 
 import itertools
 import random

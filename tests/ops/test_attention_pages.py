@@ -128,7 +128,7 @@ def test_layouts_of_q(device, layout):
 
 
 def strided(pages, kind):
-    """The same pages where a cache may have them: k beside v, heads before rows, a slice of wider rows."""
+    """The same pages where a cache may have them: k next to v, heads before rows, a slice of wider rows."""
     if kind == "k beside v":
         return torch.stack([pages.k, pages.v], dim=1).unbind(1)
     if kind == "heads first":

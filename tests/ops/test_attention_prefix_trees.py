@@ -1,4 +1,6 @@
-"""varlen_attention over prefix trees: against one mask of the whole row, and to the bit against each path alone."""
+"""varlen_attention over prefix trees: against one mask of the whole row, and to the bit against each path
+separately.
+"""
 
 import copy
 import dataclasses
@@ -71,8 +73,8 @@ def test_sharing_changes_no_bit_of_long_samples(group, dim, softcap):
 
 
 def assert_same_bits(tree):
-    """Of every segment beside the document of its path alone, and from run to run. dq adds up tiles of keys in an order
-    that on a GPU goes by the document's length: there the rows of a path's earlier segments are compared in their own
+    """Of every segment next to the document of only its path, and from run to run. dq adds up tiles of keys in an
+    order that on a GPU goes by the document's length: there the rows of a path's earlier segments are compared in their
     paths.
     """
     lengths, parents = tree.cu_seqlens.diff().tolist(), tree.parents.tolist()

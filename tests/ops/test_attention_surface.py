@@ -44,7 +44,7 @@ def test_flash_attn_varlen_func(device):
     expected, lse = po.varlen_attention(*arguments, causal=False, window_size=(7, 2), softcap=3.0, return_lse=True)
     call = po.flash_attn_varlen_func
     assert_same(call(*arguments, 30, 40, window_size=(7, 2), softcap=3.0), expected)
-    # flash-attn's own order of the optional arguments: dropout_p, softmax_scale, causal, window_size, softcap, ...
+    # flash-attn's order of the optional arguments: dropout_p, softmax_scale, causal, window_size, softcap, ...
     given = call(*arguments, 30, 40, 0.0, None, False, (7, 2), 3.0, None, True, True)
     assert_same(given[0], expected)
     assert_same(given[1], lse)

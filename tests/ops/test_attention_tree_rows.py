@@ -1,4 +1,4 @@
-"""Rows of a prefix tree that the forward of attention reads where they lie, by the row of each tile's first key."""
+"""Rows of a prefix tree that the forward of attention reads in place, by the row of each tile's first key."""
 
 import pytest
 import torch

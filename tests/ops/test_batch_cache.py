@@ -147,7 +147,7 @@ def test_layers_of_two_stages_in_one_process_do_not_pass_for_one_forward():
 
 
 def test_metadata_follows_its_cu_seqlens(device):
-    """What PackedMetadata works out is of the values that cu_seqlens has, however they came there."""
+    """What PackedMetadata works out is of the values that cu_seqlens has, whatever wrote them."""
     metadata = po.PackedMetadata.from_lengths([2, 3], device=device)
     padded = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], device=device)
     assert metadata.unpad(padded).tolist() == [1, 2, 5, 6, 7]

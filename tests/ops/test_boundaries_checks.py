@@ -79,7 +79,7 @@ def test_what_agrees_is_left_alone(device, lengths, given, batch, dtype):
         ([9, 5, 1, 13], positions(9, 5, 14), {}, OTHERS),
         ([9, 5, 13, 1], positions(9, 5, 14), {}, OTHERS),
         ([14, 14], positions(9, 5, 14), {}, OTHERS),  # one too few
-        ([9, 0, 6, 0, 13], positions(9, 5, 14), {}, OTHERS),  # beside empty documents
+        ([9, 0, 6, 0, 13], positions(9, 5, 14), {}, OTHERS),  # next to empty documents
         ([3, 2], positions(2, 3), {}, OTHERS),  # short documents
         ([3, 1], positions(2, 2), {}, OTHERS),
         ([2, 4], positions(1, 5), {}, OTHERS),
@@ -106,7 +106,7 @@ def test_what_contradicts_is_named(device, lengths, given, options, message):
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_one_boundary_that_is_moved_left_out_or_one_too_many_is_found(device, first):
-    """Of documents of three tokens and more, whose positions start at first. A document of a 1 alone may be padding."""
+    """Of documents of three tokens and more, whose positions start at first. A document of only a 1 may be padding."""
     numbers = torch.Generator().manual_seed(first)
     for _ in range(20):
         lengths = torch.randint(3, 9, (5,), generator=numbers).tolist()

@@ -20,7 +20,7 @@ def row_of(lengths, device, tail=0):
 
 
 def padded_loop(rewards, values, response_mask, gamma, lam):
-    """[batch, seqlen]: slot by slot from the right, slots of mask 0 hand on what came after them."""
+    """[batch, seqlen]: slot by slot from the right, slots of mask 0 pass on what follows them."""
     next_values = next_advantages = torch.zeros_like(rewards[:, 0])
     advantages = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):

@@ -47,7 +47,7 @@ def test_half_types_are_summed_in_float32(device, dtype):
 
 
 def test_the_loss_is_that_of_the_documents(device):
-    """Of all of them without the padding, and of each alone, to the bit."""
+    """Of all of them without the padding, and of each separately, to the bit."""
     probabilities, cu_seqlens = row(device)
     loss = po.load_balancing_loss(probabilities, cu_seqlens, top_k=2)
     kept = probabilities[: sum(LENGTHS)]
@@ -76,13 +76,13 @@ def test_copies_are_so_many_tokens(device):
     copies = torch.tensor([2, 1, 0, 3, 1], device=device)
     repeated = probabilities.repeat_interleave(copies, 0)
     expected = po.load_balancing_loss(repeated, cu_seqlens_of([7], device), top_k=2)
-    probabilities[2] = torch.nan  # stands for no token
+    probabilities[2] = torch.nan  # represents no token
     actual = po.load_balancing_loss(probabilities, cu_seqlens_of([5], device), top_k=2, copies=copies)
     torch.testing.assert_close(actual, expected)
 
 
 def test_copies_of_a_prefix_tree(device):
-    """The loss of a tree's rows is that of its samples, one after the other."""
+    """The loss of a tree's rows is the one of its samples, one after the other."""
     samples = [[*(5, 6, 7, 8) * 80, 1], [*(5, 6, 7, 8) * 80, 2, 3], [*(5, 6, 7, 8) * 80, 4]]
     tokens = torch.tensor([t for sample in samples for t in sample])
     tree = po.pack_prefix_tree(tokens, cu_seqlens_of([len(s) for s in samples]))

@@ -45,7 +45,7 @@ def test_equals_reference(device, dtype, features, masked):
 
 @given(lengths=lengths_strategy, features=st.integers(0, 70), tail=st.integers(0, 5), average=st.booleans())
 def test_each_feature_is_summed_on_its_own(device, lengths, features, tail, average):
-    """In float64 the order of additions is all that a row and its columns may differ by; nothing else comes in."""
+    """In float64 the order of additions is all that a row and its columns may differ by; nothing else matters."""
     values = torch.randint(-9, 9, (sum(lengths) + tail, features), device=device).double()
     cu_seqlens = cu_seqlens_of(lengths, device)
     rows = po.segment_sum(values, cu_seqlens, None, average)

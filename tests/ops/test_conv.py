@@ -1,4 +1,4 @@
-"""causal_conv1d against packing_ops.reference.conv: torch's own convolution of each document."""
+"""causal_conv1d against packing_ops.reference.conv: torch's convolution of each document."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ from packing_ops.reference import boundaries as boundaries_oracle
 from packing_ops.reference import padding as padding_oracle
 from packing_ops.report import make_report
 
-# Functions of torch whose result lies on the default device; torch.frombuffer's does not.
+# Functions of torch whose result is on the default device; torch.frombuffer's does not.
 FACTORIES = {"arange", "as_nested_tensor", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty"}
 FACTORIES |= {"empty_permuted", "empty_quantized", "empty_strided", "eye", "fftfreq", "from_file", "full"}
 FACTORIES |= {"hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "nested_tensor", "ones"}

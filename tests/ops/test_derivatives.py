@@ -71,7 +71,7 @@ def test_linear_ops_under_torch_func(name):
 
 
 def test_one_tangent_of_several():
-    """k, or the second tensor of a list, has a tangent where the first has none."""
+    """k, or the second tensor of a list, has a tangent where the first lacks one."""
     x, along = torch.randn(2, 5, 1, 4, dtype=torch.float64)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, along)
@@ -158,7 +158,7 @@ def test_attention_refuses_forward_mode():
         torch.func.jvp(attend, (x,), (x,))
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"varlen_attention.*forward-mode"):
         attend(forward_ad.make_dual(x, x))
-    with forward_ad.dual_level():  # no tangent comes near it
+    with forward_ad.dual_level():  # no tangent reaches it
         attend(x)
     # The derivative of the gradient along a direction: forward over reverse.
     with pytest.raises(NotImplementedError, match=r"varlen_attention.*forward-mode"):

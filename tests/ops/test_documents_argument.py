@@ -20,7 +20,7 @@ def rows(*shape, device="cpu"):
 
 
 def calls(device):
-    """{function: call with what stands for the documents}"""
+    """{function: call with what represents the documents}"""
     labels, values = torch.arange(TOTAL, device=device), rows(device=device)
     q, k, v = (rows(2, 16, device=device) for _ in range(3))
     hidden, weight = rows(4, device=device), torch.randn(11, 4, device=device)

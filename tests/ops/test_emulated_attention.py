@@ -1,4 +1,4 @@
-"""The CUDA kernels of attention where there is no GPU: their own source, run on the CPU by tests/emulator."""
+"""The CUDA kernels of attention without a GPU: their source, run on the CPU by tests/emulator."""
 
 import random
 
@@ -195,7 +195,7 @@ def test_a_plan_of_other_documents_is_a_fault(dtype):
     ids=str,
 )
 def test_a_plan_of_other_totals_is_a_fault(gpu, lengths, sizes):
-    """Where its lists lie depends on the totals, which its size need not tell."""
+    """Where its lists are depends on the totals, which its size need not tell."""
     case = Case(lengths, tail=1, **{"dtype": BF16, **sizes})
     with pytest.raises(RuntimeError, match="fault"):
         emulated.attention(case, HEADERS, gpu, planned_for=case.cu_seqlens[0].clone(), late_copies=False, seed=0)

@@ -1,4 +1,4 @@
-"""Attention's kernels for compute capability 9.0 where there is no GPU: tensor maps, barriers and products by
+"""Attention's kernels for compute capability 9.0 without a GPU: tensor maps, barriers and products by
 tests/emulator, which ends the process where a kernel reads what its writer has not fenced off."""
 
 import pytest
@@ -105,7 +105,7 @@ GRADIENTS = {
     ("heads", "filling", "dim"), [((64, 1), 1540, 128), ((64, 1), 1540, 96), ((12, 4), 8100, 128)], ids=str
 )
 def test_units_of_two_tiles_have_the_bits_of_three(heads, filling, dim):
-    """Alone, a document has units of two tiles; beside many tokens, which see no key here, of three."""
+    """Alone, a document has units of two tiles; next to many tokens, which see no key here, of three."""
     case = Case([filling, 21, 66], [0, 300, 66], heads=heads, dim=dim, dtype=BF16, window_size=(200, 0))
     whole, alone = forward(case), forward(document_alone(case, filling, filling + 21, (0, 300)))
     assert_same(alone["out"], whole["out"][filling : filling + 21])
@@ -133,7 +133,7 @@ def test_error_and_schedules(run, cases, name):
 
 @pytest.mark.parametrize(("heads", "dim"), [((4, 1), 128), ((3, 1), 128), ((5, 1), 64), ((3, 1), 192)], ids=str)
 def test_documents_keep_their_bits(heads, dim):
-    """Alone, and beside documents that are NaN everywhere."""
+    """Alone, and next to documents that are NaN everywhere."""
     lengths = [129, 1, 150, 65, 257]
     case = Case(lengths, heads=heads, dim=dim, dtype=BF16)
     ends = torch.tensor(lengths).cumsum(0).tolist()
@@ -167,7 +167,7 @@ def test_documents_keep_their_bits(heads, dim):
     ids=str,
 )
 def test_gradients_keep_their_bits(heads, dims, ahead):
-    """Alone, and beside documents that are NaN everywhere; ``ahead``: the share of queries that visible_end lets look
+    """Alone, and next to documents that are NaN everywhere; ``ahead``: the share of queries that visible_end lets look
     ahead.
     """
     lengths = [70, 1, 140, 65]

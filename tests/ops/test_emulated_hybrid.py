@@ -64,7 +64,7 @@ def test_convolution_has_the_bits_of_a_document_alone():
 
 
 def scanned(tensors, cu_seqlens, gradients, *, gpu="sm_90", use_qk_l2norm=True):
-    """As test_scan.results_of; every argument that comes is contiguous."""
+    """As test_scan.results_of; every argument that is given is contiguous."""
     *given, state = tensors
     scale = given[0].shape[-1] ** -0.5
     options = {"l2norm": use_qk_l2norm, "scale": scale, "gpu": gpu}
@@ -72,7 +72,7 @@ def scanned(tensors, cu_seqlens, gradients, *, gpu="sm_90", use_qk_l2norm=True):
 
 
 def assert_scanned(monkeypatch, *args, gpu="sm_90", **options):
-    """test_scan's own comparison, of the emulated kernels."""
+    """test_scan's comparison, of the emulated kernels."""
     own = test_scan.results_of
 
     def results_of(rule, tensors, cu_seqlens, gradients, **options):
@@ -168,14 +168,14 @@ def test_scan_keeps_nan_in_its_document():
 
 
 def mamba(tensors, cu_seqlens, gradients=(None, None), *, dt_softplus=True, dt_limit=(0.0, float("inf")), gpu="sm_90"):
-    """As test_scan_mamba.results_of; every argument that comes is contiguous."""
+    """As test_scan_mamba.results_of; every argument that is given is contiguous."""
     options = {"softplus": dt_softplus, "limit": dt_limit, "gpu": gpu}
     tensors = {name: None if t is None else t.detach() for name, t in tensors.items()}
     return emulated.mamba(HEADERS, tensors, cu_seqlens, *gradients, **options)
 
 
 def assert_mamba(monkeypatch, tensors, cu_seqlens, *, gpu="sm_90", **options):
-    """test_scan_mamba's own comparison, of the emulated kernels."""
+    """test_scan_mamba's comparison, of the emulated kernels."""
     own = test_scan_mamba.results_of
 
     def results_of(scan, *args, **options):

@@ -1,5 +1,5 @@
-"""Keys in pages in the CUDA kernels of attention where there is no GPU (tests/emulator): out and lse are those of keys
-end to end, and no slot without a key, nor any memory beside pages, is read.
+"""Keys in pages in the CUDA kernels of attention without a GPU (tests/emulator): out and lse are those of keys
+end to end, and no slot without a key, nor any memory outside of pages, is read.
 """
 
 import re

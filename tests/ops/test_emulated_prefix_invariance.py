@@ -1,4 +1,4 @@
-"""Prefixes and chunks of queries in the CUDA kernels of attention where there is no GPU (tests/emulator). Sums inside
+"""Prefixes and chunks of queries in the CUDA kernels of attention without a GPU (tests/emulator). Sums inside
 of one instruction have another order there than on a GPU: test_prefix_invariance.py compares them there.
 """
 

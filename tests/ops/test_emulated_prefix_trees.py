@@ -1,5 +1,5 @@
-"""Prefix trees in the CUDA kernels of attention where there is no GPU (tests/emulator): rows of k and v read where they
-lie have the bits of k and v gathered along the paths, for leaves of any length.
+"""Prefix trees in the CUDA kernels of attention without a GPU (tests/emulator): rows of k and v read in place
+have the bits of k and v gathered along the paths, for leaves of any length.
 """
 
 import copy
@@ -41,7 +41,7 @@ GPUS = {
 
 
 def tree_case(**options):
-    """(the tree, the same call over keys along its paths, row_of_key): Cases that differ in k and v alone."""
+    """(the tree, the same call over keys along its paths, row_of_key): Cases that differ only in k and v."""
     lengths = torch.tensor(LENGTHS)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     paths = prefix_paths(cu_seqlens, torch.tensor(PARENTS, dtype=torch.int32), int(lengths.sum()))

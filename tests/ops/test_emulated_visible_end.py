@@ -1,4 +1,4 @@
-"""visible_end in the CUDA kernels of attention where there is no GPU (tests/emulator)."""
+"""visible_end in the CUDA kernels of attention without a GPU (tests/emulator)."""
 
 import re
 
@@ -36,7 +36,7 @@ GPUS = {
 GPUS["sm_90"] = ["128 window, softcap, sinks", "192, values of 128", "64, values of 128", "512", "512 features, values of 264"]  # fmt: skip
 GPUS["sm_100"] = ["64", "128 keys of their own"]
 
-# Documents of several key tiles: wgmma on sm_90. `ahead`: spans of packed rows that see each other, beside the share.
+# Documents of several key tiles: wgmma on sm_90. `ahead`: spans of packed rows that see each other, besides the share.
 HOPPER = {
     "128, images across tiles and units": ([200, 1, 140], None, {"heads": (4, 1), "dim": 128, "dtype": BF16}, [(20, 190), (210, 340)]),
     "64, images across tiles and units": ([260, 1, 140], None, {"heads": (2, 1), "dim": 64, "dtype": BF16}, [(120, 250), (270, 391)]),

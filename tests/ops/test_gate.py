@@ -88,7 +88,7 @@ def test_both_attempts_make_value_errors():
 
 
 def test_every_mistake_in_csrc_starts_with_the_names_of_arguments():
-    """That is what tells it from torch's own errors."""
+    """That is what tells it from torch's errors."""
     started = re.compile(r'\b(?:fail\(|check\([^;"]*?,\s*)(\w+, )?"([^"]*)"')
     texts = [
         (name or "", text)

@@ -115,7 +115,7 @@ def test_gradients_are_not_needed_for_the_same_bits(device):
 @given(lengths=st.lists(st.integers(1, 30), min_size=2, max_size=5))
 def test_losses_by_token_and_by_document(device, lengths):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32  # float32 layers are not claimed there
-    # A product of the caller's own: no columns are padded.
+    # A product of the caller's: no columns are padded.
     weight = head(dtype, device)[0][: VOCAB // 8 * 8]
     items = [(h, labels % len(weight)) for h, labels in documents(lengths, dtype, device)]
     hidden, labels = (torch.cat(parts) for parts in zip(*items, strict=True))
@@ -159,7 +159,7 @@ def test_values_in_the_mode_are_those_without(device, dtype):
 
 
 def losses(name, hidden, labels):
-    """A function of the library, of rows whose every token has a target, and its gradient of hidden alone."""
+    """A function of the library, of rows whose every token has a target, and its gradient of only hidden."""
     weight, bias = head(hidden.dtype)
     cu_seqlens = cu_seqlens_of([len(labels)])
     if name == "token_logps":
@@ -196,7 +196,7 @@ SUM_DTYPES = [torch.float32, torch.float64]
     seed=st.integers(0, 99),
 )
 def test_no_order_changes_a_sum(device, dtype, size, spread, scale, seed):
-    """Terms of both signs and many sizes; the error is that of rounding each of them once or twice."""
+    """Terms of both signs and many sizes; the error is the one of rounding each of them once or twice."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(3, size, generator=generator, dtype=torch.float64)
     factors = 10.0 ** (-spread * torch.rand(3, size, generator=generator, dtype=torch.float64))
@@ -278,7 +278,7 @@ def test_one_object_may_be_entered_again_and_decorates():
 
 
 class Settings:
-    """Stands for torch.backends.cuda."""
+    """Replaces torch.backends.cuda."""
 
     def __init__(self, setter):
         self.library, self.size = "cublas", 4096

@@ -168,7 +168,7 @@ class RowsNorm(nn.Module):
 
 
 def test_compiled_sums_over_a_row_are_refused_where_torch_cannot_fix_their_order(monkeypatch):
-    """Parameters on meta: they stand for those of a GPU."""
+    """Parameters on meta: they represent those of a GPU."""
     from torch._inductor import config
 
     def found(*layers, batch_invariant=False):

@@ -101,7 +101,7 @@ def four_threads():
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float64], ids=str)
 def test_products_of_float32_are_those_of_one_thread(four_threads, dtype):
-    """MKL splits those of a few rows among many threads by where a row stands. Threads that start meanwhile have
+    """MKL splits those of a few rows among many threads by where a row is. Threads that start meanwhile have
     all.
     """
     set_threads, found = mode._setter_of_threads(), []

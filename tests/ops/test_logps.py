@@ -210,7 +210,7 @@ def test_one_chunk_of_logits_in_memory(device):
                     largest = max(largest, tensor.untyped_storage().nbytes() // 4)
             return out
 
-    # Below the op, where its own products are seen.
+    # Below the op, where its products are seen.
     from packing_ops.losses import op as module
 
     targets = ops.logps_targets(labels, cu_seqlens, -100, 4000)

@@ -17,11 +17,11 @@ from packing_ops.reference import logps as oracle
 ops = torch.ops.packing_ops
 NAMES = ("logps", "lse", "entropy", "sum_p2", "top1")
 FLOATING = NAMES[:-1]
-WHOLE, FEW, ALL = range(3)  # kinds of sets: none given, some entries, every entry
+WHOLE, FEW, ALL = range(3)  # kinds of sets: not given, some entries, every entry
 
 
 def allowed_of(labels, vocab, kinds=None, dtype=torch.int64):
-    """(allowed_ids, allowed_offsets) with each label among its own, in no order, some of them twice."""
+    """(allowed_ids, allowed_offsets) with each label among its ids, in no order, some of them twice."""
     sets = []
     for i, label in enumerate(labels.tolist()):
         kind = (WHOLE, FEW, FEW, ALL, FEW)[i % 5] if kinds is None else kinds
@@ -167,7 +167,7 @@ def test_bits_of_every_entry_are_those_of_none(device, dtype):
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_bits_in_any_pack_and_chunk(device, dtype):
-    """Within invariant(): each document alone, any chunk, any bound, logits kept or not."""
+    """Within invariant(): each document separately, any chunk, any bound, logits kept or not."""
     hidden, weight, labels, cu_seqlens, bias = batch(device, 9000, 16, dtype=dtype)
     sets = allowed_of(labels, 9000, FEW)
     grad = torch.randn(len(labels), device=device, dtype=torch.float32)
@@ -383,7 +383,7 @@ def test_rows_at_any_address(device, dtype):
             expected[:, 0] += grads
             torch.testing.assert_close(part, expected.to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
             changed[:, start : start + columns] = memory[:, start : start + columns]
-            assert_same(changed, memory)  # nothing beside them
+            assert_same(changed, memory)  # nothing but them
 
 
 # --- bad input ---

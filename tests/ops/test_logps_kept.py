@@ -192,7 +192,7 @@ def test_auto_keeps_what_fits():
 
 
 def test_the_float32_gradient_of_hidden_is_gone_before_that_of_weight(device, monkeypatch):
-    """It is a quarter of a GB beside 16,384 rows of 4,096."""
+    """It is a quarter of a GB next to 16,384 rows of 4,096."""
     hidden, weight, labels, cu_seqlens, _ = batch(device, dtype=torch.bfloat16)
     rows = int((po.shift_labels(labels, cu_seqlens) != -100).sum()) if device == "cpu" else hidden.shape[0]
     seen, add_weight = [], Gradients._add_weight

@@ -143,7 +143,7 @@ def test_only_the_gradient_that_is_asked_for(device, needed):
 
 
 def test_the_teacher_is_constant(device):
-    """Also where it is the student's own head."""
+    """Also where it is the student's head."""
     student, teacher, labels, cu_seqlens = two_heads(device)
     teacher = leaves(*teacher)
     assert not ours(student, teacher, labels, cu_seqlens).requires_grad
@@ -309,7 +309,7 @@ def test_the_same_bits_in_any_pack_and_chunk(device, dtype, packs, chunk, beta, 
     labels = labels if masked else None
 
     def run(first, last, chunk):
-        """Of documents first to last, backwards: values and gradients of hidden, by document in their own order."""
+        """Of documents first to last, backwards: values and gradients of hidden, by document in their order."""
         slots = torch.arange(sum(lengths)).split(lengths)[first:last][::-1]
         index, sizes = torch.cat(slots).to(device), [len(s) for s in slots]
         hidden = student[0][index].requires_grad_()
@@ -357,7 +357,7 @@ def test_logits_of_one_chunk_in_memory(device):
                     largest = max(largest, tensor.untyped_storage().nbytes() // 4)
             return out
 
-    with Largest():  # below the op, where its own products are seen
+    with Largest():  # below the op, where its products are seen
         kl, *saved = module._token_kl(*student, *teacher, targets, 1.0, 1.0, 0.5, chunk, None, 0)
         module._token_kl_backward(kl, *student, *teacher, targets, *saved, 1.0, 1.0, 0.5, chunk, None, True, True, True)
     blocks = 32 * 4000  # 25 rows of the whole vocabulary are as many logits as a chunk has: by whole 16
@@ -379,7 +379,9 @@ def test_chunk_by_default():
 
 
 def test_a_bound_of_the_slots(device):
-    """Enough: the same values, on CUDA by fewer rows. From the metadata too, but not for another count than its own."""
+    """Enough: the same values, on CUDA by fewer rows. From the metadata too, but not for another count than this
+    one.
+    """
     student, teacher, labels, cu_seqlens = two_heads(device)
     count = int((po.shift_labels(labels, cu_seqlens) != -100).sum())
     expected = ours(student, teacher, labels, cu_seqlens, beta=0.5)

@@ -39,7 +39,7 @@ def test_checkpointed(device):
 
 
 def test_autocast(device):
-    """As linear layers: products of half types for both heads, gradients of the parameters' own dtype."""
+    """As linear layers: products of half types for both heads, gradients of the parameters' dtype."""
     student, teacher, labels, cu_seqlens = two_heads(device, dtype=torch.float32)
     leaf = leaves(*student)
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -197,7 +197,7 @@ def test_rows_at_any_address(device, dtype, beta):
             torch.testing.assert_close(part, (3 * dz).to(dtype), **near)
             assert_same(out, part)
             changed[:, start : start + columns] = memory[:, start : start + columns]
-            assert_same(changed, memory)  # nothing beside them
+            assert_same(changed, memory)  # nothing but them
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -233,7 +233,7 @@ def test_rows_of_a_wide_vocabulary(device, dtype, beta):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_scale_kept(device, dtype):
-    """One rounding, at any address, in place, and nothing beside the columns."""
+    """One rounding, at any address, in place, and nothing but the columns."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scales = torch.tensor([0.0, -3.0, torch.nan, 1e-3], device=device, dtype=wide)
     for start, out_start, columns in ((0, 0, 4099), (8, 8, 64), (3, 3, 30), (0, 5, 1000), (1, 0, 7), (0, 0, 0)):
@@ -286,7 +286,7 @@ def test_scales_may_lie_beside_what_they_scale_but_not_in_it(device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_what_has_no_weight_beside_what_is_left_out(device, dtype, beta):
-    """-inf in the other head counts where its own head has weight in the whole row, not in a part of it."""
+    """-inf in the other head counts where its head has weight in the whole row, not in a part of it."""
     real = torch.float64 if dtype == torch.float64 else torch.float32
     spread = 100 if dtype == torch.float64 else 10
     weighs, other = ((spread * 3 * torch.randn(6, 12_000, device=device)).to(dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What token_logps returns beside log-probabilities, and what it makes of the logits before: against torch in
+"""What token_logps returns next to log-probabilities, and what it makes of the logits before: against torch in
 float64.
 """
 
@@ -110,7 +110,7 @@ def test_first_of_equal_logits(device):
 
 
 def test_nan_and_shut_entries(device):
-    """NaN where a logit is NaN, in its row alone; entries of -inf have no weight, and their mean is -inf."""
+    """NaN where a logit is NaN, only in its row; entries of -inf have no weight, and their mean is -inf."""
     hidden, weight, labels, cu_seqlens, bias = batch(device, 40)
     labels[:] = labels.clamp(min=0)
     hidden[7] = torch.nan

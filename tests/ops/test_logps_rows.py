@@ -145,7 +145,7 @@ def test_too_small_a_bound_is_named(device):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_targets_over_the_bound_are_nan(monkeypatch):
-    """In a graph, where no call comes between the kernel that finds it and the results."""
+    """In a graph, where no call is between the kernel that finds it and the results."""
     monkeypatch.setenv("PACKING_OPS_CHECK", "0")
     hidden, weight, labels, cu_seqlens, _, _ = masked("cuda", 0.2)
     names = ("logps", "entropy", "top1")

@@ -50,7 +50,7 @@ def test_checkpointed(device):
 
 
 def test_autocast(device):
-    """As a linear layer: products of half types, gradients of the parameters' own dtype."""
+    """As a linear layer: products of half types, gradients of the parameters' dtype."""
     hidden, weight, labels, cu_seqlens, bias = batch(device, dtype=torch.float32)
     tensors = leaves(hidden, weight, bias)
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -170,12 +170,12 @@ def test_rows_at_any_address(device, dtype):
             expected = torch.where(kept[:, None], grads[:, None] * (one_hot - z.softmax(1)) * 0.5, 0)
             torch.testing.assert_close(part, expected.to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
             changed[:, start : start + columns] = memory[:, start : start + columns]
-            assert_same(changed, memory)  # nothing beside them
+            assert_same(changed, memory)  # nothing but them
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_bias_at_any_address(device, dtype):
-    """The same bits: beside whole grains of logits it is read in vectors of 16 bytes where these begin at one."""
+    """The same bits: next to whole grains of logits it is read in vectors of 16 bytes where these begin at one."""
     columns, wide = 2100, torch.float64 if dtype == torch.float64 else torch.float32
     logits, memory = (
         torch.randn(3, columns, device=device).to(dtype),

@@ -1,4 +1,4 @@
-"""PackedMetadata: one layout, however it is told."""
+"""PackedMetadata: one layout, however it is given."""
 
 import pytest
 import torch

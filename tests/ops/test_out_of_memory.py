@@ -1,4 +1,4 @@
-"""No memory for a result: the error is torch's own, its class and its text, on the CPU and on a GPU."""
+"""No memory for a result: the error is torch's, its class and its text, on the CPU and on a GPU."""
 
 import pytest
 import torch

@@ -226,7 +226,7 @@ def test_equals_reference(samples, data):
 
 
 def random_tree(seed, leaves, depth):
-    """Samples of a random tree: each goes on from one of the last paths, and ends in a token of its own."""
+    """Samples of a random tree: each goes on from one of the last paths, and ends in a separate token."""
     rng = random.Random(seed)
     paths, samples = [[]], []
     while len(samples) < leaves:

@@ -33,7 +33,7 @@ def test_worked_values():
     assert packing.lower_bound == 3
     # Pair 2 goes into the first bin too: 11 chosen tokens are too many, 10 rejected ones would not be.
     assert po.pack_sequences(PAIRS[:4], 11, strategy="first_fit").bins == [[0, 1, 2], [3]]
-    # The longest side decides who comes first.
+    # The longest side decides who is first.
     assert po.pack_sequences([[1, 6], [7, 1], [2, 3]], 9).bins == [[1, 0], [2]]
 
 

@@ -101,7 +101,9 @@ def test_gradients_flow_through_the_views(device):
 
 
 def held_by(columns, mask, **settings):
-    """Whether a trimmed batch still holds the memory of an array of so many columns, of which its values are views."""
+    """Whether a trimmed batch still holds the memory of an array of that many columns, of which its values are
+    views.
+    """
     memory = np.zeros((2, columns), dtype=np.float32)
     batch = {"x": torch.from_numpy(memory)[:, : mask.shape[1]], "y": torch.from_numpy(memory)[:, 0], "z": memory[:, :4]}
     alive = weakref.ref(memory)
@@ -335,7 +337,7 @@ def test_strings_beside_numbers_are_named():
 
 @pytest.mark.parametrize("shape", [(1, 1, 3), (1, 3, 2), (1, 1, 1, 1)])
 def test_more_dimensions_than_a_row_has_are_named(shape):
-    """Nothing beside them says what their length is."""
+    """Nothing else says what their length is."""
     with pytest.raises(ValueError, match=r"input_ids: expected a 1-D sequence or \[1, length\], got"):
         next(po.iter_microbatches([{"input_ids": torch.ones(shape)}], 1, pad_values={"input_ids": 0}))
     beside = {"input_ids": torch.ones(1, 3), "logprobs": torch.ones(1, 3, 2)}

@@ -1,4 +1,4 @@
-"""packing_ops._runtime.plain, which runs where there is no compiled library: each op against the compiled one."""
+"""packing_ops._runtime.plain, which runs without a compiled library: each op against the compiled one."""
 
 import pytest
 import torch
@@ -148,7 +148,7 @@ def test_prefix_trees(shared, own, dtype, grouped, capacity, min_shared):
 
 
 def test_bins_are_evened_out_as_long_as_by_the_compiled_one():
-    """Which stops when it has looked at so many pieces: without that limit these come out otherwise."""
+    """Which stops when it has looked at that many pieces: without that limit the results differ."""
     lengths = torch.randint(1, 400, (1500,))
     assert_alike("pack_sequences", lengths, 800, "balanced", 1, None, 1, 1, "error", True, 1.0, 0.0, "first", None)
 

@@ -1,4 +1,4 @@
-"""out and lse of a row depend on the keys that it sees alone: not on what follows in its document, nor on how many
+"""out and lse of a row depend only on the keys that it sees: not on what follows in its document, nor on how many
 queries the call has. Gradients depend on the document's length, and not on how many of its last queries the call has.
 """
 

@@ -1,4 +1,4 @@
-"""prefix_token_logps: token_logps of the samples, each alone, from the rows of their tree."""
+"""prefix_token_logps: token_logps of the samples, each in a separate row, from the rows of their tree."""
 
 import pytest
 import torch

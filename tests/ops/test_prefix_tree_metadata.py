@@ -34,7 +34,7 @@ def ids_of(row, device="cpu"):
 
 
 def paths_of(row):
-    """The rows that the last token of each group sees, by the ids alone."""
+    """The rows that the last token of each group sees, by only the ids."""
     groups, paths = ids_of(row)[0].tolist(), []
     for _, group, parent in row:
         chain = {group, parent}

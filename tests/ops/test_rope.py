@@ -413,7 +413,7 @@ def test_bad_input_is_named(device, case):
 
 
 def run_ahead_of_time(tmp_path, module, arguments):
-    """The module, compiled into a package, loaded and run beside itself. A process of its own: it loads code."""
+    """The module, compiled into a package, loaded and run next to itself. A separate process: it loads code."""
     code = f"""
 import sys, torch, packing_ops as po
 {module}
@@ -429,7 +429,7 @@ for found, wanted in zip(torch._inductor.aoti_load_package(package)(*arguments),
 
 
 def test_ahead_of_time_package_for_the_cpu(tmp_path):
-    """AOTInductor hands an empty list on as None: without sections there is none."""
+    """AOTInductor hands an empty list on as None: without sections it is None."""
     module = """
 class Model(torch.nn.Module):
     def forward(self, q, cos, sin, position_ids, rows):

@@ -1,4 +1,4 @@
-"""apply_rotary_qk(inplace=True): what shares memory is refused, what lies between each other is not."""
+"""apply_rotary_qk(inplace=True): what shares memory is refused, what is interleaved is not."""
 
 import random
 from collections import Counter
@@ -52,7 +52,7 @@ def test_in_place_refuses_exactly_what_overlaps(device):
 
 
 def test_in_place_on_a_fused_projection(device):
-    """Heads of q and k lie between each other in memory, and nothing is shared."""
+    """Heads of q and k are interleaved in memory, and nothing is shared."""
     fused = torch.randn(2, 7, 6, 8, device=device)
     cos, sin = tables(7, 4, device=device)
     for q, k in ((fused[:, :, :4], fused[:, :, 4:]), (fused[:, :, ::2], fused[:, :, 1::2])):

@@ -9,7 +9,7 @@ from helpers import pytest_of_its_own
 
 # memcheck runs the suite, and of attention the small cases; the slower tools run every op once (tests/ops/test_cuda.py:
 # step, tests/ops/test_attention_cuda.py: one_pass) and the smallest cases. torch.compile and opcheck would only add
-# torch's own kernels.
+# torch's kernels.
 FAMILIES = [
     "boundaries",
     "boundaries_gae",
@@ -37,14 +37,14 @@ SMALL_TESTS = [
     f"tests/ops/test_{name}.py"
     for name in ("boundaries", "logps", "packing_ffd", "cuda", "attention_pages_cuda", "attention_cuda")
 ]
-# racecheck and synccheck know of so many barriers in shared memory, 32 of a block.
+# racecheck and synccheck know of 32 barriers of a block in shared memory.
 MANY_BARRIERS = ["--num-cuda-barriers", "16384"]
 # To synccheck a barrier that warps come to at different instructions, as bar.sync allows, is divergence. The backward
 # with room for it has one; the kernel that GPUs with less shared memory take is checked in its place.
 NOT_THE_BACKWARD = ["--kernel-regex-exclude", "kns=attention_backward_kernel"]
 # What racecheck reports of Hopper's kernels: lse and rowsum, for whose mbarrier cp.async arrives, and descriptions of
 # units and steps, which are written anew once lane 0 of each of 8 warps has arrived, after __syncwarp; it seems to
-# order what follows behind the last arrival alone. The emulator's schedules and test_attention_jitter.py stand for it.
+# order what follows only behind the last arrival. The emulator's schedules and test_attention_jitter.py cover it.
 NOT_HOPPERS = ["--kernel-regex-exclude", "kns=_sm90_kernel"]
 # initcheck does not see what bulk tensor copies write, as out, dk and dv on Hopper.
 NO_BULK_STORES = {"PACKING_OPS_SM90": "0"}
@@ -61,7 +61,7 @@ RUNS = {
 
 
 def no_findings(printed):
-    """Whether the last line of a tool, `ERROR SUMMARY: 0 errors` or racecheck's own, counts none."""
+    """Whether the last line of a tool, `ERROR SUMMARY: 0 errors` or racecheck's, counts no error."""
     counts = re.findall(r"SUMMARY: (\d+) (?:error|hazard)s?\b", printed)
     return bool(counts) and set(counts) == {"0"}
 
@@ -95,7 +95,7 @@ def test_no_findings(name, tmp_path):
     # initcheck has to see torch's kernels too: they write what ours read.
     command += [] if tool == "initcheck" else ["--kernel-regex", "kns=packing_ops"]
     environment = {**variables, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}  # without MPS, see make test-gpu
-    # Without torch's caching allocator every tensor has an allocation of its own, so an overrun is seen.
+    # Without torch's caching allocator every tensor has a separate allocation, so an overrun is seen.
     printed = pytest_of_its_own(
         tests, f"({selected}) and not cpu and not graph", command, PYTORCH_NO_CUDA_MEMORY_CACHING="1", **environment
     )

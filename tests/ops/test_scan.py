@@ -113,7 +113,7 @@ def test_keys_and_queries_of_zeros(device):
 
 
 def pieces_of(tensors, cu_seqlens, i, rows):
-    """The tensors of rows of document i alone."""
+    """The tensors of rows of only document i."""
     start = cu_seqlens[i].item()
     return [t[start + rows.start : start + rows.stop] for t in tensors[:5]]
 

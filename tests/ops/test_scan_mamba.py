@@ -51,7 +51,7 @@ def theirs(tensors, cu_seqlens, **options):
 
 
 def results_of(scan, tensors, cu_seqlens, gradients, **options):
-    """{"out", "final_state" and the names of the tensors that came: its gradient}."""
+    """{"out", "final_state" and the names of the tensors that were given: its gradient}."""
     tensors = {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
     found = scan(tensors, cu_seqlens, **options)
     given = [gradient.to(result.dtype) for gradient, result in zip(gradients, found, strict=True)]
@@ -177,7 +177,7 @@ def test_extreme_decays(device, dtype, a, dt):
 
 
 def pieces_of(tensors, cu_seqlens, i, rows, state=None):
-    """The tensors of rows of document i alone."""
+    """The tensors of rows of only document i."""
     start = cu_seqlens[i].item()
     parts = {name: tensors[name][start + rows.start : start + rows.stop] for name in ROWS}
     return {**tensors, **parts, "initial_state": state}

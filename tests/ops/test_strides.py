@@ -92,7 +92,7 @@ def test_attention(device, layout, batch, dtype, grad):
 @every_grad
 @pytest.mark.parametrize("formula", ["weight", "one_plus_weight"])
 def test_rms_norm(device, formula, grad):
-    """Gemma 3 normalises heads that lie tokens first."""
+    """Gemma 3 normalises heads laid out tokens first."""
     pytest.importorskip("transformers")
     from packing_ops.integrations.transformers import rms_norm
 

@@ -171,7 +171,7 @@ def test_nothing_before_the_end_leaks(device):
     assert found[3:].isnan().all()
 
 
-# --- where it comes from, where it goes ---
+# --- where it is from, where it goes ---
 
 
 def test_strided_and_from_metadata(device):

@@ -17,7 +17,7 @@ VALUES = {None: False, "": False, "0": False, "1": True, "true": True, "2": True
 
 
 def ranks_that_differ():
-    """{PACKING_OPS_CHECK: messages of two calls with causal on all ranks, and on rank 0 alone}"""
+    """{PACKING_OPS_CHECK: messages of two calls with causal on all ranks, and on only rank 0}"""
     metadata = po.PackedMetadata.from_lengths([4 * dist.get_world_size()])
     q, k, v = (torch.randn(4, heads, 8) for heads in (8, 4, 4))
     found = {}
@@ -55,7 +55,7 @@ NO_NUMBERS = ("x", [1.0], (1.0, 2.0), {}, 1j)
 
 
 def calls_without_a_number():
-    """{softcap: messages of calls with it on all ranks, and on rank 1 alone}"""
+    """{softcap: messages of calls with it on all ranks, and on only rank 1}"""
     os.environ["PACKING_OPS_CHECK"] = "1"
     metadata = po.PackedMetadata.from_lengths([8])
     q, k, v = (torch.randn(4, 4, 8) for _ in range(3))

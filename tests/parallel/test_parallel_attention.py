@@ -90,7 +90,7 @@ def compared(
     **only,
 ):
     """(largest difference, whether all bits are equal) of this rank's rows from those of one process. ``only``: options
-    that the attention over a group alone has.
+    that only the attention over a group has.
     """
     group = group or dist.group.WORLD
     ranks, rank = group.size(), group.rank()

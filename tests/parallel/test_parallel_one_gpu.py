@@ -152,7 +152,7 @@ def by_rank(request):
         pytest.skip("needs a GPU")
     run = functools.partial(ranks_in_threads, ranks=ranks, device=device)
     found = []
-    # A module's fixture comes before what conftest.py sets for each test.
+    # A module's fixture precedes what conftest.py sets for each test.
     with pytest.MonkeyPatch.context() as patch, sent_as_on_gpus(device):
         patch.setenv("PACKING_OPS_CHECK", "1" if device == "cpu" else "0")  # which waits for the GPU
         if request.param != ("cpu", 2):
@@ -218,7 +218,7 @@ def captured_as_on_gpus(patch):
 
 
 def test_while_a_graph_is_captured(monkeypatch):
-    """Nothing is read: gathered attention gets all keys, varlen_attention_over chooses by heads as ever."""
+    """Nothing is read: gathered attention gets all keys, varlen_attention_over chooses by heads as before."""
     captured_as_on_gpus(monkeypatch)
     monkeypatch.setattr(key_layout, "_counts", None)
 
@@ -270,7 +270,7 @@ CAPTURED = [("cpu", "gathered"), ("cpu", "over"), *(("cuda", name) for name in (
     ("device", "name"), [pytest.param(*each, marks=needs_gpu if each[0] == "cuda" else []) for each in CAPTURED]
 )
 def test_a_graph_replays_with_other_lengths(device, name, scheme, monkeypatch):
-    """Forward and backward, with collectives on a stream of their own; all ranks send what this one does."""
+    """Forward and backward, with collectives on a separate stream; all ranks send what this one does."""
     monkeypatch.setattr(key_layout, "WORTH_CHOOSING", 2.0)  # the others are like this one where all keys are gathered
     group, lengths = rank_of_identical_ranks(2), [170, 0, 5, 81]
     given = {"scheme": scheme, "group": group}
@@ -305,7 +305,7 @@ def test_a_graph_replays_with_other_lengths(device, name, scheme, monkeypatch):
 
 
 def alone_over_nccl():
-    """The collectives of a group of one rank, where attention calls none: now, and in a CUDA graph."""
+    """The collectives of a group of one rank, where attention calls no collective: now, and in a CUDA graph."""
     group, rows = dist.group.WORLD, torch.randn(6, 4, 8, device="cuda", dtype=torch.bfloat16)
 
     def calls():

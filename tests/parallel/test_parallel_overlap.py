@@ -245,7 +245,7 @@ def test_parts_have_the_bits_of_the_whole(case, by_rank):
 
 
 def test_parts_are_under_way_while_attention_runs(by_rank):
-    """All that comes sets out before the first part is computed; what a part gives leaves before the next is."""
+    """All parts are requested before the first is computed; each result is sent before the next is computed."""
     for found in by_rank:
         order = 8 * ["sent"] + 4 * ["attention"] + 4 * ["backward", "sent", "sent"]
         assert found["order"]["gathered"] == order

@@ -1,5 +1,5 @@
-"""A transformers model whose rows lie on several ranks: loss and gradients of one process, by itself, in DDP and
-FSDP2.
+"""A transformers model whose rows are spread over several ranks: loss and gradients of one process, by itself, in DDP
+and FSDP2.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def batch_of(lengths=LENGTHS):
 
 
 def model_of(family, dtype=torch.float64, **options):
-    """Key heads enough for every rank of 4 in llama alone: the others repeat theirs."""
+    """Key heads enough for every rank of 4 only in llama: the others repeat theirs."""
     heads = {"num_key_value_heads": 4} if family == "llama" else {}
     model = tiny_model(family, dtype=dtype, **heads)
     apply_packing_ops(model, **options)
@@ -100,7 +100,7 @@ def trained(family, *, scheme="contiguous", around="nothing", checkpointing=Fals
 
 
 def own_loss(fused):
-    """transformers' own loss of shift_labels, and the one from hidden states."""
+    """transformers' loss of shift_labels, and the one from hidden states."""
     one, group = model_of("llama", torch.float32), dist.group.WORLD
     batch = batch_of()
     batch["labels"] = po.mask_boundary_labels(batch["labels"], batch["cu_seq_lens_q"])
@@ -197,7 +197,7 @@ def under_another_library(mask=None, *, family="llama", drops_mask=False, cu_seq
 
 
 def phimoe_under_another_library(sliding_window):
-    """It passes its window to the mask alone."""
+    """It passes its window only to the mask."""
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2}
     config = transformers.PhimoeConfig(**sizes, **heads, sliding_window=sliding_window)
@@ -208,7 +208,7 @@ def phimoe_under_another_library(sliding_window):
 
 
 def without_masks():
-    """What comes of calls whose masks say something, where the other library drops them."""
+    """The result of calls whose masks say something, where the other library drops them."""
 
     def dropped(mask=None, **given):
         return message_of(lambda: under_another_library(mask, drops_mask=True, **given))

@@ -59,7 +59,7 @@ def test_it_costs_no_more_than_groups_of_one_size(lengths, size):
 
 
 def test_a_long_document_runs_beside_short_ones():
-    """A long one over two ranks takes as long as two short ones beside it."""
+    """A long one over two ranks takes as long as two short ones next to it."""
     found = plan_step([7 * MOST, 4 * MOST, 4 * MOST - 100, 100], ranks=4, capacity=4 * MOST, cost="tokens")
     (shares,) = found.steps
     assert [share.size for share in shares] == [2, 2, 1, 1]

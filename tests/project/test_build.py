@@ -283,7 +283,7 @@ def test_compilers_have_nothing_to_say():
 
 
 def test_other_systems_than_linux_take_the_package_without_a_library(tmp_path):
-    """A process of its own: the platform is asked at the import."""
+    """A separate process: the platform is asked at the import."""
     code = f"""
         import runpy, sys, setuptools, torch
         sys.platform, sys.argv = "darwin", ["setup.py", "-q", "build_py", "--build-lib", {str(tmp_path)!r}]

@@ -1,5 +1,5 @@
 """The ways to a library, each to its end: editable, without ninja, from sources that may only be read; and where a
-build refuses. A script stands in for the compiler, so that a build takes as long as torch's import.
+build refuses. A script replaces the compiler, so that a build takes as long as torch's import.
 """
 
 import os
@@ -105,7 +105,7 @@ def test_an_editable_install_is_built_beside_its_sources(sources, variables, tmp
 
 
 def test_sources_that_cannot_be_written_are_built_elsewhere(sources, variables, tmp_path):
-    """No permission stops root, so the process is told that it may not write."""
+    """No permission stops root, so the answer about permissions is replaced."""
     before = sorted(sources.rglob("*"))
     told = "import os; may = os.access; os.access = lambda path, mode, **_: mode != os.W_OK and may(path, mode)"
     found = run(hook("build_wheel", tmp_path, told), sources, variables | {"PYTHONDONTWRITEBYTECODE": "1"})

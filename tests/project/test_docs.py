@@ -1,4 +1,4 @@
-"""The pages build, their links lead somewhere, their Python runs, and their figures come from result files."""
+"""The pages build, their links lead somewhere, their Python runs, and their figures are from result files."""
 
 import re
 import subprocess

@@ -181,7 +181,7 @@ STATE = {
     "parallel.collectives._of_parent",  # goes with its groups; filled by a fork, os.register_at_fork
 }
 COUNTERS = {"_runtime.batch_cache._forgotten"}
-LONG = {"_runtime.autograd.register_autograd"}  # torch's own, rebuilt: its parts belong together
+LONG = {"_runtime.autograd.register_autograd"}  # torch's, rebuilt: its parts belong together
 # Private functions with the arguments of an op or of another library's function.
 MIRRORS = {
     "_runtime.flops._logps_forward", "_runtime.flops._logps_backward", "losses.op._token_logps",
@@ -294,7 +294,7 @@ PATCHES = {
         "UnquantizedLinearMethod.apply", "UnquantizedLinearMethod.process_weights_after_loading",
     },
 }  # fmt: skip
-CATCH_ALLS = {"options", "others", "given", "rest", "arguments", "more"}  # starred parameters that hide what comes
+CATCH_ALLS = {"options", "others", "given", "rest", "arguments", "more"}  # starred parameters that hide what is passed
 MOST_CATCH_ALLS = 52
 # Statements of a floor: a folder of the package, or its modules on top.
 STATEMENTS = {

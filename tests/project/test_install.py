@@ -21,7 +21,7 @@ USE = "import torch, packing_ops as po; print(po.__file__, po.position_ids_from_
 
 
 def pip(python, *arguments):
-    """The command, in an environment without a pip of its own: to put one there takes seconds."""
+    """The command, in an environment without pip: to put one there takes seconds."""
     return [sys.executable, "-m", "pip", "--python", python, *arguments]
 
 
@@ -60,7 +60,7 @@ cp {library} "$made"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Without the settings that `make test` exports, and the CPU half alone."""
+    """Without the settings that `make test` exports, and only the CPU half."""
     hidden = {"TORCH_CUDA_ARCH_LIST", "PYTHONPATH"}
     compiler = tmp_path_factory.mktemp("compiler") / "g++"
     library = shlex.quote(po.build_info()["library"])
@@ -179,7 +179,7 @@ def test_the_import_warns_where_only_torch_can_use_the_gpu(installed, python, en
 
 
 def prefix(folder):
-    """A Python with its own site-packages, as conda and images have it: the standard library is linked. Returns
+    """A Python with its site-packages, as conda and images have it: the standard library is linked. Returns
     both.
     """
     library = Path(os.__file__).parent
@@ -225,7 +225,7 @@ def test_a_build_finds_the_torch_of_the_environment(layout, tmp_path):
         python = base
     (site / "torch").mkdir()
     (site / "torch" / "__init__.py").touch()
-    if layout == "uv":  # builds in an environment of its own, in front of the active one
+    if layout == "uv":  # builds in a separate environment, in front of the active one
         (python.parent / "uv").touch()
         path = os.pathsep.join([str(tmp_path / "build" / "bin"), str(python.parent), variables["PATH"]])
         variables |= {"UV": str(python.parent / "uv"), "PATH": path}
@@ -289,7 +289,7 @@ NO_OBJECTS = """\
 
 @pytest.mark.parametrize("options", [[], ["--no-build-isolation"]], ids=["isolated", "not isolated"])
 def test_installs_over_a_read_only_environment(options, sources, environment, over_read_only, tmp_path):
-    """A real pip. Nothing is compiled: a copy of the library that is built here stands for the one that is linked."""
+    """A real pip. Nothing is compiled: a copy of the library that is built here replaces the one that is linked."""
     python, below = over_read_only
     compiler = tmp_path / "g++"
     compiler.write_text(NO_OBJECTS.format(compiler=shlex.quote(environment["CXX"])))

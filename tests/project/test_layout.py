@@ -14,7 +14,7 @@ from tools import generate_instances
 
 CSRC = ROOT / "csrc"
 FAMILIES = ["attention", "boundaries", "conv", "logps", "packing", "padding", "rope", "scan"]
-FOLDERS = {"attention": "varlen/", "logps": "losses/"}  # of packing_ops; the other families' modules lie in its root
+FOLDERS = {"attention": "varlen/", "logps": "losses/"}  # of packing_ops; the other families' modules are in its root
 NATIVE = sorted(p for p in CSRC.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".cuh"})
 PYTHON = sorted(
     p for folder in ("packing_ops", "tests", "benchmarks", "examples", "tools") for p in (ROOT / folder).rglob("*.py")
@@ -69,7 +69,7 @@ def test_includes_point_one_way(path):
         assert not [i for i in own if i.startswith("ops/")]
     if parts[0] == "ops":
         assert all(i.startswith((f"ops/{parts[1]}/", "core/", "host/")) for i in own)
-    # cpu/, cuda/, cuda/sm80/: its own folder and the floors above it. Only what picks an instance knows the instances.
+    # cpu/, cuda/, cuda/sm80/: its folder and the floors above it. Only what picks an instance knows the instances.
     if parts[0] == "ops" and len(parts) > 3 and path.name != "dispatch.cu":
         floors = {"/".join(parts[:n]) for n in range(2, len(parts))}
         assert all(i.rpartition("/")[0] in floors for i in own if i.startswith("ops/"))
@@ -193,7 +193,8 @@ def test_length_of_files(path):
     assert len(path.read_text().splitlines()) <= longest
 
 
-# Kernels that hold a pipeline in the registers of one function, with a heading over each phase. None is to come.
+# Kernels that hold a pipeline in the registers of one function, with a heading over each phase. No other should be
+# added.
 LONG_KERNELS = {
     "attend",
     "attend_to_keys",

@@ -70,7 +70,7 @@ except ImportError as error:
 
 
 def test_without_a_library_data_runs_in_plain_torch_and_ops_name_what_is_missing(tmp_path):
-    """A process of its own: the library is loaded, or not, at the import."""
+    """A separate process: the library is loaded, or not, at the import."""
     library = copy_of_package(tmp_path) / "_C.so"
     library.unlink()
     code = """
@@ -117,7 +117,7 @@ def test_what_the_loader_says_of_a_library_is_told(tmp_path, import_error):
 
 @pytest.fixture
 def clone(tmp_path):
-    """Where packing_ops lies without a library, as in a clone that it was installed from."""
+    """Where packing_ops is without a library, as in a clone that it was installed from."""
     package = copy_of_package(tmp_path / "clone")
     (package / "_C.so").unlink()
     return package.parent
@@ -287,7 +287,7 @@ def test_torch_without_the_parts_of_own_autograd_gets_its_own(monkeypatch):
 
 
 def test_torch_without_them_has_gradients_and_refuses_tangents(tmp_path):
-    """Its own registration would drop a tangent without a word."""
+    """Its registration would drop a tangent without a word."""
     code = """
 import torch, torch._functorch.utils
 part = torch.autograd.function._SingleLevelFunction
@@ -330,7 +330,7 @@ def test_parts_of_torch_that_own_autograd_needs():
 
 
 def test_own_autograd_is_for_ops_without_defaults_but_none():
-    """packing_ops._runtime.autograd hands arguments on as they come; the dispatcher leaves out those that equal a
+    """packing_ops._runtime.autograd passes arguments on as they are; the dispatcher leaves out those that equal a
     default, and it puts None in their place.
     """
     sources = [path.read_text() for path in _library.PACKAGE.rglob("*.py")]

@@ -112,7 +112,7 @@ def test_a_failed_compile_fails(checkout):
 
 @pytest.mark.parametrize("ends", ["exit 3", "kill -KILL $PPID"], ids=["fails", "kills its wrapper"])
 def test_a_compile_that_does_not_end_leaves_no_report(checkout, ends):
-    """Nor that of the compile before, of the same sources for other architectures, say."""
+    """Nor the report of the compile before, of the same sources for other architectures, say."""
     build(checkout, SAID.format(arch="sm_90a", spilled=0))
     (checkout / "cuda/bin/nvcc").write_text(f"{NVCC}{ends}\n")
     said = SAID.format(arch="sm_90a", spilled=8)

@@ -100,7 +100,7 @@ for package in (packing_ops, integrations):
 
 
 def test_subpackages_are_imported_at_their_first_use(tmp_path):
-    """As pages write them: packing_ops.integrations.trl.enable_padding_free, after ``import packing_ops`` alone."""
+    """As pages write them: packing_ops.integrations.trl.enable_padding_free, after only ``import packing_ops``."""
     there = [host for host in HOSTS if importlib.util.find_spec(NEEDS.get(host, "torch").partition(".")[0])]
     assert "flash_attn" in there
     fresh_process.run("-c", SUBPACKAGES, *there, *CONTRIB, folder=tmp_path)

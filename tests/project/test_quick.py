@@ -1,4 +1,4 @@
-"""Every family once, forward and backward, and compiled: tests/matrix.py runs this file alone with the installed
+"""Every family once, forward and backward, and compiled: tests/matrix.py runs only this file with the installed
 wheel.
 """
 
@@ -43,7 +43,7 @@ def test_attention(device, cu_seqlens, compiled):
 
 
 def test_attention_in_half_types(device, cu_seqlens):
-    """The kernels that a GPU's tensor cores run, each dtype beside torch's own error."""
+    """The kernels that a GPU's tensor cores run, each dtype next to torch's error."""
     for dtype in (torch.bfloat16, torch.float16):
         for head_dim in (64, 96, 128, 192, 256):
             q, k, v = (torch.randn(sum(LENGTHS), 2, head_dim, device=device, dtype=dtype) for _ in range(3))

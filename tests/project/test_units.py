@@ -17,7 +17,7 @@ TORCH = re.compile(r"^#include <torch/csrc/", re.M)
 
 
 def reaches_torch(source):
-    """By its own headers; torch/headeronly, which kernels may have, is small."""
+    """By its headers; torch/headeronly, which kernels may have, is small."""
     texts, waiting = [], [ROOT / source]
     seen = set(waiting)
     while waiting:
@@ -104,7 +104,7 @@ def test_the_build_hands_units_to_the_compiler(tmp_path, monkeypatch):
     setup = runpy.run_path(str(ROOT / "setup.py"))
     setup["with_progress"].__globals__["BUILD"] = tmp_path
     command = setup["with_progress"](BuildExtension)(Distribution({"ext_modules": [Extension("packing_ops._C", CPP)]}))
-    command.ensure_finalized()  # setuptools' own, or Cython's where it is installed
+    command.ensure_finalized()  # setuptools', or Cython's where it is installed
     command.build_lib, command.compiler, command.force = str(tmp_path), Compiler(), True
     command.extensions = command.distribution.ext_modules
     with pytest.raises(Stop) as stopped:

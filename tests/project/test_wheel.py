@@ -1,4 +1,4 @@
-"""The tools of the released wheel: for which GPUs each file is compiled, the toolkit, what stands in the way of a
+"""The tools of the released wheel: for which GPUs each file is compiled, the toolkit, what prevents a
 build.
 """
 
@@ -138,7 +138,7 @@ def test_a_second_wheel_has_no_file_that_is_gone(tmp_path, monkeypatch):
 
 
 def test_an_object_is_as_old_as_its_newest_header(tmp_path):
-    """What a compiler lists: its own paths, and those that ccache makes relative; spaces and line ends behind
+    """What a compiler lists: its paths, and those that ccache makes relative; spaces and line ends behind
     backslashes.
     """
     folder, header, source, other = (tmp_path / name for name in ("temp", "a header.h", "x.cu", "other.h"))

@@ -67,7 +67,7 @@ def test_parquet_and_saved_datasets_as_jsonl(tmp_path):
         assert corpus.num_read == 3 * times
         parts = []
         assert len(list(records(tmp_path / name, parts.append))) == 3 * times
-        assert sum(parts) == pytest.approx(1)  # what the progress bar is told
+        assert sum(parts) == pytest.approx(1)  # what the progress bar is given
 
 
 TOKENIZED = [
@@ -210,7 +210,7 @@ def test_rows_of_later_batches_are_named_and_the_files_order_is_kept(tmp_path, c
 
 
 def through_a_pipe(data, parts, *options):
-    """Exit code of a report on a pipe that gets ``data`` in so many writes."""
+    """Exit code of a report on a pipe that gets ``data`` in that many writes."""
     reader, writer = os.pipe()
 
     def write():

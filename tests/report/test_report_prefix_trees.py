@@ -9,7 +9,7 @@ from packing_ops.__main__ import main
 from packing_ops.report import make_report
 
 PROMPT = "p" * 130
-# Two answers of a prompt, one of the same prompt in another group, and a document of its own.
+# Two answers of a prompt, one of the same prompt in another group, and a separate document.
 RECORDS = [
     {"prompt": PROMPT, "completion": "abc", "uid": 1},
     {"prompt": PROMPT, "completion": "de", "uid": 1},
@@ -72,7 +72,7 @@ def test_preference_pairs_and_token_ids(tmp_path):
     [("truncate", 4, 396, 256), ("split", 4, 396, 256), ("drop", 1, 3, 0)],
 )
 def test_documents_over_the_capacity(file, overlong, documents, tokens, repeated):
-    """Of 131 tokens the last ones differ: each is a row of its own, which repeats the 128 above it."""
+    """Of 131 tokens the last ones differ: each is a separate row, which repeats the 128 above it."""
     found = trees_of(file, prefix_trees=True, capacity=131, overlong=overlong)
     assert (found["documents"], found["repeated_by_cuts"]) == (documents, repeated)
     assert found["tokens"] == {"alone": tokens, "shared": tokens}

@@ -1,4 +1,4 @@
-"""The report counts tokens with a tokenizer alone, which may be a model's name, and lays out a stream."""
+"""The report counts tokens only with a tokenizer, which may be a model's name, and lays out a stream."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The alias of flash_attn, in processes of its own where nothing else has looked for it."""
+"""The alias of flash_attn, in separate processes where nothing else has looked for it."""
 
 import importlib.util
 import tempfile
@@ -52,7 +52,7 @@ def test_alias_serves_what_hosts_import():
 @needs_absence
 @pytest.mark.parametrize("installed", [True, False])
 def test_rearrange_is_that_of_einops(installed):
-    """Its name is there without einops too, for hosts that import it beside others; only a call needs einops."""
+    """Its name is there without einops too, for hosts that import it next to others; only a call needs einops."""
     run(
         f"""
         import sys, types
@@ -71,7 +71,7 @@ def test_rearrange_is_that_of_einops(installed):
 
 @needs_absence
 def test_code_of_reinforcement_learning_hosts():
-    """Padding out as verl and SkyRL write it, attention over the rows, padding back: each row as it is alone."""
+    """Padding out as verl and SkyRL write it, attention over the rows, padding back: each row as without others."""
     run(
         """
         import torch
@@ -271,7 +271,7 @@ def test_transformers_runs_a_model_through_the_alias():
 @transformers_installed
 @needs_absence
 def test_remote_code_of_a_model_runs(tmp_path):
-    """A model folder with code of its own: transformers imports what that code imports before it runs it."""
+    """A model folder with code: transformers imports what that code imports before it runs it."""
     (tmp_path / "modeling_own.py").write_text(
         textwrap.dedent(
             """

@@ -36,7 +36,7 @@ def assert_close(actual, expected):
 
 
 def by_oracle(q, k, v, causal, left=-1):
-    """Dense attention with heads in dimension 2, ``left`` keys seen before the own place, in float64."""
+    """Dense attention with heads in dimension 2, ``left`` keys seen before the query's place, in float64."""
     places = [cu_seqlens_of([t.shape[1]] * t.shape[0], t.device) for t in (q, k)]
     rows = (t.double().flatten(0, 1) for t in (q, k, v))
     out, _ = oracle.varlen_attention(*rows, *places, causal=causal, window_size=(left, -1))

@@ -119,7 +119,7 @@ def test_sbhd_equals_dot_product_attention(device):
         assert_near(gradient, expected[2][name])
 
 
-# --- the module alone ---
+# --- the module without a model ---
 
 
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
@@ -153,7 +153,7 @@ PADDING = {  # slots of three columns, True for padding
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("side", PADDING)
 def test_padding_in_sbhd(side, causal, form, device):
-    """Tokens as in megatron-core's own attention, which takes the whole mask; padding has out 0 and gradient 0."""
+    """Tokens as in megatron-core's attention, which takes the whole mask; padding has out 0 and gradient 0."""
     padding = PADDING[side].to(device)
     row = padding[:, None, None]
     whole = (row | (causal_mask(6, device) if causal else False)).expand(3, 1, 6, 6)
@@ -195,7 +195,7 @@ def test_a_padded_batch_in_a_model(device):
 
 @pytest.mark.parametrize("mask", ["causal", "no_mask"])
 def test_windows_in_sbhd(mask, device):
-    """As megatron-core's own, which has windows since 0.15 and takes them to be all that is hidden."""
+    """As megatron-core's, which has windows since 0.15 and takes them to be all that is hidden."""
     pytest.importorskip("megatron.core", minversion="0.15")
     heads = heads_of(7, 2, device=device)
     modules = [module_of(kind, AttnMaskType[mask], window_size=(2, 0), device=device) for kind in KINDS]
@@ -286,7 +286,7 @@ documents = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=
 
 @given(documents, st.integers(0, 3), st.booleans())
 def test_padding_between_documents(device, sizes, after, causal):
-    """Any lengths in any slots: out 0 and gradient 0 in padding, whatever lies there; the rest as without padding."""
+    """Any lengths in any slots: out 0 and gradient 0 in padding, whatever is there; the rest as without padding."""
     lengths, slots = [length for length, _ in sizes], [length + more for length, more in sizes]
     total = sum(slots) + after
     real = [torch.arange(size) < length for size, length in zip(slots, lengths, strict=True)]
@@ -374,7 +374,7 @@ def test_nothing_is_kept_longer_than_its_batch(slots, device):
     kept = len(batch_cache._tensor_caches)
     params = thd_params([5, 3, 7], device, slots=slots)
     out = module_of(device=device)(*heads_of(16, device=device), None, packed_seq_params=params)
-    # A layout where there is one to work out, and on CUDA the plan.
+    # A layout if there is one to work out, and on CUDA the plan.
     assert len(batch_cache._tensor_caches) == kept + (slots is not None) + (device == "cuda")
     out.sum().backward()
     del params, out

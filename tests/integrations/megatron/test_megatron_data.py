@@ -195,7 +195,7 @@ def test_more_dimensions_and_gradients(device):
 
 
 def plain_targets(labels, lengths, starts, slots):
-    """Next tokens of each document, one by one; None where there is none."""
+    """Next tokens of each document, one by one; None without one."""
     targets = []
     for (row, start), length, taken in zip(starts, lengths, slots, strict=True):
         own = labels[row, start : start + length].tolist()
@@ -233,7 +233,7 @@ def test_targets_never_cross_a_document(device, rows, sizes, seed):
 
 @given(masks, sizes)
 def test_log_probs_stand_where_their_query_stood(device, drawn, sizes):
-    """A made-up log-prob, minus the target itself: column s has that of token s + 1, and 0 after the last one."""
+    """A made-up log-prob, minus the target itself: column s has the one of token s + 1, and 0 after the last one."""
     mask = drawn_mask(drawn, device)
     ids = ids_for(mask)
     _, params = preprocess_packed_seqs(ids, mask, **{**sizes, "cp_size": 1})
@@ -294,7 +294,7 @@ def test_refuses(device):
 
 @pytest.mark.parametrize("wrong", [[[3, 2], [6]], [[7], [6]], [[2, 4], [6]], [[6], []]])
 def test_documents_that_the_mask_does_not_have(device, wrong):
-    """Lengths that do not fit, that lie over padding, that leave tokens out: nothing is read wrong or lost."""
+    """Lengths that do not fit, that are over padding, that leave tokens out: nothing is read wrong or lost."""
     mask = torch.ones(2, 6, dtype=torch.int64, device=device)
     mask[0, 4] = wrong[0] != [3, 2]
     with pytest.raises(ValueError, match=r"sub_seq_lengths|indices"):

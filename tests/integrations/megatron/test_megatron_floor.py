@@ -49,7 +49,7 @@ def padded_params(device):
     return packed_seq_params(po.PackedMetadata.from_lengths([5, 3], total=9, device=device))
 
 
-# --- nothing is left on what others own ---
+# --- nothing is left on other libraries' objects ---
 
 
 def tree_params(device):

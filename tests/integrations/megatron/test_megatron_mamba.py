@@ -1,4 +1,4 @@
-"""MambaMixer in specs: packed rows by our ops. megatron-core's own class needs mamba_ssm and a GPU; a stand-in has its
+"""MambaMixer in specs: packed rows by our ops. megatron-core's class needs mamba_ssm and a GPU; a stand-in has its
 parts.
 """
 
@@ -64,7 +64,7 @@ class Older(MambaMixer):
 
 
 def spec_of(mixer):
-    """A hybrid's: a layer of attention beside a MambaMixer."""
+    """A hybrid's: a layer of attention next to a MambaMixer."""
     return ModuleSpec(torch.nn.Module, submodules={"mixer": ModuleSpec(mixer), "attention": get_gpt_layer_local_spec()})
 
 

@@ -114,7 +114,7 @@ def test_window_of_all_sides_under_context_parallelism():
 # --- four processes ---
 
 LENGTHS, SLOTS = [11, 3, 20, 0, 8], [16, 8, 24, 8, 8]
-MODELS = {  # sizes that megatron-core is told; sequence and pipeline parallel: test_megatron_training.py
+MODELS = {  # sizes that megatron-core is given; sequence and pipeline parallel: test_megatron_training.py
     "context 4": {"context_parallel_size": 4},
     "context 2, data 2": {"context_parallel_size": 2},
     "tensor 2, data 2": {"tensor_model_parallel_size": 2},
@@ -133,7 +133,7 @@ MODULES = {name: (mask, more) for name, (mask, more) in MODULES.items() if has_f
 
 
 def loss_and_gradients(alone, **sizes):
-    """Of all documents: by this process alone, or summed over the parts of the batch; a model's part has its slice."""
+    """Of all documents: by only this process, or summed over the parts of the batch; a model's part has its slice."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, VOCABULARY, (slots,), generator=generator) for slots in SLOTS]
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -214,7 +214,7 @@ def by_rank(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parallel_equals_one_rank(case, by_rank):
-    """Loss and every gradient of a model, and the module's own outputs, on every rank; its RoPE fused, of one rank
+    """Loss and every gradient of a model, and the module's outputs, on every rank; its RoPE fused, of one rank
     not.
     """
     for found in by_rank:

@@ -55,7 +55,7 @@ def patched():
 
 
 def samples_of():
-    """Three answers of one prompt, one that is its beginning, and a sample of its own: [128, 9, 5, 14, 8] rows."""
+    """Three answers of one prompt, one that is its beginning, and a separate sample: [128, 9, 5, 14, 8] rows."""
     tokens = torch.randint(1, VOCABULARY, (400,), generator=torch.Generator().manual_seed(5))
     prompt = tokens[:131]
     samples = [torch.cat([prompt, tokens[a:b]]) for a, b in ((200, 206), (210, 212), (220, 231))]
@@ -88,7 +88,7 @@ def of_tree(model, device="cpu", **changed):
 
 
 def of_samples(model, device="cpu"):
-    """The same from each sample alone, in stock megatron-core's own layout and attention."""
+    """The same from each sample separately, in stock megatron-core's layout and attention."""
     tokens, tree = tree_of(samples_of())
     weights = weights_of(tokens, tree, device).split([len(each) for each in samples_of()])
     loss = 0.0
@@ -182,7 +182,7 @@ def test_other_trees_of_the_same_model(device):
 
 
 class Norm(torch.nn.LayerNorm):
-    """torch's own is refused under sequence parallelism."""
+    """torch's is refused under sequence parallelism."""
 
     def __init__(self, config, hidden_size, eps=1e-5):
         super().__init__(hidden_size, eps)
@@ -197,7 +197,7 @@ def model_of_ranks(**sizes):
 
 
 def tensor_parallel_step():
-    """(loss, its largest difference from one process, and that of this rank's part of a gradient)."""
+    """(loss, its largest difference from one process, and the one of this rank's part of a gradient)."""
     patch_rope()
     found = []
     with parallel():

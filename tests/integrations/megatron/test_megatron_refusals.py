@@ -118,7 +118,7 @@ def test_bias_and_other_masks_are_refused():
     with pytest.raises(NotImplementedError, match="attention_mask: expected None or a causal mask, with padding"):
         module(*heads, mask)
     with pytest.raises(NotImplementedError, match="attention_mask: expected None or a causal mask"):
-        module(*heads, mask[..., :1, :])  # padding alone, which a causal layer of megatron-core takes for all there is
+        module(*heads, mask[..., :1, :])  # only padding, which a causal layer of megatron-core takes for all there is
     padded = causal_mask(6, "cpu") | (torch.arange(6) == 5)
     for wrong in (causal_mask(5, "cpu"), padded[0], padded.expand(1, 4, 6, 6), padded.expand(2, 1, 6, 6)):
         with pytest.raises(NotImplementedError, match="attention_mask: expected None or a causal mask"):
@@ -129,7 +129,7 @@ def test_bias_and_other_masks_are_refused():
 
 
 def test_more_keys_than_queries_in_sbhd(device):
-    """What sees all keys may have any number of them, of tokens alone."""
+    """What sees all keys may have any number of them, of only tokens."""
     q, k, v = heads_of(6, 2, device=device)
     module = module_of(mask=AttnMaskType.no_mask, device=device)
     assert_near(module(q[2:], k, v, torch.zeros(1, 1, 4, 6, device=device).bool()), module(q, k, v, None)[2:])

@@ -38,7 +38,7 @@ def unpatched():
 
 
 def angles(places, rotary_dim, *, interleaved=False, batch=1, device="cpu"):
-    """As RotaryEmbedding gives them; with ``batch`` angles of their own for each row, as multimodal rope."""
+    """As RotaryEmbedding gives them; with ``batch`` separate angles for each row, as multimodal rope."""
     positions = torch.arange(places, dtype=torch.float32)[:, None] + 3 * torch.arange(batch)
     halves = positions[..., None] / 10_000 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
     full = halves.repeat_interleave(2, -1) if interleaved else torch.cat([halves, halves], -1)
@@ -94,7 +94,7 @@ def test_sbhd(device, interleaved, rotary_dim, mscale):
 def test_thd(device, interleaved, rotary_dim, mscale, cp_size):
     """Positions restart in every document; each rank has its zigzag part of each."""
     patch_rope()
-    lengths = [length for length in LENGTHS if length or not interleaved]  # megatron-core 0.14 has none of 0 there
+    lengths = [length for length in LENGTHS if length or not interleaved]  # megatron-core 0.14 has no length of 0 there
     cu_seqlens = cu_seqlens_of(lengths, device)
     freqs = angles(max(lengths), rotary_dim, interleaved=interleaved, device=device)
     whole = torch.randn(sum(lengths), 4, 16, device=device)
@@ -317,7 +317,7 @@ def test_refuses(device):
 
 
 def test_a_projection_of_another_library():
-    """Its sizes of q, k and v come without the config."""
+    """Its sizes of q, k and v are passed without the config."""
     with pytest.raises(NotImplementedError, match="fused_single_qkv_rope: expected a projection of megatron-core's"):
         rope._rotate_mixed(torch.randn(6, 2, 1, 24), angles(6, 8), angles(6, 8), [8, 8, 8])
 

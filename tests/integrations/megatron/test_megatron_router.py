@@ -1,4 +1,4 @@
-"""packing_ops.load_balancing_loss against Megatron-core's own, of scores and a routing_map."""
+"""packing_ops.load_balancing_loss against Megatron-core's, of scores and a routing_map."""
 
 import importlib.util
 import types
@@ -40,7 +40,7 @@ TOP_K, EXPERTS = 2, 6
 
 
 def of_one_sequence(logits):
-    """Megatron's loss of a sequence alone: its sequence-wise loss with a batch of one."""
+    """Megatron's loss of one sequence: its sequence-wise loss with a batch of one."""
     routing_map, scores = compute_routing_scores_for_aux_loss(logits, TOP_K, "softmax")
     return switch_load_balancing_loss_func(scores, routing_map.sum(0), len(logits), TOP_K, EXPERTS, 1.0)
 
@@ -103,7 +103,7 @@ def model_of(device, **more):
 
 
 def aux_gradients(model, ids, params, **more):
-    """What the balance losses alone give each parameter: the loss of the tokens has no part in it."""
+    """What only the balance losses give each parameter: the loss of the tokens has no part in it."""
     model.zero_grad()
     causal = None if params is not None else causal_mask(ids.shape[1], ids.device)
     out = model(ids, None, causal, packed_seq_params=params, **more)
@@ -127,7 +127,7 @@ DOCUMENTS = [5, 1, 11]
 
 
 def documents_and_row(device):
-    """Documents alone, and the row of them with padding at its end."""
+    """Separate documents, and the row of them with padding at its end."""
     documents = [torch.randint(1, VOCABULARY, (1, length), device=device) for length in DOCUMENTS]
     metadata = po.PackedMetadata.from_lengths(DOCUMENTS, total=sum(DOCUMENTS) + 3, device=device)
     row = torch.nn.functional.pad(torch.cat(documents, 1), (0, 3), value=7)
@@ -136,7 +136,7 @@ def documents_and_row(device):
 
 @pytest.mark.parametrize("recompute", ["", "full, uniform"])
 def test_sequence_loss_of_a_model(megatron, device, patched, recompute):
-    """That of a row is the mean of its documents'; the padding is none of them."""
+    """A row's loss is the mean of its documents'; the padding is not one of them."""
     documents, row, metadata = documents_and_row(device)
     more = RECOMPUTED[recompute] if recompute else {}
     model = model_of(device, moe_router_load_balancing_type="seq_aux_loss", **more)

@@ -70,7 +70,7 @@ ROUTERS = [
 
 @pytest.mark.parametrize("more", ROUTERS, ids=lambda more: "-".join(more))
 def test_experts_of_a_packed_row(megatron, device, more):
-    """The model's own change nothing; others are gone to, and -1 is left to the router."""
+    """The model's choices change nothing; others are gone to, and -1 is left to the router."""
     model = model_of(device, **more).eval()
     maps = maps_of(model)
     metadata = po.PackedMetadata.from_lengths([5, 1, 7], device=device)
@@ -99,7 +99,7 @@ def test_experts_of_a_packed_row(megatron, device, more):
 
 @pytest.mark.parametrize("recompute", ["", "full, uniform"])
 def test_gradients_of_rows_that_are_not_packed(megatron, device, recompute):
-    """Two sequences [2, 6]: megatron-core has their first tokens first. Each trains as it does alone."""
+    """Two sequences [2, 6]: megatron-core has their first tokens first. Each trains as without the other."""
     model = model_of(device, **(RECOMPUTED[recompute] if recompute else {}), moe_aux_loss_coeff=0.0)
     ids = torch.randint(1, VOCABULARY, (2, 6), device=device)
     experts = torch.randint(0, EXPERTS // 2, (2, 6, LAYERS, K), device=device)

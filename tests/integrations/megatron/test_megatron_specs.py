@@ -1,4 +1,4 @@
-"""use_packing_ops: which part of a spec it changes, and the models that come of it."""
+"""use_packing_ops: which part of a spec it changes, and the models that it makes."""
 
 import functools
 import importlib.util
@@ -43,13 +43,13 @@ def core_attentions(spec):
 
 
 class TEDotProductAttention(torch.nn.Module):
-    """Stands for TransformerEngine's."""
+    """Replaces TransformerEngine's."""
 
     __module__ = "megatron.core.extensions.transformer_engine"
 
 
 class TELinear(torch.nn.Module):
-    """Stands for its norm and projection in one, which local specs have not."""
+    """Replaces its norm and projection in one, which local specs have not."""
 
 
 class TEProvider(LocalSpecProvider):
@@ -220,7 +220,7 @@ def test_other_models_in_thd(parts, device, without_te):
     masks = [torch.ones(1, 1, *[length] * 2, dtype=torch.bool, device=device).triu(1) for length in LENGTHS]
     alone = [(ids, mask, None) for ids, mask in zip(documents, masks, strict=True)]
     ours = use_packing_ops(spec)
-    # megatron-core's own core attention cannot be built for latent attention.
+    # megatron-core's core attention cannot be built for latent attention.
     expected = losses_and_gradients(config, ours if config.multi_latent_attention else spec, alone, device)
     row = [(torch.cat(documents, 1), None, thd_params(device=device))]
     for actual, wanted in zip(losses_and_gradients(config, ours, row, device), expected, strict=True):

@@ -1,4 +1,4 @@
-"""Steps of megatron-core's own schedules, DistributedDataParallel and optimizer over packed batches: as plain
+"""Steps of megatron-core's schedules, DistributedDataParallel and optimizer over packed batches: as plain
 training.
 """
 
@@ -36,7 +36,7 @@ STEPS = [[[11, 3], [20, 1, 2], [7, 9], [2, 14]], [[5], [4, 4, 4], [13, 1], [6, 1
 PIPELINE = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, "variable_seq_lengths": True}
 PIPELINE["moe_token_dispatcher_type"] = "alltoall"  # the default refuses rows of several lengths, experts or none
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-CASES = {  # what megatron-core is told
+CASES = {  # what megatron-core is given
     "data": {},
     "tensor": {"tensor_model_parallel_size": 2},
     "tensor and sequence": SEQUENCE,
@@ -80,7 +80,7 @@ def plain_training():
 
 
 def part_of(parameters, model):
-    """This rank's part of a whole model's parameters, by its own names."""
+    """This rank's part of a whole model's parameters, by its names."""
     part, first = {}, model.decoder.layers[0].layer_number - 1
     for name, parameter in model.named_parameters():
         words = name.split(".")
@@ -131,13 +131,13 @@ def summed(loss_mask, losses):
 
 
 def forward_step(batches, model):
-    """Every pipeline stage is given the batch: megatron-core sends the hidden states alone."""
+    """Every pipeline stage is given the batch: megatron-core sends only the hidden states."""
     row, params, targets, loss_mask = next(batches)
     return model(row, None, None, labels=targets, packed_seq_params=params), functools.partial(summed, loss_mask)
 
 
 def packed_training(name, before):
-    """As plain_training, on this rank; its losses are of its own targets."""
+    """As plain_training, on this rank; its losses are of its targets."""
     model = new_model(before, **CASES[name])
     model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
     model.config.finalize_model_grads_func = finalize_model_grads

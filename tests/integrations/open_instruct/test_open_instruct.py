@@ -110,7 +110,7 @@ def test_the_loader_of_open_instruct_trains_on_every_token():
             indices.append(batch["index"].tolist())
             tokens += int(batch["chosen_cu_seq_lens_k"][-1] + batch["rejected_cu_seq_lens_k"][-1])
             pending = overflow if first == 6 else []
-    # The second pair is over the budget alone: whole, in a longer row. After it both budgets bind, in turn.
+    # The second pair is over the budget by itself: whole, in a longer row. After it both budgets bind, in turn.
     assert indices == [[40], [41], [42, 43, 44], [45]]
     assert tokens == sum(chosen) + sum(rejected) == 290
 

@@ -94,7 +94,7 @@ def in_transformers():
 
 
 def not_sharded():
-    """The whole row's tensors on every rank, beside the documents of a rank's part."""
+    """The whole row's tensors on every rank, next to the documents of a rank's part."""
     q = torch.randn(sum(LENGTHS), 2, 8)
     cu_q, cu_k, *longest, keys = llama3_flash_attn_prepare_cu_seqlens(
         cu_seqlens_of(LENGTHS), True, dist.get_rank(), RANKS

@@ -29,7 +29,7 @@ _DELTA = {
     "mlp_only_layers": [0, 1],
 }
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
-# gated delta net, convolution, Mamba 1 beside and without attention, Mamba 2, RG-LRU, linear attention, ...
+# gated delta net, convolution, Mamba 1 next to and without attention, Mamba 2, RG-LRU, linear attention, ...
 FAMILIES = {
     "qwen3_next": _DELTA,
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_dim": 32, "conv_dim": 32},

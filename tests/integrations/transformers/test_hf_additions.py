@@ -1,4 +1,4 @@
-"""What PEFT and NEFTune add to a row in front of the model: refused beside several documents, or made by document."""
+"""What PEFT and NEFTune add to a row in front of the model: refused with several documents, or made by document."""
 
 import importlib
 import inspect

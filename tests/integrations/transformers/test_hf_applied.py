@@ -49,7 +49,7 @@ def test_attention_alone_where_the_rope_is_not_known(device):
         UserWarning, match=r"rope of GPT2LMHeadModel was not swapped: .*\. Pass rope=False to silence this"
     ) as warned:
         applied = apply_packing_ops(model)
-    assert warned[0].filename == __file__  # where the caller stands
+    assert warned[0].filename == __file__  # where the caller is
     assert applied == Applied(attention=3, skipped={"rope": applied.skipped["rope"]})
     assert applied.skipped["rope"] == "no rotary embedding was found in it"
     torch.testing.assert_close(outputs(model, inputs), alone, rtol=1e-5, atol=1e-5)

@@ -153,7 +153,7 @@ def test_axes_that_cannot_be_asked_for_are_named(device):
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "attention_mask"])
 @torch.no_grad()
 def test_images_that_a_model_numbers_along_the_row(told, device):
-    """HunYuan's: their axes do not grow with the row, so each document's are asked for however documents are told."""
+    """HunYuan's: their axes do not grow with the row, so each document's are asked for however documents are given."""
     text = {**COMMON, "vocab_size": 200, "head_dim": 8, "rope_parameters": rope(1, 1, 1, 1)}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     vision |= dict.fromkeys(("out_hidden_size", "text_hidden_size"), text["hidden_size"]) | {"patch_size": 4}
@@ -258,7 +258,7 @@ def grown_axes(parts, start=0):
 
 @pytest.mark.parametrize(("module", "name"), text_models())
 def test_documents_in_every_model_are_as_each_alone(module, name, device):
-    """Hidden states, and gradients of embeddings and every weight; axes alone tell where documents start."""
+    """Hidden states, and gradients of embeddings and every weight; only axes show where documents start."""
     register()
     cls = getattr(importlib.import_module(module), name)
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ def registered(monkeypatch):
 
 
 def prompts(kind, device):
-    """What fills the cache: a packed row, told in several ways, or rows of one document each."""
+    """What fills the cache: a packed row, described in several ways, or rows of one document each."""
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     given = {
         "positions": {"position_ids": positions},
@@ -111,7 +111,7 @@ def test_a_cache_has_one_attribute_of_ours(device):
 
 @torch.no_grad()
 def test_masks_of_several_kinds_in_one_forward(device):
-    """The documents that start beside the cache are asked about in the next forward, not in the second mask of this
+    """The documents that start next to the cache are asked about in the next forward, not in the second mask of this
     one.
     """
     model = tiny_model("gemma3", attn_implementation="packing_ops", device=device)
@@ -192,7 +192,7 @@ def test_a_cache_that_a_compiled_model_made(device, fresh_compile):
 
 
 def sharing(implementation, device):
-    """Gemma 4: in a prefill, layers with the keys of others run for the last tokens alone, and take a part of the
+    """Gemma 4: in a prefill, layers with the keys of others run for only the last tokens, and take a part of the
     mask.
     """
     if not hasattr(transformers, "Gemma4TextConfig"):

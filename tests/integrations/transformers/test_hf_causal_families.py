@@ -17,7 +17,7 @@ STATES = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sl
 
 
 def declares_a_state(model):
-    """In transformers' own words."""
+    """In transformers' words."""
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     return bool(getattr(model, "_is_stateful", False)) or not STATES.isdisjoint(types)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing beside compiled layers: some settings of tests/checkpoint_matrix.py, which runs all of
+"""Gradient checkpointing with compiled layers: some settings of tests/checkpoint_matrix.py, which runs all of
 them.
 """
 

@@ -84,7 +84,7 @@ def sums_over_a_row(graphs):
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("invariant", [True, False])
 def test_the_graph_has_no_sum_that_an_order_changes(family, invariant, fresh_compile):
-    """Forward and backward, with dynamic sizes and without a break; without the mode torch's own formula."""
+    """Forward and backward, with dynamic sizes and without a break; without the mode torch's formula."""
     import torch._inductor.decomposition
 
     model, modules = norms_of(family, invariant)
@@ -142,7 +142,7 @@ def test_eager_code_keeps_rms_norm():
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_rows_compiled_for_the_cpu_have_equal_bits(dtype, fresh_compile):
-    """inductor's own kernels: of a fixed number of rows, of any, of one."""
+    """inductor's kernels: of a fixed number of rows, of any, of one."""
     model, (module, *_) = norms_of("qwen3")
     module = module.to(dtype)
     compiled = torch.compile(module, fullgraph=True)

@@ -77,7 +77,7 @@ class Steps:
         monkeypatch.setattr(attention, "attend", attend)
 
     def kinds(self):
-        """Whether there was a step of prefill alone, one beside decoding, a chunk after another one, and decoding
+        """Whether there was a step of prefill alone, one next to decoding, a chunk after another one, and decoding
         alone.
         """
         found = set()

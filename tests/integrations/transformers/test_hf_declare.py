@@ -98,7 +98,7 @@ def test_a_layer_that_does_not(device):
 
 
 def test_declared_again_and_taken_back(device):
-    """Beside another layer with a state, for which the model's call has its documents."""
+    """Next to another layer with a state, for which the model's call has its documents."""
     cls = of_its_own()
     model = in_llama(torch.nn.Sequential(Blur(), cls()), device)
     ids, positions, _ = packed(device)
@@ -305,7 +305,7 @@ def test_beside_padding(device):
 @pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
 @pytest.mark.filterwarnings("ignore:.*Fully ?Sharded ?Data ?Parallel:FutureWarning")
 def test_weights_on_other_ranks(sharding, device, one_rank):
-    """FSDP2 gives the layer a class of its own, which is named by the one behind it."""
+    """FSDP2 gives the layer a separate class, which is named by the one behind it."""
     if device != "cpu":
         pytest.skip("gloo")
     from torch.distributed.device_mesh import init_device_mesh

@@ -93,7 +93,7 @@ def test_the_next_layer_may_be_another(device):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_a_model(family, device):
-    """The model's own reshape to [batch, seqlen, hidden] is the next thing that a layer does with what attention
+    """The model's reshape to [batch, seqlen, hidden] is the next thing that a layer does with what attention
     gave.
     """
     register()

@@ -1,4 +1,4 @@
-"""cu_seq_lens_q beside the positions of a mask: held against each other once in a forward, compiled or not."""
+"""cu_seq_lens_q next to the positions of a mask: compared with each other once in a forward, compiled or not."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_what_each_tells_is_still_checked(device):
 @pytest.mark.parametrize("how", ["plain", "dropout", "cache", "compiled"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_numbers_of_a_mask_are_checked_too(how, family, device, fresh_compile):
-    """Of two rows; ones alone number nothing."""
+    """Of two rows; a mask of ones numbers nothing."""
     ids = torch.randint(3, 60, (2, 6), device=device)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]], device=device)
     blocks = 1 if (how, family) == ("compiled", "llama") else 2

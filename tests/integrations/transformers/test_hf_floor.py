@@ -53,7 +53,7 @@ def functions_with(tensor, call):
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_query_passes_few_functions(gradient):
-    """On the way to the op; behind it, recording a gradient takes five of autograd.py and of the op's own."""
+    """On the way to the op; behind it, recording a gradient takes five of autograd.py and of the op's."""
     metadata, _ = packed()
     heads = [torch.randn(1, n, metadata.total, 16, requires_grad=gradient) for n in (4, 2, 2)]
     pattern = MaskPattern(True, (-1, -1), metadata.total, None, metadata.position_ids[None])
@@ -93,7 +93,7 @@ def test_attention_reaches_few_modules():
         new = imported_here(FOLDER / f"{left.pop()}.py") - reached
         reached |= new
         left += new
-    # Three of them are of a call's beginning alone: positions, layers with a state by rows, linear_attention.
+    # Three of them are of only a call's beginning: positions, layers with a state by rows, linear_attention.
     assert len(reached - {"attention"}) <= 12, reached
     assert reached.isdisjoint({"apply", "rms_norm", "rope", "summary", "vision"})  # which put something into a model
 
@@ -128,7 +128,7 @@ def comparing():
 
 
 def test_one_function_finds_where_documents_start():
-    """By positions and numbers first_tokens alone, or the op for positions without padding; others take what these
+    """By positions and numbers only first_tokens, or the op for positions without padding; others take what these
     found.
     """
     found = {*comparing()} - OTHERS

@@ -65,7 +65,7 @@ def test_a_model_is_freed_with_its_last_name(kind, without_gc):
 
 
 def test_classes_are_freed_with_their_models():
-    """Classes of code from the Hub come again with each load of it."""
+    """Classes of code from the Hub are made again with each load of it."""
 
     class Declared(Decays):
         pass

@@ -68,12 +68,12 @@ def test_packed_documents_do_not_reach_each_other(device):
     packed["labels"][0, [0, 5]] = -100
     masked = model(**packed, **documents).loss
     torch.testing.assert_close(unmasked, masked, rtol=0, atol=0)
-    torch.testing.assert_close(masked, model(**packed).loss)  # masked labels alone do the same
+    torch.testing.assert_close(masked, model(**packed).loss)  # only masking labels does the same
 
 
 @pytest.mark.parametrize("family", SERVED)
 def test_rows_that_are_not_trained_on_are_not_multiplied(device, monkeypatch, family):
-    """Their number comes with the collator's batch."""
+    """Their number is in the collator's batch."""
     ids = torch.randint(3, 61, (2, 200)).tolist()
     examples = [{"input_ids": each, "labels": [-100] * 150 + each[150:]} for each in ids]
     batch = PaddingFreeCollator()(examples)
@@ -107,7 +107,7 @@ def test_stock_where_logits_are_wanted(device):
 
 
 def test_tuples(device):
-    """Without the logits, wherever they stand."""
+    """Without the logits, wherever they are."""
     inputs = {**rows(device), "return_dict": False}
     (loss,) = fused(tiny_model("llama", device=device))(**inputs)
     assert loss.dim() == 0
@@ -139,7 +139,7 @@ def test_copies_and_pickles_keep_it(device):
 
 
 def test_threads(device, monkeypatch):
-    """Two of them, each with its own rows, inside of the same model at the same time."""
+    """Two of them, each with its rows, inside of the same model at the same time."""
     model, both = fused(tiny_model("llama", device=device)), threading.Barrier(2, timeout=20)
     batches = [rows(device, seqlen=seqlen) for seqlen in (9, 12)]
     wanted = [loss_and_gradients(model, batch) for batch in batches]

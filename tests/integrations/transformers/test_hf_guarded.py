@@ -43,7 +43,7 @@ FAMILIES = [
     *("rwkv", "xlnet"),
 ]
 SERVED = {"mamba", "mamba2", "falcon_mamba", "rwkv"}  # by layers with a state, whichever way
-TABLES = {"falcon", "git", "gpt_neo", "gptj"}  # choose among attention classes of their own: refused when they are made
+TABLES = {"falcon", "git", "gpt_neo", "gptj"}  # choose among classes of attention: refused when they are made
 DOCUMENTS = po.PackedMetadata.from_lengths(LENGTHS)
 POSITIONS = {"position_ids": DOCUMENTS.position_ids[None]}
 ROWS = {"position_ids": POSITIONS, "cu_seq_lens_q": DOCUMENTS.to_transformers()}
@@ -131,7 +131,7 @@ def test_an_unpickled_model_is_guarded_after_unregister():
 
 
 def test_attention_that_is_not_asked_for_is_not_guarded():
-    """Its own attention keeps documents apart, says who passes attention=False: so says the warning that names it."""
+    """Its attention keeps documents apart, says who passes attention=False: so says the warning that names it."""
     model = causal_families.model_of("gpt_neo", None)
     with pytest.warns(
         UserWarning, match="With attention=False they are none: the model's own attention must then keep"

@@ -1,4 +1,4 @@
-"""Rows of text and images by the collator and the stream: loss and gradients are those of documents alone."""
+"""Rows of text and images by the collator and the stream: loss and gradients are those of separate documents."""
 
 import functools
 
@@ -108,7 +108,7 @@ def test_videos_beside_images(family, asked_by, device):
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
 def test_the_stock_model_lets_documents_of_a_row_see_each_other(family):
-    """What the other tests would not notice, if the models were of text alone or their images did not matter."""
+    """What the other tests would not notice, if the models were of only text or their images did not matter."""
     batch = PaddingFreeCollator(return_flash_attn_kwargs=False, return_seq_idx=False)(examples_of(family))
     batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
     loss, _ = training(tiny_image_model(family), [batch], "cpu")
@@ -117,7 +117,9 @@ def test_the_stock_model_lets_documents_of_a_row_see_each_other(family):
 
 @pytest.mark.parametrize("family", AXES)
 def test_axes_that_the_collator_asks_for(family, device):
-    """Of each example alone, in front of them the text's, by which documents are found without cu_seq_lens_q too."""
+    """Of each example separately, in front of them the text's, by which documents are found without cu_seq_lens_q
+    too.
+    """
     model = packed_model(family, device)
     index = tiny_image_model(family).model.get_rope_index
     for options in ({}, {"document_multiple": 4, "capacity": 64}, {"return_flash_attn_kwargs": False}):

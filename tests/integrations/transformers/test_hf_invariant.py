@@ -1,4 +1,6 @@
-"""apply_packing_ops(model, invariant=True): whole tiny models alone and packed, and what is refused by a sentence."""
+"""apply_packing_ops(model, invariant=True): whole tiny models, documents separate and packed, and what is refused by a
+sentence.
+"""
 
 import copy
 import gc
@@ -66,7 +68,7 @@ CLAIMED += [("gpt_oss", {"experts_implementation": name}) for name in ("eager", 
 
 @pytest.mark.parametrize(("family", "more"), CLAIMED, ids=[" ".join([f, *m.values()]) for f, m in CLAIMED])
 def test_whole_families(family, more):
-    """Hidden states, log-probabilities and gradients of the embeddings: alone, packed and as prefixes."""
+    """Hidden states, log-probabilities and gradients of the embeddings: in separate rows, packed and as prefixes."""
     model = model_of(family, **more)
     apply_packing_ops(model)
     stock = po.check_invariance(model)
@@ -107,7 +109,9 @@ lengths_of_some = st.lists(st.integers(1, 40), max_size=3)
 @pytest.mark.parametrize(("family", "more"), CLAIMED[:-2], ids=[" ".join([f, *m.values()]) for f, m in CLAIMED[:-2]])
 @torch.no_grad()
 def test_drawn_documents_prefixes_and_neighbours(family, more):
-    """Logits of a document and of its prefix, in rows and micro-batches with any others, are those of it alone."""
+    """Logits of a document and of its prefix, in rows and micro-batches with any others, are the same as in a separate
+    row.
+    """
     model = model_of(family, **more)
     assert apply_packing_ops(model, invariant=True).skipped == {}
     compared = 0

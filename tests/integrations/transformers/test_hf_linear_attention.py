@@ -1,5 +1,5 @@
-"""Hybrid models whose convolutions and gated delta rules are ours: each document as alone, nothing found in the
-layers.
+"""Hybrid models whose convolutions and gated delta rules are ours: each document as in a separate row, nothing found in
+the layers.
 """
 
 import copy
@@ -161,7 +161,7 @@ def test_mamba2_under_autocast_and_with_frozen_weights(device):
 
 @pytest.mark.parametrize("family", MAMBA2)
 def test_mamba2_in_bfloat16(family, device):
-    """Packed it is as near to float32 as the stock model is with each document alone."""
+    """Packed it is as near to float32 as the stock model is with each document separately."""
     model, stock = hybrid(family, device)
     ids, _, _ = packed(device)
     wanted = alone(stock, ids)

@@ -96,7 +96,7 @@ def image_and_text(implementation, device, layers):
 @pytest.mark.parametrize("layers", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
 @pytest.mark.parametrize("beside", ["nothing", "mask", "cache"])
 def test_packed_documents_with_images_of_gemma3(layers, beside, device):
-    """Their tokens see each other in both directions, wherever their document lies in the row."""
+    """Their tokens see each other in both directions, wherever their document is in the row."""
     image = [97, 97, 97, 97]
     documents = [[5, 6, *image, 7, 8], list(range(10, 21)), [9, 4, 6, 5, *image, 3, *image]]
     lengths = [len(document) for document in documents]
@@ -217,7 +217,7 @@ def test_later_tokens_of_a_cache_go_on_with_its_last_document(cache, device):
 @pytest.mark.parametrize("family", ["DebertaV2", "LayoutLM", "FNet", "MobileBert"])
 @pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q"])
 def test_documents_that_reach_no_attention_are_refused(family, given, device):
-    """An attention of its own, a mask of its own, no attention, and tokens that see neighbours beside it."""
+    """A separate attention, a separate mask, no attention, and tokens that see neighbours next to it."""
     model, inputs = tiny(f"{family}Config", "packing_ops", device=device, **SIZES), packed(device)
     one = {"input_ids": inputs["input_ids"], "position_ids": torch.arange(16, device=device)[None]}
     if given == "cu_seq_lens_q":
@@ -389,7 +389,7 @@ def test_positions_that_tell_no_documents(device):
 
 
 def test_a_pattern_has_the_shape_of_its_mask(device):
-    """Layers beside attention ask whether they got a mask of two dimensions: LFM2."""
+    """Layers next to attention ask whether they got a mask of two dimensions: LFM2."""
     pattern = masks.packing_ops_mask(2, 8, 8, mask_function=transformers.masking_utils.causal_mask_function)
     assert pattern.shape == pattern.size() == (2, 1, 8, 8)
     assert (pattern.dim(), pattern.ndim, pattern.size(-1)) == (4, 4, 8)

@@ -73,7 +73,7 @@ def test_in_a_graph(fresh_compile):
 
 
 def alone(model, rows, lengths=(5, 7, 4)):
-    """The logits of each document in a row of its own, of a model that is given no positions."""
+    """The logits of each document in a separate row, of a model that is given no positions."""
     documents = [document for row in rows for document in row[None].split(list(lengths), 1)]
     return torch.cat([model(document, use_cache=False).logits for document in documents], 1).view(*rows.shape, -1)
 
@@ -107,7 +107,7 @@ def test_the_positions_that_a_model_needs_are_made_of_the_numbers_of_a_mask(fami
         return
     found = model(ids(), use_cache=False, attention_mask=numbers).logits
     torch.testing.assert_close(found, alone(model, ids()), rtol=1e-4, atol=1e-5)
-    # Padding on the left and on the right, and a row of one document beside it
+    # Padding on the left and on the right, and a row of one document next to it
     rows = torch.zeros(2, 20, dtype=torch.long)
     rows[0, 3:19], rows[1, :9] = ids(), ids()[0, :9]
     mask = (rows != 0).long()
@@ -209,7 +209,7 @@ def test_rows_may_be_longer_than_the_table_of_positions(family):
         torch.testing.assert_close(model(row, use_cache=False, **given).logits, wanted, rtol=1e-4, atol=1e-5)
 
 
-# Encoders whose positions start at padding_idx + 1, or at 2; the second have an attention of their own.
+# Encoders whose positions start at padding_idx + 1, or at 2; the second have a separate attention.
 SERVED = ["camembert", "data2vec-text", "jina_embeddings_v3", "roberta", "roberta-prelayernorm", "xlm-roberta"]
 OF_THEIR_OWN = ["ibert", "mpnet", "mra", "nystromformer", "yoso"]
 
@@ -244,7 +244,7 @@ def test_a_model_with_a_table_of_attention_classes_is_refused_before_it_is_made(
     ):
         model_of("falcon")
     unregister()
-    with pytest.raises((KeyError, ValueError), match="packing_ops"):  # transformers' own
+    with pytest.raises((KeyError, ValueError), match="packing_ops"):  # transformers' error
         model_of("falcon")
 
 

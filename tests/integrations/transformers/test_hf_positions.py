@@ -1,4 +1,4 @@
-"""Positions of a call: a document gets the angles, the scales and the labels that it has alone."""
+"""Positions of a call: a document gets the angles, the scales and the labels that it has in a separate row."""
 
 import copy
 import functools

@@ -20,7 +20,7 @@ def registered():
 
 
 def pairs_of(device):
-    """Two pairs: of a long prompt, which is part of the target in the rejected answer alone, and of a short one."""
+    """Two pairs: of a long prompt, which is part of the target only in the rejected answer, and of a short one."""
     examples = []
     for prompt, *answers in ((140, 9, 5), (6, 3, 4)):
         ids = torch.randint(3, 61, (prompt,), device=device)

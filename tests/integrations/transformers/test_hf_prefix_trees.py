@@ -1,4 +1,4 @@
-"""Models of transformers over prefix trees: against each sample alone, and what is refused."""
+"""Models of transformers over prefix trees: against each sample separately, and what is refused."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_the_tree_is_what_keeps_samples_apart(device):
 
 
 def test_applied_and_invariant(device, one_thread):
-    """A token has the bits of its sample alone, in a whole model."""
+    """A token has the bits of its sample in a separate row, in a whole model."""
     model = tiny_model("qwen3", device=device, **SIZES)
     if device == "cuda":
         model.bfloat16()  # the mode does not claim cuBLASLt's float32 products of few rows

@@ -48,7 +48,7 @@ def tower_with_projections_inside():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_no_sequence_group_where_attention_does_not_take(world, strict, monkeypatch):
-    """Each rank would attend to its own slots alone."""
+    """Each rank would attend only to its slots."""
     model = tiny("llama")
     monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: None)
     before = state(model)

@@ -1,4 +1,4 @@
-"""register and unregister beside another library that wraps the same functions of transformers."""
+"""register and unregister next to another library that wraps the same functions of transformers."""
 
 import functools
 
@@ -25,7 +25,7 @@ def wrapped(function):
 
 @pytest.fixture
 def above_theirs_above_ours(monkeypatch):
-    """Registered, wrapped by another library, unregistered and registered again; and what was told."""
+    """Registered, wrapped by another library, unregistered and registered again; and what is reported."""
     names, told = list(call.NAMES), []
     for tell in ("warn_once", "log_once"):
         monkeypatch.setattr(versions, tell, torch.compiler.assume_constant_result(lambda why: told.append(why)))

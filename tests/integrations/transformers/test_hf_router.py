@@ -1,4 +1,4 @@
-"""Balance losses of transformers' mixtures of experts: a packed row against its documents alone."""
+"""Balance losses of transformers' mixtures of experts: a packed row against its separate documents."""
 
 import copy
 import gc
@@ -126,7 +126,7 @@ def inputs_of(kind, documents, metadata, device):
 
 
 def expected_loss(model, stock, documents, kind):
-    """By the stock function: of each document alone, or of all of their tokens."""
+    """By the stock function: of each document separately, or of all of their tokens."""
     alone = [model.model(document[None], output_router_logits=True).router_logits for document in documents]
     if kind == "document":
         return torch.stack([stock(layers, EXPERTS, TOP_K) for layers in alone]).mean()
@@ -248,7 +248,7 @@ def test_the_loss_of_trls_fused_head_is_balanced_too(device, family):
 
 
 def test_images_with_as_many_patches_as_the_text_has_slots():
-    """Documents are those of the text: 2 images of 16 patches beside 2 rows of 16 slots."""
+    """Documents are those of the text: 2 images of 16 patches next to 2 rows of 16 slots."""
     from helpers.hf_towers import TEXT, TOKENS, TOWERS
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

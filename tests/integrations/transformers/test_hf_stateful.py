@@ -224,7 +224,7 @@ def test_applied_copied_and_reverted(device):
     wanted = assert_apart(model, ids, position_ids=positions)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(assert_apart(other, ids, position_ids=positions), wanted)
-        other.model.layers[0].mamba.conv1d.weight.data.zero_()  # of its own
+        other.model.layers[0].mamba.conv1d.weight.data.zero_()  # of the other model
     assert torch.equal(logits(model, ids, position_ids=positions), wanted)
     revert_packing_ops(model)
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -369,7 +369,7 @@ def test_attention_of_its_own_follows_a_mask_that_there_is(family, device):
     assert_apart(model, ids % 47 + 3, attention_mask=numbers)
 
 
-# --- kernels that are told of documents ---
+# --- kernels that take documents ---
 
 CAUSAL_CONV1D = '''
 import torch

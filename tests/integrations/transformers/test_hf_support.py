@@ -94,7 +94,7 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_stock_model(family, device):
         return {"loss": loss, **found}
 
     squares = {}  # {name: of the stock model, of ours, of the row as one document}
-    for seed in range(16):  # a loss alone may be exact by luck
+    for seed in range(16):  # one loss may be exact by luck
         exact = results(seed, "padded", torch.float32)
         for i, found in enumerate(
             (results(seed, "padded"), results(seed, "packed"), results(seed, "packed", apart=False))

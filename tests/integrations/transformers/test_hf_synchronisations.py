@@ -1,4 +1,4 @@
-"""What a training step of a swapped model waits for: nothing where cu_seqlens come along, else the GPU once."""
+"""What a training step of a swapped model waits for: nothing where cu_seqlens are passed, else the GPU once."""
 
 import traceback
 import warnings

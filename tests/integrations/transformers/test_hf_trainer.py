@@ -1,4 +1,4 @@
-"""transformers' own Trainer: packed and padded steps count the same targets and train to the same weights."""
+"""transformers' Trainer: packed and padded steps count the same targets and train to the same weights."""
 
 import pytest
 import torch

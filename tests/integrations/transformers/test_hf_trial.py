@@ -180,7 +180,7 @@ def test_tables_of_a_width_that_was_not_tried_go_to_the_stock_function():
 
 
 def test_rows_of_other_strides_are_rotated():
-    """Zaya's queries come out of a convolution with their tokens last."""
+    """Zaya's queries are the result of a convolution with their tokens last."""
     stock = importlib.import_module("transformers.models.llama.modeling_llama").apply_rotary_pos_emb
     q, k = (torch.randn(1, heads, 8, 5).transpose(2, 3) for heads in (4, 2))
     cos, sin = torch.randn(2, 1, 5, 8)
@@ -389,7 +389,7 @@ def test_the_trial_reads_no_weights():
 
 
 def test_a_norm_that_is_farther_from_float64_is_not_swapped(monkeypatch):
-    """By the trial's word alone: torch's own rounds once."""
+    """By only the trial's word: torch's norm rounds once."""
     cls = transformers.models.llama.modeling_llama.LlamaRMSNorm
     rounds_once = rms_norm.FORWARDS["weight"]
 

@@ -1,4 +1,4 @@
-"""Images and prefixes whose tokens see each other: served by visible_end, beside the stock model one document at a
+"""Images and prefixes whose tokens see each other: served by visible_end, next to the stock model one document at a
 time.
 """
 
@@ -87,7 +87,7 @@ def calls(monkeypatch):
 
 
 def loss_of(logits, labels):
-    """Of each document alone: the first token of none is a target."""
+    """Of each document separately: the first token of none is a target."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
 
 
@@ -125,7 +125,7 @@ def test_loss_and_gradients_are_those_of_documents_alone(family, compiled, devic
     torch.testing.assert_close(loss, wanted, **CLOSE)
     loss.backward()
     expected = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
-    largest = max(float(grad.abs().max()) for grad in expected.values())  # beside it some are 0 but for rounding
+    largest = max(float(grad.abs().max()) for grad in expected.values())  # next to it some are 0 but for rounding
     for name, parameter in ours.named_parameters():
         if name in expected:
             torch.testing.assert_close(
@@ -220,7 +220,7 @@ OVERLAYS = {
 
 
 def dense(pattern, positions):
-    """What a MaskPattern with blocks stands for, as varlen_attention is told."""
+    """What a MaskPattern with blocks represents, as varlen_attention is given."""
     _, ends, _ = pattern.documents(torch.zeros(1, 1, pattern.length, 8), (None, None), positions)
     ends = ends.split(LENGTHS)
     parts = [oracle.visible(n, n, True, pattern.window, visible_end=end) for n, end in zip(LENGTHS, ends, strict=True)]

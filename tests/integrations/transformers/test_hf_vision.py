@@ -100,7 +100,7 @@ def test_images_do_not_see_each_other(family, device):
 
 
 def test_whole_model_with_documents_in_text(device, lengths):
-    """Loss and gradients of the language model over the tower, with the text's own documents beside the images."""
+    """Loss and gradients of the language model over the tower, with the text's documents next to the images."""
     model, (pixels, grid) = tiny_tower_model("qwen2_5_vl").to(device), images(device, GRID[:2])
     ids = torch.tensor([[i for g in grid for i in (5, 153, *[151] * int(g.prod() // 4), 154, 7)]], device=device)
     given = {"input_ids": ids, "labels": ids.masked_fill(ids == 151, -100), "pixel_values": pixels, "use_cache": False}

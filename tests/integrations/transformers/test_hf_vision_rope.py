@@ -40,7 +40,7 @@ def tower_attention(family, device, dtype=torch.float32):
 
 
 def results(attention, dtype=torch.float32):
-    """Its output, and the gradient of what comes in."""
+    """Its output, and the gradient of its input."""
     device, total = next(attention.parameters()).device, sum(LENGTHS)
     torch.manual_seed(1)
     x = torch.randn(total, 32).to(device, dtype).requires_grad_()

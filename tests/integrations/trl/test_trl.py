@@ -33,7 +33,7 @@ def stock_trl():
 
 
 def rows_of(lengths, dtype="int64"):
-    """Every token has a value of its own; labels are the token negated, so that columns stay together."""
+    """Every token has a separate value; labels are the token negated, so that columns stay together."""
     ends = np.cumsum([0, *lengths])
     ids = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
     feature = datasets.List(datasets.Value(dtype))
@@ -264,7 +264,7 @@ def test_sft_trainer_trains_the_same_without_padding(device, mode, checkpointing
     options |= {
         "padding_free": {"padding_free": True, "max_length": None},
         "packing": {"packing": True},
-        "our collator": {"collator": PaddingFreeCollator()},  # TRL takes none beside the two
+        "our collator": {"collator": PaddingFreeCollator()},  # TRL takes none next to the two
     }[mode]
     losses, given_kwargs, trainer = trained(
         packed_model, lengths, tmp_path, per_device_train_batch_size=len(lengths), **options
@@ -350,7 +350,7 @@ def split(ids, lengths):
     return [list(piece) for piece in torch.tensor(ids).split(list(lengths))]
 
 
-# --- DPO (the padding_free option of TRL's own trainer is switched off in 1.16) ---
+# --- DPO (the padding_free option of TRL's trainer is switched off in 1.16) ---
 
 
 def packed_dpo_logps(model, batch):
@@ -406,7 +406,7 @@ def test_dpo_without_padding_is_dpo_with_it(device, tmp_path):
 
 
 def test_patched_again_over_a_wrapper_of_ours():
-    """TRL's own is what stood there first: the wrapper would call ours, and ours the wrapper."""
+    """TRL's is what was there first: the wrapper would call ours, and ours the wrapper."""
     integration.patch_pack_dataset()
     ours = data_utils.pack_dataset
     data_utils.pack_dataset = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))

@@ -181,7 +181,7 @@ ROWS = torch.tensor([[1] * 7, [1, 1, 1, 0, 0, 0, 0], [1] + [0] * 6])
 @pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
 @torch.no_grad()
 def test_rows_of_any_form(kind, mask, device):
-    """Padding on either side, one row, single tokens, nothing to pad; hidden states come back in their places too."""
+    """Padding on either side, one row, single tokens, nothing to pad; hidden states return in their places too."""
     model = tiny_model("llama", vocab_size=258, device=device) if kind == "DPOTrainer" else reward_model(device)
     mask = mask.to(device)
     given = {"input_ids": torch.arange(9, 9 + mask.numel(), device=device).view(mask.shape) * mask}
@@ -218,7 +218,7 @@ def test_an_evaluation_and_gradients_that_accumulate(device, tmp_path):
 
 
 def test_batches_of_padding_alone_and_without_targets(device, tmp_path):
-    """Loss and gradients are those of the padded trainer; a row of padding alone has no last token to score."""
+    """Loss and gradients are those of the padded trainer; a row of only padding has no last token to score."""
     trainers = dpo_trainer(tmp_path, device), without_padding(dpo_trainer(tmp_path, device))
     batch = dict(next(iter(trainers[0].get_train_dataloader())))
     zeros = torch.zeros_like(batch["completion_mask"])

@@ -103,7 +103,7 @@ ONLINE = {
 
 @pytest.mark.parametrize("case", ONLINE)
 def test_trainers_that_generate(case, device, tmp_path):
-    """Log-probs of old weights and of the reference too, which are made beside the samples."""
+    """Log-probs of old weights and of the reference too, which are made next to the samples."""
     kind, more = ONLINE[case]
     padded, packed = (online_trainer(kind, tmp_path, device, **more) for _ in range(2))
     without_padding(packed)

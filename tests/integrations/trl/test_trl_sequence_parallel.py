@@ -19,7 +19,7 @@ ROWS = [{"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [2, 3]}]
 
 
 def trainer_of(**sizes):
-    """What enable_sequence_parallel reads of an SFTTrainer, which is made on several ranks alone."""
+    """What enable_sequence_parallel reads of an SFTTrainer, which is made only on several ranks."""
     config = accelerate_utils.ParallelismConfig(**sizes)
     collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=2)
     accelerator = SimpleNamespace(parallelism_config=config)
@@ -69,7 +69,7 @@ def test_batches_that_are_not_of_packed_rows_are_refused():
 
 
 def test_deepspeed_takes_the_batches():
-    """DeepSpeed's own loader, on one rank; TRL's batches end it in an IndexError."""
+    """DeepSpeed's loader, on one rank; TRL's batches end it in an IndexError."""
     ulysses = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""enable_tree_attention: rows as TRL's asynchronous GRPO trainer packs them, against each sample alone."""
+"""enable_tree_attention: rows as TRL's asynchronous GRPO trainer packs them, against each sample separately."""
 
 import pytest
 import torch

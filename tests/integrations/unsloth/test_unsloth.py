@@ -425,7 +425,7 @@ def plain(batch):
 
 @pytest.fixture
 def unsloth_packing():
-    """Unsloth's own file; the package around it imports nowhere without a GPU."""
+    """Unsloth's file; the package around it imports nowhere without a GPU."""
     found = importlib.util.find_spec("unsloth")
     if found is None:
         pytest.skip("needs Unsloth")
@@ -467,7 +467,7 @@ def test_batches_are_those_of_unsloth_itself_and_it_reads_ours(unsloth_packing, 
 
 @transformers_installed
 def test_trainer_and_model_of_transformers(tmp_path):
-    """The batches reach a model whose attention reads them from position_ids; the loss is that of the documents."""
+    """The batches reach a model whose attention reads them from position_ids; the loss is the one of the documents."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
