@@ -1,6 +1,9 @@
 """The figures of ``python tools/prose.py -v``, which also says where the words are: lower them, never raise them."""
 
+import re
+
 import pytest
+from helpers import ROOT
 
 from tools import prose
 
@@ -33,3 +36,16 @@ def test_what_is_counted(tmp_path):
     assert [first for *first, _ in prose.docstrings((tmp_path / "a.py").read_text())] == [
         [2, "Give.\n\n    >>> own\n    "]
     ]
+
+
+def test_hooks_of_pre_commit():
+    """Programs and scripts exist, and the pattern finds subjects over 72 characters."""
+    yaml = pytest.importorskip("yaml")
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = {hook["id"]: hook for hook in repo["hooks"]}
+    pattern = re.compile(hooks.pop("subject")["entry"], re.M | re.S)  # as pygrep --multiline reads it
+    assert pattern.search("x" * 73)
+    assert not pattern.search("x" * 72 + "\n\n" + "x" * 100)
+    scripts = [word for hook in hooks.values() for word in hook["entry"].split() if word.endswith(".py")]
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
+    assert scripts
