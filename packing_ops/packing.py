@@ -212,6 +212,7 @@ def pack_sequences(
     Memory: grows with the number of sequences, on the CPU.
     Gradients: none: integers.
     """
+    # Slots of a row, cost of a sequence
     capacity, alignment = integer(capacity, "capacity"), document_multiple_of(document_multiple, alignment)
     slots = whole_rows(capacity, row_multiple, "capacity")
     token_cost, square_cost = cost_coefficients(balance, "balance")
@@ -238,6 +239,7 @@ def pack_sequences(
         text = str(error) if document_multiple == 1 else str(error).replace("alignment", "document_multiple")
         whole = f"{slots} slots of capacity={capacity} (row_multiple={row_multiple})"
         raise ValueError(text if slots == capacity else text.replace(f"capacity={slots}", whole)) from None
+    # Counts, and who was over the capacity
     num_tokens, lost_tokens, own_slots, lower_bound = counts.tolist()
     none = overlong_items[:0]
     if row_multiple > 1 and overlong == "own":

@@ -160,6 +160,7 @@ def _pad_group(
     for i, example in enumerate(group, first):
         if not isinstance(example, Mapping):
             raise TypeError(f"examples: expected dicts, got {type(example).__name__} as example {i}")
+    # Check that all examples have the same names
     names = group[0].keys()
     for i, example in enumerate(group, first):
         if example.keys() != names:
@@ -169,6 +170,7 @@ def _pad_group(
         raise ValueError(
             f"examples: expected {missing} (they have a pad value), got {sorted(names)} in example {first}"
         )
+    # Pad each name
     pad_values = {"attention_mask": 0, **pad_values}
     padded, lengths = {}, None
     padded_names = [name for name in names if name in pad_values]
@@ -188,6 +190,7 @@ def _pad_group(
         if not holds(dtype, value):
             raise ValueError(f"pad_values: expected a value of {dtype_name(dtype)} for {name!r}, got {value}")
         padded[name] = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=value)
+    # Make the mask
     if "attention_mask" not in names:
         ones = [torch.ones(length, dtype=torch.int64, device=sequences[0].device) for length in lengths or ()]
         padded["attention_mask"] = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)

@@ -90,6 +90,7 @@ def pack_prefix_tree(
     cu_seqlens = index_tensor(cu_seqlens, "cu_seqlens")
     check_cu_seqlens(cu_seqlens)
     cu_seqlens = int32_cu_seqlens(cu_seqlens.cpu())
+    # Find the segments on the host
     *layout, repeated = gate.pack_prefix_tree(
         tokens,
         cu_seqlens,

@@ -70,6 +70,7 @@ def router_statistics(
     check_tensor(probabilities, "probabilities")
     if probabilities.dim() != 2 or probabilities.dtype not in FLOATS:
         raise ValueError(f"probabilities: expected floating [total, experts], got {described(probabilities)}")
+    # Which experts each token goes to
     total, experts = probabilities.shape
     if (top_k is None) == (routed is None):
         raise ValueError("top_k: expected exactly one of top_k and routed")
@@ -86,6 +87,7 @@ def router_statistics(
                 f"routed: expected bool [total={total}, experts={experts}] on {probabilities.device} like "
                 f"probabilities, got {described(routed)} on {routed.device}"
             )
+    # How many tokens each slot counts for
     if copies is not None:
         check_real(copies, "copies")
         refuse_gradient(copies, "copies")
@@ -95,6 +97,7 @@ def router_statistics(
                 f"copies: expected [total={total}] on {probabilities.device} like probabilities, got "
                 f"{described(copies)} on {copies.device}"
             )
+    # Add up by document
     cu_seqlens = cu_seqlens_of(metadata, total, like="probabilities", name="metadata")
     return gate.router_sums(probabilities, routed, cu_seqlens, copies)
 

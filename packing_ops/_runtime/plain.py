@@ -309,6 +309,7 @@ def pack_sequences(
     token_cost, square_cost, ties, seed,
 ):  # fmt: skip
     _index_vector(lengths, "lengths", (1, 2))
+    # Check the arguments as C++ does
     most_pieces = len(lengths) + 1 if max_sequences_per_bin is None else max_sequences_per_bin
     numbers = {"capacity": capacity, "alignment": alignment, "max_sequences_per_bin": most_pieces}
     numbers |= {"min_bins": min_bins, "bins_multiple_of": bins_multiple_of}
@@ -321,6 +322,7 @@ def pack_sequences(
     _check_sides(lengths, strategy, overlong)
     by_side = (lengths[:, None] if lengths.dim() == 1 else lengths).tolist()
     _check_overlong(by_side, capacity, alignment, overlong)
+    # Pack
     values = [row[0] if len(row) == 1 else row for row in by_side]
     most_units = capacity // alignment
     try:
@@ -342,11 +344,13 @@ def pack_sequences(
             f"min_bins, bins_multiple_of: expected at most as many bins as sequences, got {error}. "
             "Cannot create bins without a sequence"
         ) from None
+    # Slots of sequences over the capacity, tokens that are lost
     pieces = packing.make_pieces(values, most_units, alignment, overlong, range(len(values)))
     aligned = [[-(-length // alignment) * alignment for length in row] for row in by_side]
     over = [i for i, row in enumerate(aligned) if max(row) > most_units * alignment]
     own = [aligned[i] for i in over] if overlong == "own" else []
     own_slots = sum(row[0] if len(row) == 1 else sum(max(capacity, slots) for slots in row) for row in own)
+    # The pieces as columns
     placed = [piece for row in rows for piece in row]
     columns = list(zip(*placed, strict=True)) if placed else [(), (), ()]
     columns = [torch.tensor(column, dtype=torch.int64, device="cpu") for column in columns]
@@ -372,6 +376,7 @@ def pack_ffd(lengths, capacity, alignment, ties_last):
 
 
 def pack_prefix_tree(tokens, cu_seqlens, groups, capacity, min_shared):
+    # Check the arguments as C++ does
     for name, number in {"capacity": capacity, "min_shared": min_shared}.items():
         if number is not None and number < 1:
             raise ValueError(f"{name}: expected at least 1, got {number}")
@@ -388,6 +393,7 @@ def pack_prefix_tree(tokens, cu_seqlens, groups, capacity, min_shared):
     if capacity is not None and capacity < longest:
         at = lengths.index(longest)
         raise ValueError(f"capacity: expected at least {longest}, the tokens of sample {at}, got {capacity}")
+    # Find the tree; its rows become indices into tokens
     values = tokens.tolist()
     samples = [values[start:end] for start, end in itertools.pairwise(ends)]
     numbers = None if groups is None else groups.tolist()

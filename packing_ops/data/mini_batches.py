@@ -228,6 +228,7 @@ def normalize_advantages(
     Memory: the result; on the CPU float64 copies of a few rows at a time.
     Gradients: of advantages, of any order; forward mode too.
     """
+    # Check, and leave out the padding rows
     check_tensor(advantages, "advantages")
     if not advantages.is_floating_point() or advantages.dim() != 2:
         raise ValueError(f"advantages: expected floating [rows, seqlen], got {described(advantages)}")
@@ -240,6 +241,7 @@ def normalize_advantages(
     rows = advantages.shape[0]
     ends = _row_ends("boundaries", boundaries, rows)
     advantages, loss_mask = advantages[: ends[-1]], loss_mask[: ends[-1]]
+    # Count the loss tokens of each row
     dtype = torch.promote_types(torch.promote_types(advantages.dtype, loss_mask.dtype), torch.float32)
     weights = _weights(loss_mask.to(dtype))
     tokens = _by_rows(lambda w: w.sum(dim=1, dtype=torch.float64), weights)
@@ -254,6 +256,7 @@ def normalize_advantages(
         first_rows = torch.zeros_like(tokens).index_fill_(0, _cu_seqlens(groups, tokens.device)[:-1].long(), 1)
         return _sum_over(first_rows if count_masked_rows else first_rows * (group_tokens > 0), ends) * group_tokens
 
+    # What each row's advantages are divided by
     if reduction == "token_mean":
         denominator = _sum_over(tokens, ends)
     elif reduction == "token_mean_legacy":
@@ -276,6 +279,7 @@ def normalize_advantages(
     else:
         raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
 
+    # Normalise, divide, put the padding rows back
     scaled = _where_weighted(advantages.to(dtype), weights)
     if zscore:
         scaled = _where_weighted(_zscored(scaled, weights, tokens.sum()), weights)

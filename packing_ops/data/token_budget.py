@@ -128,6 +128,7 @@ def token_budget_microbatches(
     Memory: grows with the number of sequences, on the CPU.
     Gradients: none: integers.
     """
+    # Check
     capacity, dp_size = at_least(capacity, "capacity", 1), at_least(dp_size, "dp_size", 1, "rank")
     sp_size = at_least(sp_size, "sp_size", 1, "rank")
     document_multiple = at_least(document_multiple, "document_multiple", 1)
@@ -142,6 +143,7 @@ def token_budget_microbatches(
         longest, most = int(lengths.argmax()), f"capacity={capacity}"
         most = most if sp_size == 1 else f"sp_size * capacity = {sp_size * capacity}"
         raise ValueError(f"lengths: expected at most {most}, got {int(lengths[longest])} at index {longest}")
+    # Deal long sequences to groups, the others to single ranks
     balance = ("flops", per_token, per_pair)
     long = lengths > capacity
     of_groups = _dealt(lengths, long.nonzero()[:, 0], sp_size * capacity, dp_size, balance)
@@ -151,9 +153,11 @@ def token_budget_microbatches(
         by_cost = sorted(range(len(of_ranks)), key=lambda rank: -_cost(costs, of_groups[rank // sp_size]))
         cheapest = dict(zip(by_cost, sorted(of_ranks, key=lambda steps: _cost(costs, steps)), strict=True))
         of_ranks = [cheapest[rank] for rank in range(len(of_ranks))]
+    # Shared steps are first
     result = [of_groups[rank // sp_size] + of_ranks[rank] for rank in range(dp_size * sp_size)]
     if not return_statistics:
         return result
+    # Statistics: the cost of each rank's step
     of_steps = [
         [sum(costs[i] for i in step) / (sp_size if number < shared else 1) for number, step in enumerate(steps)]
         for steps in result

@@ -34,6 +34,7 @@ def pack_sequences(
     seed: int | None = None,
 ) -> list[list[tuple[int, int, int | list[int]]]]:
     """Return bins of (item, start, length)."""
+    # Cut into pieces, sort
     most_units, most_pieces = capacity // alignment, max_sequences_per_bin or len(lengths) + 1
     a, b = balance[1:] if isinstance(balance, tuple) else COSTS[balance]
 
@@ -45,6 +46,7 @@ def pack_sequences(
         return []
     by_length = sorted(arrivals if ties == "first" else arrivals[::-1], key=lambda piece: -piece.units)
 
+    # Put the pieces into bins
     if strategy in ("ffd", "first_fit"):
         bins = fit(arrivals if strategy == "first_fit" else by_length, most_units, most_pieces, lambda fitting: 0)
     elif strategy == "bfd":
@@ -62,6 +64,7 @@ def pack_sequences(
                 break
             count = len(bins)
 
+    # Add missing bins, even the costs, deal to ranks
     rows = [bin.pieces for bin in bins]
     add_missing(rows, wanted_bins(len(rows), min_bins, bins_multiple_of, len(arrivals)))
     if strategy == "balanced" and len(arrivals) <= MOST_SWAPPED:
@@ -157,11 +160,13 @@ def balanced(
     clock = 1
     bins += open_bins
     for piece in by_length[sum(piece.units > most_units for piece in by_length) :]:
+        # Bins that were too full for longer pieces return
         returning = [bin for bin in aside if bin.room >= piece.units]
         for bin in sorted(returning, key=lambda bin: (bin.room, bins.index(bin)), reverse=True):
             aside.remove(bin)
             open_bins.append(bin)
             bin.stamp, clock = clock, clock + 1
+        # The cheapest bin with room
         chosen = None
         while chosen is None:
             if not open_bins:
@@ -173,6 +178,7 @@ def balanced(
                 aside.append(first)
             else:
                 chosen = first
+        # Put the piece, update the bin's cost
         put(piece, chosen)
         chosen.cost += cost(piece.units)
         chosen.level = 1 + (int(chosen.cost / most * STEPS) if chosen.cost < most else STEPS if most else 0)

@@ -35,6 +35,7 @@ def even(rows: list[list[Piece]], most_units: int, cost: Callable[[int], float])
         while len(by_cost) > 1 and work < MOST_WORK:
             _, costly = by_cost.pop()
             for place, (_, cheap) in enumerate(by_cost[:PARTNERS]):
+                # The two pieces whose swap is nearest to half the difference
                 half = (costs[costly] - costs[cheap]) / 2
                 work += SEARCH + len(rows[costly]) + len(rows[cheap])
                 swaps = [
@@ -46,6 +47,7 @@ def even(rows: list[list[Piece]], most_units: int, cost: Callable[[int], float])
                 distance, i, j = min(swaps, default=(half, 0, 0))
                 if distance >= half:
                     continue
+                # Swap them
                 long, short = rows[costly].pop(i), rows[cheap].pop(j)
                 gain = cost(long.units) - cost(short.units)
                 for row, piece, sign in ((costly, short, -1), (cheap, long, 1)):

@@ -108,6 +108,7 @@ def layouts(
         except ValueError:  # too few documents for a row on every rank: some ranks have no row in the last step
             return pack(strategy, **options)
 
+    # Lengths as every layout has them
     in_order = pack("next_fit")  # keeps the order of arrival
     pieces = in_order.lengths.double()
     changed = {name: getattr(in_order, name).numel() for name in ("truncated", "split", "own", "dropped")}
@@ -119,6 +120,7 @@ def layouts(
     if not pieces.numel():
         return result
 
+    # Slots and FLOPs of each unit of work
     batches = _filled_rows(pieces, batch_size)
     padding_free = _Units(batches.sum(1), flops(batches).sum(1))
 
@@ -136,6 +138,7 @@ def layouts(
     def rows_of(packing: po.Packing) -> _Units:
         return units_of(packing.lengths.double(), packing.bin_offsets.int())
 
+    # One entry for each layout
     found, num_tokens = result["layouts"], in_order.num_tokens
     padded, grouped = padded_units(pieces), padded_units(_grouped_by_length(pieces, batch_size * dp))
     today = _epoch(padded, dp)

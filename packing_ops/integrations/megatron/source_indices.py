@@ -52,6 +52,7 @@ def _source_by_lengths(cu_seqlens, document, position, attention_mask, sub_seq_l
     batch, seqlen = attention_mask.shape
     if len(sub_seq_lengths) != batch:
         raise ValueError(f"sub_seq_lengths: expected one list per row = {batch}, got {len(sub_seq_lengths)}")
+    # Lengths, rows and first documents on the device
     counts = [len(lengths) for lengths in sub_seq_lengths]
     tokens = document_lengths(None, sub_seq_lengths)
     rows = [row for row, count in enumerate(counts) for _ in range(count)]
@@ -66,6 +67,7 @@ def _source_by_lengths(cu_seqlens, document, position, attention_mask, sub_seq_l
     real = position < lengths[document]
     right = (fits & (column + lengths <= seqlen))[document]
     right = right & (attention_mask.reshape(-1)[slot_in_batch.where(real & right, 0)] != 0)
+    # On the CPU say what is wrong
     marked = (attention_mask != 0).sum()
     if right.is_cpu and not right[real].all():
         wrong = int(document[real & ~right][0])

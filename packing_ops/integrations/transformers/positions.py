@@ -255,11 +255,13 @@ def with_axes_of_images(model, call, args, kwargs):
     )
     if not told or (call.position_ids is not None and call.position_ids.dim() != 2):
         return args, kwargs
+    # What get_rope_index would be given
     given = dict(zip(_parameters_of(type(model)), args, strict=False)) | kwargs
     given = {name: given[name] for name in names if given.get(name) is not None}
     sizes = sorted(name for name in given if name not in _OF_TEXT)
     if not sizes:
         return args, kwargs
+    # Refuse what cannot be asked document by document
     why = _why_no_axes(model, call, given)
     if axis is None or why:
         wanted = f"beside {sizes[0]}, which get_rope_index of {call.name} gives each document"
@@ -273,6 +275,7 @@ def with_axes_of_images(model, call, args, kwargs):
             f"position_ids: expected several axes {wanted} ([4, batch, seqlen], the text's positions in front), got "
             f"{list(call.position_ids.shape)}{why}"
         )
+    # Each document becomes a row of a padded batch
     ids = given["input_ids"]
     documents = call.documents_of_tokens(ids, call.position_ids)
     lengths = [length for length in documents.cu_seqlens.diff().tolist() if length]
@@ -284,6 +287,7 @@ def with_axes_of_images(model, call, args, kwargs):
 
     each = {name: rows(value) if value.shape[:2] == ids.shape else value for name, value in given.items()}
     real = rows(torch.ones_like(ids))
+    # Ask, and put the positions back into the packed row
     axes = (_axes_one_by_one if axis == SEQUENCE else _axes_of)(model, {**each, "attention_mask": real})
     if axis == TIME:
         axes = torch.cat([(real.cumsum(1) - 1)[None], axes])

@@ -143,6 +143,7 @@ class SplitDocuments:
         ends = lengths.cumsum(0)
         self.cu_seqlens = torch.cat([ends.new_zeros(1), ends]).int().to(device)
         starts = ends - lengths
+        # Two neighbours in a row, to try a layer on
         self.first_two, self.boundary = None, 0
         in_one_row = rows[ends[:-1] - 1] == rows[ends[:-1]]
         self.several = bool(in_one_row.any())
