@@ -1,6 +1,6 @@
-"""open-instruct's padding-free collators, GRPO's packs and a line for its log. Nothing here imports open-instruct."""
+"""open-instruct's padding-free collators, GRPO's packs, two lines for its log. Nothing here imports open-instruct."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from packing_ops.integrations.adapters import at_least, index_tensor
 __all__ = [
     "TensorDataCollatorWithFlattening",
     "TensorDataCollatorWithFlatteningDPO",
+    "mixing_warning",
     "packing_advice",
     "packs_for_ranks",
 ]
@@ -139,9 +140,8 @@ def packing_advice(lengths: torch.Tensor | Sequence[int], batch_size: int) -> st
         The line. It recommends packing where a tenth of the slots or more is padding.
 
     Example:
-        >>> packing_advice([5, 7, 2, 6], batch_size=2)
-        'padded to the longest of 2, the first 4 examples fill 77% of the slots: --packing is recommended, it leaves 23%
-        out'
+        >>> packing_advice([5, 7, 2, 6], batch_size=2).split(": ")[1]
+        '--packing is recommended, it leaves 23% out'
         >>> packing_advice([5, 5], batch_size=2)
         'padded to the longest of 2, the first 2 examples fill 100% of the slots: --packing would save little'
 
@@ -159,3 +159,66 @@ def packing_advice(lengths: torch.Tensor | Sequence[int], batch_size: int) -> st
         advice = f"--packing is recommended, it leaves {100 - filled}% out"
     some = f"the first {lengths.numel()} examples fill {filled}% of the slots"
     return f"padded to the longest of {rows}, {some}: {advice}"
+
+
+@torch.no_grad()
+def mixing_warning(model: torch.nn.Module, batch: Mapping[str, Any]) -> str | None:
+    """Return a line for the log where a model mixes the documents of a packed row; None where it keeps them apart.
+
+    It runs the model twice, as in evaluation: on the batch, and with other tokens in all documents but the last,
+    whose logits must stay.
+
+    Args:
+        model: of ``model(**batch).logits``, on every rank where its parameters are sharded.
+        batch: a row ``input_ids`` ``[1, total]`` with ``cu_seq_lens_q``, or ``position_ids`` that restart, and whatever
+            else the model takes.
+
+    Returns:
+        The line, or None, also where there is one document.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+        >>> batch = TensorDataCollatorWithFlattening()([{"input_ids": [5, 6]}, {"input_ids": [7, 8]}])
+        >>> mixing_warning(model, batch)
+        >>> mixing_warning(model, {**batch, "attention_mask": torch.ones(1, 4)}).split(":")[0]
+        'LlamaForCausalLM mixes the documents of a packed row'
+
+    Raises:
+        ValueError: neither cu_seq_lens_q nor position_ids.
+
+    Determinism: as the model's.
+    Synchronises: twice on CUDA. It is for the first batch of a run.
+    Memory: two forwards without gradients, and their logits.
+    Gradients: none.
+    """
+    ids = batch["input_ids"]
+    if (cu_seqlens := batch.get("cu_seq_lens_q")) is not None:
+        start = int(cu_seqlens[-2]) if len(cu_seqlens) > 1 else 0
+    elif (position_ids := batch.get("position_ids")) is not None:
+        start = int((position_ids[0] == 0).nonzero()[-1])
+    else:
+        raise ValueError(f"batch: expected cu_seq_lens_q or position_ids, got {sorted(batch)}")
+    if not start:
+        return None
+    others = ids.clone()
+    others[:, :start] = ids[:, :start].flip(1)
+    others[:, 0] = ids[:, -1]
+    inputs = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
+    training = model.training
+    model.eval()
+    try:
+        first, second = (
+            model(**inputs, input_ids=each, use_cache=False).logits[:, start:].float() for each in (ids, others)
+        )
+    finally:
+        model.train(training)
+    moved = float((first - second).abs().max() / first.abs().max())
+    if moved < 2.0**-10:
+        return None
+    name = type(model).__name__
+    return (
+        f"{name} mixes the documents of a packed row: another first document moves the logits of the last by {moved:.1%}. "
+        "packing_ops.integrations.transformers.apply_packing_ops(model) keeps them apart, or says why not"
+    )

@@ -80,7 +80,7 @@ PROJECTS = {
     "open_instruct": Project(
         repository="allenai/open-instruct",
         commit="e6c3044aa6201c8bfa4573c1b03142af599e730d",
-        patches=["open_instruct", "open_instruct_grpo", "open_instruct_advice"],
+        patches=["open_instruct", "open_instruct_grpo", "open_instruct_finetune"],
         flag={"OPEN_INSTRUCT_PACKING_OPS": "1"},
         training="train_open_instruct.py",
         tests=[

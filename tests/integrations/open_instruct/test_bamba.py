@@ -1,0 +1,89 @@
+"""open-instruct's test of padding-free training with Bamba, without mamba_ssm: packed, padded and mixed."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from helpers import assert_same
+
+pytest.importorskip("transformers")
+
+from transformers import BambaConfig, BambaForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from packing_ops.contrib.open_instruct import TensorDataCollatorWithFlattening, mixing_warning
+from packing_ops.integrations.transformers import apply_packing_ops
+
+VOCABULARY, LENGTHS = 128, [31, 19]
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0, "num_hidden_layers": 2}
+MAMBA = {"mamba_n_heads": 16, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+
+
+def bamba(dtype, device):
+    torch.manual_seed(42)
+    config = BambaConfig(**SIZES, **MAMBA, attn_layer_indices=[1], attn_rotary_emb=8, use_cache=False)
+    return BambaForCausalLM(config).to(device, dtype)
+
+
+def documents():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def packed_batch(device):
+    batch = TensorDataCollatorWithFlattening()([{"input_ids": ids, "labels": ids.clone()} for ids in documents()])
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_packed_bamba_trains_as_a_padded_one(dtype, device):
+    padded = bamba(dtype, device)
+    apply_packing_ops(padded)
+    packed = deepcopy(padded)
+    ids = torch.nn.utils.rnn.pad_sequence(documents(), batch_first=True).to(device)
+    mask, batch = ids > 0, packed_batch(device)
+    theirs = padded(ids, attention_mask=mask.long(), labels=ids.where(mask, -100))
+    ours = packed(**batch)
+    assert_same(ours.logits[0], theirs.logits[mask])
+    assert_same(ours.loss, theirs.loss)
+    wrong = padded(batch["input_ids"], attention_mask=torch.ones_like(batch["input_ids"])).logits
+    assert (wrong - ours.logits).abs().max() > 0.05
+    theirs.loss.backward()
+    ours.loss.backward()
+    for mine, other in zip(packed.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_a_model_that_mixes_documents_is_named(device):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device).train()
+    batch = packed_batch(device)
+    before = {name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    assert mixing_warning(model, batch) is None
+    assert model.training
+    ones = torch.ones_like(batch["input_ids"])
+    assert "LlamaForCausalLM mixes the documents of a packed row" in mixing_warning(
+        model, {**batch, "attention_mask": ones}
+    )
+    by_positions = {name: batch[name] for name in ("input_ids", "position_ids")}
+    assert mixing_warning(model, by_positions) is None
+    for name, value in before.items():
+        assert_same(batch[name], value)
+
+
+def test_layers_with_a_state_are_seen(device):
+    model, batch = bamba(torch.bfloat16, device), packed_batch(device)
+    without_numbers = {
+        name: value for name, value in batch.items() if name != "seq_idx"
+    }  # which the stock layers refuse
+    assert "BambaForCausalLM mixes" in mixing_warning(model, without_numbers)
+    apply_packing_ops(model)
+    assert mixing_warning(model, batch) is None
+
+
+def test_one_document_and_no_documents(device):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device)
+    alone = TensorDataCollatorWithFlattening()([{"input_ids": [5, 6]}])
+    assert mixing_warning(model, alone) is None
+    with pytest.raises(ValueError, match=r"batch: expected cu_seq_lens_q or position_ids, got \['input_ids'\]"):
+        mixing_warning(model, {"input_ids": torch.zeros(1, 4, dtype=torch.int64)})
