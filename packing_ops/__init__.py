@@ -47,7 +47,7 @@ from packing_ops.prompts import (
 )
 from packing_ops.rope import apply_rotary_qk
 from packing_ops.router import load_balancing_loss, router_statistics
-from packing_ops.scan import gated_delta_rule, mamba2_scan
+from packing_ops.scan import OpenChunk, gated_delta_rule, mamba2_scan
 from packing_ops.segments import gae, segment_broadcast, segment_mean, segment_std, segment_sum
 from packing_ops.varlen.attention import attention_plan, varlen_attention
 from packing_ops.varlen.backends import attention, select_attention_backend
@@ -68,6 +68,7 @@ __all__ = [
     "FORK_ALIGNMENT",
     "Invariance",
     "LayerInvariance",
+    "OpenChunk",
     "PackedMetadata",
     "Packing",
     "PrefixPaths",

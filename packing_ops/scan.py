@@ -1,6 +1,7 @@
 """Linear attention with a state, over packed rows: the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo-Hybrid, and the
 scan of Mamba-2, Bamba, Falcon-H1, Granite 4, Nemotron-H and Zamba2."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, overload
 
 import torch
@@ -13,6 +14,7 @@ from packing_ops._runtime.autograd import past_autograd, register_autograd, regi
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 KERNEL_DIMS = (64, 128, 256)  # of heads, on CUDA
+CHUNK = 64  # tokens that are multiplied together, counted from a document's first
 
 
 class DeltaKeywords(TypedDict, total=False):
@@ -257,6 +259,127 @@ def mamba2_scan(
     scan = _widened_mamba if x.is_cuda and x.dim() == B.dim() == C.dim() == 3 else gate.mamba2_scan
     out, final_state = scan(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options)
     return out, final_state if output_final_state else None
+
+
+class OpenChunk:
+    """Decode ``gated_delta_rule`` or ``mamba2_scan`` with the bits of one call over the whole sequence.
+
+    A recurrence of single tokens rounds otherwise than the forward, which multiplies chunks of 64 tokens. The state at
+    the start of each sequence's open chunk is kept, with the rows since then, and each step runs these rows again.
+
+    Args:
+        scan: called as ``scan(*rows, cu_seqlens, initial_state=..., output_final_state=True)``: gated_delta_rule or
+            a functools.partial of it; a function of x, dt, B and C that calls mamba2_scan.
+        rows: its tensors of tokens, each ``[total, ...]``: the prompts, packed.
+        cu_seqlens: int32 or int64 ``[num_sequences + 1]``, or the PackedMetadata of the row. A prompt may be empty.
+        initial_state: before each prompt, as ``scan`` takes it; 0 by default.
+
+    Attributes:
+        out: ``[total, heads, dim]``, what ``scan`` returns for the prompts.
+        state: ``[num_sequences, heads, ...]`` at the start of the open chunks.
+        length: int64 ``[num_sequences]``, the rows of each open chunk.
+
+    Cost:
+        Memory of 64 rows a sequence beside the state. A step computes 64 rows a sequence. No gradient, no synchronisation;
+        buffers stay where they are, so that a step can be in a CUDA graph.
+
+    Example:
+        >>> q, k, v = (torch.randn(70, 1, 8) for _ in range(3))
+        >>> g, beta = -torch.rand(70, 1), torch.rand(70, 1)
+        >>> whole, _ = gated_delta_rule(q, k, v, g, beta, torch.tensor([0, 70]))
+        >>> chunk = OpenChunk(gated_delta_rule, [x[:60] for x in (q, k, v, g, beta)], torch.tensor([0, 60]))
+        >>> steps = [chunk.step(*(x[t : t + 1] for x in (q, k, v, g, beta))) for t in range(60, 70)]
+        >>> torch.equal(torch.cat([chunk.out, *steps]), whole)
+        True
+
+    Raises:
+        TypeError: something else than tensors in rows.
+        ValueError: rows of other lengths than the first; in ``step``, rows of another number or shape; what ``scan``
+            raises.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        scan: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        rows: Sequence[torch.Tensor],
+        cu_seqlens: PackedMetadata | torch.Tensor,
+        *,
+        initial_state: torch.Tensor | None = None,
+    ):
+        for i, each in enumerate(rows):
+            check_tensor(each, f"rows[{i}]")
+            if each.dim() < 2 or each.shape[0] != rows[0].shape[0]:
+                raise ValueError(f"rows[{i}]: expected [{len(rows[0])}, ...] as rows[0], got {list(each.shape)}")
+        self.scan = scan
+        total = rows[0].shape[0]
+        cu_seqlens = cu_seqlens_of(cu_seqlens, total, like="rows[0]")
+        start, end = cu_seqlens[:-1], cu_seqlens[1:]
+        opened = start + (end - start) // CHUNK * CHUNK
+
+        # Full chunks and open ones as documents of their own: the first give the states, the second run again below.
+        if initial_state is not None:
+            initial_state = initial_state.repeat_interleave(2, 0, output_size=2 * initial_state.shape[0])
+        parts = torch.cat([torch.stack([start, opened], 1).flatten(), end[-1:]])
+        out, states = scan(*rows, parts, initial_state=initial_state, output_final_state=True)
+        self.state, self.length = states[::2].clone(), (end - opened).long()
+
+        places = torch.arange(CHUNK, device=start.device)
+        slots = torch.where(places < self.length[:, None], opened[:, None] + places, total).flatten()
+        self.rows = [_with_zeros(each).index_select(0, slots).unflatten(0, (-1, CHUNK)) for each in rows]
+        self._number()
+        again, _ = self._run()
+        self.out = _with_zeros(out).index_copy(0, slots, again.flatten(0, 1))[:-1]
+
+    @torch.no_grad()
+    def step(self, *rows: torch.Tensor) -> torch.Tensor:
+        """Return ``[num_sequences, heads, dim]`` of the next token of each sequence, and keep it.
+
+        rows: as in the constructor, each ``[num_sequences, ...]``.
+        """
+        if len(rows) != len(self.rows):
+            raise ValueError(f"rows: expected {len(self.rows)} tensors as the prompts have, got {len(rows)}")
+        for i, (kept, new) in enumerate(zip(self.rows, rows, strict=True)):
+            if new.shape != kept[:, 0].shape:
+                raise ValueError(f"rows[{i}]: expected {list(kept[:, 0].shape)}, got {list(new.shape)}")
+            kept[self._sequences, self.length] = new.to(kept.dtype)
+        out, states = self._run()
+        found = out[self._sequences, self.length]
+        full = self.length == CHUNK - 1
+        self.state.copy_(torch.where(_like(full, states), states, self.state))
+        self.length.copy_((self.length + 1) % CHUNK)
+        for kept in self.rows:
+            kept.masked_fill_(_like(full, kept), 0)
+        return found
+
+    @torch.no_grad()
+    def select(self, sequences: torch.Tensor) -> "OpenChunk":
+        """Return the open chunks of these sequences, int64 ``[n]``: of those that go on, or of chosen beams. No ``out``."""
+        found = object.__new__(OpenChunk)
+        found.scan, found.out = self.scan, self.out[:0]
+        found.state, found.length = self.state[sequences], self.length[sequences]
+        found.rows = [each[sequences] for each in self.rows]
+        found._number()
+        return found
+
+    def _number(self) -> None:
+        count, device = self.length.shape[0], self.length.device
+        self._sequences = torch.arange(count, device=device)
+        self._cu_seqlens = CHUNK * torch.arange(count + 1, device=device, dtype=torch.int32)
+
+    def _run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out of all rows ``[num_sequences, 64, ...]``, of which the first ``length`` count, and the states."""
+        flat = [each.flatten(0, 1) for each in self.rows]
+        out, states = self.scan(*flat, self._cu_seqlens, initial_state=self.state, output_final_state=True)
+        return out.unflatten(0, (-1, CHUNK)), states
+
+
+def _with_zeros(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+
+
+def _like(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return mask.view(-1, *[1] * (tensor.dim() - 1))
 
 
 def _missing(*sizes: int) -> list[int]:

@@ -245,7 +245,7 @@ def test_private_functions_take_few_arguments():
 
 # Names that a package shows.
 NAMES = {
-    "packing_ops": 63,
+    "packing_ops": 64,
     "packing_ops.data": 32,
     "packing_ops.parallel": 14,
     "packing_ops.integrations.transformers": 8,
@@ -298,7 +298,7 @@ CATCH_ALLS = {"options", "others", "given", "rest", "arguments", "more"}  # star
 MOST_CATCH_ALLS = 52
 # Statements of a floor: a folder of the package, or its modules on top.
 STATEMENTS = {
-    "packing_ops": 1550,
+    "packing_ops": 1580,  # OpenChunk came
     "_runtime": 1100,
     "contrib": 430,  # mixing_warning, prefix_attention
     "data": 2250,
