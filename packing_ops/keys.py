@@ -294,7 +294,14 @@ def paths_of_rows(
 
 
 def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
-    """Return int64 ``[total]``: each row's distance from its root; the rows after the last segment count from 0."""
+    """Return int64 ``[total]``: each row's distance from its root; the rows after the last segment count from 0.
+
+    Example:
+        >>> segments, parents = torch.tensor([0, 128, 130, 133], dtype=torch.int32), torch.tensor([-1, 0, 0])
+        >>> paths = prefix_paths(segments, parents.int(), 134)  # two answers of a prompt, then padding
+        >>> positions_of_paths(paths, 134)[126:].tolist()
+        [126, 127, 128, 129, 128, 129, 130, 0]
+    """
     cu_seqlens = paths.segments
     before = F.pad(paths.cu_seqlens.diff() - cu_seqlens.diff(), (0, 1))  # 0 behind the last segment
     segment = gate.seq_idx_from_cu_seqlens(cu_seqlens, total)

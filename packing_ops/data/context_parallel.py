@@ -188,6 +188,13 @@ def slots_of_chunks(
 
     Args:
         starts, begin, end: as chunks_of_ranks, of one rank: ``[chunks, num_documents]``.
+
+    Example:
+        >>> starts = torch.tensor([0, 8, 12])  # documents of 8 and 4 slots, then no padding
+        >>> begin, end = chunks_of_ranks(starts, 6, 2, "zigzag")
+        >>> slots, document = slots_of_chunks(starts, begin[1], end[1], 6)  # of rank 1
+        >>> slots.tolist(), document.tolist()
+        ([2, 3, 4, 5, 9, 10], [0, 0, 0, 0, 1, 1])
     """
     lengths = (end - begin).T.flatten()
     ends = lengths.cumsum(0)

@@ -322,7 +322,12 @@ def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> t
 
 
 def _sum_over(values: torch.Tensor, ends: list[int]) -> torch.Tensor:
-    """Return ``[rows]``: for each row the sum over its segment ``ends[i] : ends[i + 1]``."""
+    """Return ``[rows]``: for each row the sum over its segment ``ends[i] : ends[i + 1]``.
+
+    Example:
+        >>> _sum_over(torch.tensor([1.0, 2.0, 4.0]), [0, 1, 3]).tolist()
+        [1.0, 6.0, 6.0]
+    """
     cu_seqlens = _cu_seqlens(ends, values.device)
     return segment_sum(values, cu_seqlens)[seq_idx_from_cu_seqlens(cu_seqlens, values.shape[0])]
 
@@ -353,7 +358,12 @@ def _row_ends(name: str, boundaries: Boundaries, rows: int, least: int | None = 
 
 
 def _micro_ends(ends: list[int], micro_batch_size: int | None) -> list[int]:
-    """Return [0, end of micro-batch 0, ...], checked: micro_batch_size divides the rows of each mini-batch."""
+    """Return [0, end of micro-batch 0, ...], checked: micro_batch_size divides the rows of each mini-batch.
+
+    Example:
+        >>> _micro_ends([0, 4, 6], 2)
+        [0, 2, 4, 6]
+    """
     if micro_batch_size is None or integer(micro_batch_size, "micro_batch_size") < 1:
         raise ValueError(f"micro_batch_size: expected at least 1 row for 'token_mean_legacy', got {micro_batch_size}")
     for start, end in pairwise(ends):

@@ -412,7 +412,12 @@ def _checked_weights(values: list[Any], order: list[int]) -> torch.Tensor:
 
 
 def _covered(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
-    """Return bool ``[total]``, True in the ranges ``starts[i] : starts[i] + lengths[i]``, which do not overlap."""
+    """Return bool ``[total]``, True in the ranges ``starts[i] : starts[i] + lengths[i]``, which do not overlap.
+
+    Example:
+        >>> _covered(torch.tensor([0, 4]), torch.tensor([2, 3]), 8).int().tolist()
+        [1, 1, 0, 0, 1, 1, 1, 0]
+    """
     edges, one = starts.new_zeros(total + 1, dtype=torch.int8), torch.ones_like(starts, dtype=torch.int8)
     edges.index_add_(0, starts, one).index_add_(0, starts + lengths, one, alpha=-1)
     return edges[:total].cumsum(0, dtype=torch.int8).view(torch.bool)

@@ -267,6 +267,11 @@ def _document_of(spans: RowSpans, slots: torch.Tensor) -> torch.Tensor:
 
 
 def cumulated(*lengths: torch.Tensor) -> torch.Tensor:
-    """Return cu_seqlens of documents in turn: the first of each tensor, the second of each, ..."""
+    """Return cu_seqlens of documents in turn: the first of each tensor, the second of each, ...
+
+    Example:
+        >>> cumulated(torch.tensor([2, 1]), torch.tensor([3, 4])).tolist()
+        [0, 2, 5, 6, 10]
+    """
     ends = torch.stack(lengths, dim=1).flatten().cumsum(0)
     return int32_cu_seqlens(F.pad(ends, (1, 0)))

@@ -159,6 +159,13 @@ def checked_against(cu_seqlens, padding, position_ids, batch, seqlen):
 def _marked_alike(padding, cu_seqlens):
     """Return bool ``[batch, seqlen]``: False at padding, and where numbers start a document and cu_seqlens do not,
     or the reverse.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 2, 4])
+        >>> _marked_alike(torch.tensor([[1, 1, 2, 2, 0]]), cu_seqlens).int().tolist()
+        [[1, 1, 1, 1, 0]]
+        >>> _marked_alike(torch.tensor([[1, 2, 2, 2, 0]]), cu_seqlens).int().tolist()  # starts at slot 1 in place of 2
+        [[1, 0, 0, 1, 0]]
     """
     real = padding != 0
     if padding.dtype == torch.bool:
@@ -196,7 +203,15 @@ def checked_documents(cu_seqlens_q, cu_seqlens_k, mask, position_ids, batch, seq
 
 
 def first_tokens(padding, position_ids, batch, seqlen, device) -> torch.Tensor:
-    """Return bool ``[batch, seqlen]``: where a document starts behind another one of its row. Nothing waits for it."""
+    """Return bool ``[batch, seqlen]``: where a document starts behind another one of its row. Nothing waits for it.
+
+    Example:
+        >>> positions, numbers = torch.tensor([[0, 1, 0, 1, 2]]), torch.tensor([[3, 3, 7, 7, 0]])
+        >>> first_tokens(None, positions, 1, 5, positions.device).int().tolist()
+        [[0, 0, 1, 0, 0]]
+        >>> first_tokens(numbers, None, 1, 5, numbers.device).int().tolist()  # 0 is padding
+        [[0, 0, 1, 0, 0]]
+    """
     real = source = None
     if padding is not None:
         real = (padding != 0).to(device)
@@ -356,6 +371,11 @@ def are_axes(position_ids, axis) -> bool:
 def since_start(axes, padding):
     """Return each slot's distance to the start of its document: where all axes are 0, or where time falls to what it
     has passed.
+
+    Example:
+        >>> axes = torch.tensor([0, 1, 2, 0, 1]).expand(3, 1, 5)  # time, height and width of two documents of text
+        >>> since_start(axes, None).tolist()
+        [[0, 1, 2, 0, 1]]
     """
     # Time falls within a document too, from the frames of a video to the audio with them, but not to the text before
     # it.

@@ -198,13 +198,23 @@ def _made(model, call, args, kwargs, needs, first):
 
 
 def _positions_by(numbers):
-    """Return int64 ``[batch, seqlen]``: each slot's distance to where its document starts; 0 for padding."""
+    """Return int64 ``[batch, seqlen]``: each slot's distance to where its document starts; 0 for padding.
+
+    Example:
+        >>> _positions_by(torch.tensor([[3, 3, 7, 7, 7, 0]])).tolist()
+        [[0, 1, 0, 1, 2, 0]]
+    """
     slots = torch.arange(numbers.shape[1], device=numbers.device)
     return (slots - _start_of(numbers)) * (numbers != 0)
 
 
 def _start_of(padding, position_ids=None):
-    """Return int64 ``[batch, seqlen]``: the slot where each slot's document starts, by what first_tokens takes."""
+    """Return int64 ``[batch, seqlen]``: the slot where each slot's document starts, by what first_tokens takes.
+
+    Example:
+        >>> _start_of(torch.tensor([[3, 3, 7, 7, 7, 0]])).tolist()
+        [[0, 0, 2, 2, 2, 2]]
+    """
     real, slots = padding != 0, torch.arange(padding.shape[1], device=padding.device)
     starts = first_tokens(padding, position_ids, *padding.shape, padding.device) | (real & (real.cumsum(1) == 1))
     return (slots * starts).cummax(1).values
@@ -388,7 +398,12 @@ def _by_length(rotary, stock, x, position_ids, *args, **kwargs):
 
 
 def _lengths_of(position_ids):
-    """Return int64 ``[batch, seqlen]``: one more than the last position of each slot's document."""
+    """Return int64 ``[batch, seqlen]``: one more than the last position of each slot's document.
+
+    Example:
+        >>> _lengths_of(torch.tensor([[0, 1, 0, 1, 2]])).tolist()
+        [[2, 2, 3, 3, 3]]
+    """
     (batch, seqlen), device = position_ids.shape, position_ids.device
     ends = first_tokens(None, position_ids, batch, seqlen, device).roll(-1, 1)
     ends[:, -1:] = True
