@@ -86,8 +86,8 @@ def attention_rows(results, device, tiny):
         del tensors, dout
         tensors, dout = heads_of(total // ranks, heads, device)
         calls = {
-            "Ulysses attention": functools.partial(ulysses_attention, documents=metadata),
-            f"gathered attention, {scheme}": functools.partial(gathered_attention, documents=metadata, scheme=scheme),
+            "Ulysses attention": functools.partial(ulysses_attention, cu_seqlens=metadata),
+            f"gathered attention, {scheme}": functools.partial(gathered_attention, cu_seqlens=metadata, scheme=scheme),
         }
         for op, call in calls.items():
             together = timed_together(functools.partial(forward_backward, call, tensors, dout), device, runs)
@@ -102,8 +102,8 @@ def long_rows(results, device, tiny):
     tensors, dout = heads_of(tokens // ranks, heads, device)
     shape = f"one document: T={tokens} heads={heads[0]}/{heads[1]} D={heads[2]}"
     for op, call in {
-        "Ulysses attention": functools.partial(ulysses_attention, documents=metadata),
-        "gathered attention, zigzag": functools.partial(gathered_attention, documents=metadata, scheme="zigzag"),
+        "Ulysses attention": functools.partial(ulysses_attention, cu_seqlens=metadata),
+        "gathered attention, zigzag": functools.partial(gathered_attention, cu_seqlens=metadata, scheme="zigzag"),
     }.items():
         together = timed_together(functools.partial(forward_backward, call, tensors, dout), device, 2, warm_up=1)
         results.add(f"{op}, forward + backward", shape, 0.0, together, tokens=tokens)

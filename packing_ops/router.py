@@ -17,6 +17,7 @@ from packing_ops._runtime.arguments import (
     check_tensor,
     described,
     integer,
+    old_name,
     one_row,
     refuse_gradient,
     sum_dtype,
@@ -25,9 +26,10 @@ from packing_ops._runtime.autograd import on_its_own, past_autograd, register_au
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
+@old_name("metadata")
 def router_statistics(
     probabilities: torch.Tensor,
-    metadata: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     top_k: int | None = None,
     routed: torch.Tensor | None = None,
@@ -39,7 +41,7 @@ def router_statistics(
     Args:
         probabilities: float32, float64, bfloat16 or float16 ``[total, experts]``, of one layer: the softmax of the
             router's logits.
-        metadata: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
+        cu_seqlens: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
         top_k: experts of a token, those with the largest probabilities.
         routed: in place of top_k what the router chose, bool ``[total, experts]`` (Megatron's routing_map).
         copies: ``[total]``, bool, integer or floating: how many tokens a slot counts for, such as a PrefixTree's
@@ -98,13 +100,14 @@ def router_statistics(
                 f"{described(copies)} on {copies.device}"
             )
     # Add up by document
-    cu_seqlens = cu_seqlens_of(metadata, total, like="probabilities", name="metadata")
+    cu_seqlens = cu_seqlens_of(cu_seqlens, total, like="probabilities")
     return gate.router_sums(probabilities, routed, cu_seqlens, copies)
 
 
+@old_name("metadata")
 def load_balancing_loss(
     probabilities: torch.Tensor | Sequence[torch.Tensor],
-    metadata: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     top_k: int | None = None,
     routed: torch.Tensor | Sequence[torch.Tensor] | None = None,
@@ -121,10 +124,9 @@ def load_balancing_loss(
         probabilities: as router_statistics, or one such tensor for each layer, over which the means are taken too, as
             transformers does: ``[logits.softmax(-1) for logits in output.router_logits]``.
         routed: as router_statistics; one for each layer where probabilities are.
-        metadata, top_k, copies: as router_statistics. With a prefix tree's copies the loss is the one of its samples,
+        cu_seqlens, top_k, copies: as router_statistics. With a prefix tree's copies the loss is the one of its samples,
             one after the other.
-        by_document: the loss of each document, as if the row held no other: Megatron's sequence-wise loss is their
-            mean.
+        by_document: the loss of each document, as if the row held no other: Megatron's sequence-wise loss is their mean.
 
     Returns:
         A scalar, the loss over the tokens of all documents, or with ``by_document`` ``[num_documents]``. float64 for
@@ -157,7 +159,7 @@ def load_balancing_loss(
             f"routed: expected one for each of 1 or more layers of probabilities, got {len(chosen)} for {len(layers)}"
         )
     found = [
-        router_statistics(layer, metadata, top_k=top_k, routed=one, copies=copies)
+        router_statistics(layer, cu_seqlens, top_k=top_k, routed=one, copies=copies)
         for layer, one in zip(layers, chosen, strict=True)
     ]
     tokens_per_expert, sums, tokens = (torch.stack(parts).sum(0) for parts in zip(*found, strict=True))

@@ -18,6 +18,7 @@ from packing_ops._runtime.arguments import (
     dtype_name,
     integer,
     is_set,
+    old_name,
     one_row,
     sum_dtype,
 )
@@ -237,10 +238,11 @@ def slots_with_tokens(num_tokens: torch.Tensor | int | None, cu_seqlens: torch.T
     return position_ids_from_cu_seqlens(cu_seqlens, total) < of_slots
 
 
+@old_name("metadata")
 def gae(
     rewards: torch.Tensor,
     values: torch.Tensor,
-    metadata: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     gamma: float,
     lam: float,
     *,
@@ -263,10 +265,10 @@ def gae(
     Args:
         rewards: float32, float64, bfloat16 or float16 ``[total]`` or ``[1, total]``. rewards[t] is the reward of the
             token in slot t. The reward of a whole document is in its last slot, which is
-            ``last_token_indices(metadata)``; with a mask, in its last slot that is not masked, since rewards of masked
-            slots are ignored. Nothing is shifted.
+            ``last_token_indices(cu_seqlens)``; with a mask, in its last slot that is not masked, since rewards of
+            masked slots are ignored. Nothing is shifted.
         values: the critic's, of the same shape, any of these dtypes. values[t] is the value before the token in slot t.
-        metadata: PackedMetadata, or its cu_seqlens int32 ``[num_documents + 1]``.
+        cu_seqlens: PackedMetadata, or its cu_seqlens int32 ``[num_documents + 1]``.
         gamma: discount per step, 0 to 1.
         lam: 0 (one-step TD error) to 1 (discounted sum of rewards minus the value).
         mask: of that shape, bool, integer or floating; slots where it is 0 are skipped, even if they are NaN.
@@ -295,7 +297,7 @@ def gae(
 
     Raises:
         ValueError: rewards, values, a mask or a bootstrap of another dtype, device or shape; gamma or lam outside 0 to
-            1; metadata of another total, cu_seqlens past the end of rewards.
+            1; a PackedMetadata of another total, cu_seqlens past the end of rewards.
 
     Determinism: the same bits in every call, and for a document in any row.
     Synchronises: never.
@@ -311,7 +313,7 @@ def gae(
             wanted = ", ".join(map(dtype_name, FLOATS[:-1]))
             raise ValueError(f"{name}: expected {wanted} or {dtype_name(FLOATS[-1])}, got {described(tensor)}")
     row = one_row(rewards, "rewards")
-    cu_seqlens = cu_seqlens_of(metadata, row.shape[0], like="rewards", name="metadata")
+    cu_seqlens = cu_seqlens_of(cu_seqlens, row.shape[0], like="rewards")
     dtype = torch.promote_types(rewards.dtype, values.dtype)
     advantages, returns = gate.gae(
         row.to(dtype),

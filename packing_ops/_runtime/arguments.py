@@ -1,16 +1,41 @@
 """Arguments of public functions: conversion of arrays, columns and sequences, checks, and the words of errors."""
 
+import functools
 import math
 import operator
 import os
 import reprlib
+import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 warned: set[str] = set()  # messages that this process has given
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # that the ops take on the CPU
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def old_name(old: str, new: str = "cu_seqlens") -> Callable[[_Function], _Function]:
+    """Return a decorator by which a function takes the argument ``new`` by an older name too, and warns of it."""
+
+    def decorated(function: _Function) -> _Function:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if old in kwargs and new not in kwargs:
+                warnings.warn(f"{old}: {name} calls it {new} now", DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        call.__code__ = call.__code__.replace(co_name=name)  # torch.compile counts recompilations by code object
+        return call  # type: ignore[return-value]
+
+    return decorated
 
 
 def is_new(message: str) -> bool:

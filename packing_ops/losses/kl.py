@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import at_least, described, integer, number, sum_dtype
+from packing_ops._runtime.arguments import at_least, described, integer, number, old_name, sum_dtype
 from packing_ops._runtime.autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
 from packing_ops.invariance.mode import ROWS, active, pad_rows, rows_of_product
 from packing_ops.losses.chunks import (
@@ -37,13 +37,14 @@ from packing_ops.losses.logps import Head, bytes_to_keep, check_positive, checke
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
+@old_name("metadata")
 def token_kl(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     teacher_hidden: torch.Tensor,
     teacher_weight: torch.Tensor,
     labels: torch.Tensor | None,
-    metadata: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     beta: float = 0.0,
     temperature: float = 1.0,
@@ -74,7 +75,7 @@ def token_kl(
         labels: which slots count, as token_logps takes them, not shifted: slot t counts where ``labels[t + 1]`` is of
             the same document and not ``ignore_index``. A bool mask of tokens counts them where it is True, such as a
             completion mask. None: every token.
-        metadata: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
+        cu_seqlens: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
         beta: 0 to 1.
         temperature: the student's logits are divided by it, above 0. Nothing multiplies the result by its square.
         teacher_temperature: the teacher's; by default temperature.
@@ -84,7 +85,7 @@ def token_kl(
         bias, teacher_bias: ``[vocab]``, the heads', the dtype of weight.
         ignore_index: of labels that are no mask; it may be any number that they hold.
         max_targets: slots that count, or an upper bound, as token_logps: the products take no more rows. By default
-            ``metadata.num_targets`` for labels that are no mask. On the CPU they are counted; on CUDA without a bound
+            ``cu_seqlens.num_targets`` for labels that are no mask. On the CPU they are counted; on CUDA without a bound
             all rows are multiplied. More slots than the bound are an error, on CUDA in a later call, and NaN.
         keep_logits: bytes for the gradient of the student's logits, in hidden's dtype, which the forward then makes and
             keeps for as many chunks as fit. The backward makes no logits of these. 0 keeps nothing, nor does float16.
@@ -139,14 +140,14 @@ def token_kl(
     )
     if chunk is not None and (chunk := integer(chunk, "chunk")) < 1:
         raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
-    targets = _targets(labels, metadata, hidden, weight.shape[0], ignore_index)
+    targets = _targets(labels, cu_seqlens, hidden, weight.shape[0], ignore_index)
     if (
         max_targets is None
-        and isinstance(metadata, PackedMetadata)
+        and isinstance(cu_seqlens, PackedMetadata)
         and labels is not None
         and labels.dtype != torch.bool
     ):
-        max_targets = metadata.num_targets
+        max_targets = cu_seqlens.num_targets
     if max_targets is not None:
         max_targets = at_least(max_targets, "max_targets", 0)
     teacher = [None if t is None else t.detach() for t in (teacher_hidden, teacher_weight, teacher_bias)]
@@ -192,7 +193,7 @@ def _targets(
     labels = checked_labels(labels, hidden)
     if labels.dtype == torch.bool:
         labels, ignore_index = labels.int() - 1, -1
-    cu_seqlens = cu_seqlens_of(metadata, total, like="hidden", name="metadata")
+    cu_seqlens = cu_seqlens_of(metadata, total, like="hidden")
     return gate.logps_targets(labels, cu_seqlens, ignore_index, vocab)
 
 

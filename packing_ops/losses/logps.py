@@ -29,6 +29,7 @@ from packing_ops._runtime.arguments import (
     dtype_name,
     integer,
     number,
+    old_name,
     one_number,
     refuse_gradient,
 )
@@ -63,7 +64,7 @@ def token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    metadata: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     entropy: Literal[False] = False,
     outputs: None = None,
@@ -74,7 +75,7 @@ def token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    metadata: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     entropy: Literal[True],
     outputs: None = None,
@@ -85,17 +86,18 @@ def token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    metadata: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     entropy: Literal[False] = False,
     outputs: Sequence[str],
     **options: Unpack[LogpsKeywords],
 ) -> tuple[torch.Tensor, ...]: ...
+@old_name("metadata")
 def token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    metadata: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     temperature: float | torch.Tensor = 1.0,
     chunk: int | None = None,
@@ -123,7 +125,7 @@ def token_logps(
             weight and bias are cast as torch.nn.functional.linear casts them.
         labels: ``[total]`` or ``[1, total]``, int64 or int32, not shifted: label t is the token at t, predicted at
             t - 1. ``ignore_index`` where nothing counts.
-        metadata: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
+        cu_seqlens: PackedMetadata of the row, or its cu_seqlens, int32 or int64 ``[num_documents + 1]``.
         temperature: above 0; or a floating tensor ``[total]`` or ``[1, total]``: of what each slot predicts. It gets no
             gradient.
         chunk: entries of the vocabulary whose logits are in memory at a time, rounded up to a multiple of 8:
@@ -145,8 +147,8 @@ def token_logps(
         softcap: bound of the scaled logits, 0 or inf for none. In half types on CUDA z is wrong by up to 1e-7 *
             softcap.
         max_targets: slots that have a target, or an upper bound: the products take no more rows. By default
-            ``metadata.num_targets``, which the collators count. On the CPU the targets themselves are counted; on CUDA
-            without a bound all rows are multiplied, as nothing waits for the GPU. More targets than the bound are an
+            ``cu_seqlens.num_targets``, which the collators count. On the CPU the targets themselves are counted; on
+            CUDA without a bound all rows are multiplied, as nothing waits for the GPU. More targets than the bound are an
             error, on CUDA in a later call, and NaN where they are left out.
         keep_logits: bytes. The logits of as many chunks as fit are kept for the backward, which then need not make them
             again, and their gradient takes their place. ``"auto"``: half of the memory that the GPU and torch's
@@ -191,15 +193,16 @@ def token_logps(
     names = output_names(entropy, outputs)
     allowed = allowed_ids, allowed_offsets
     options = LogpsOptions(temperature, scale, softcap, chunk, max_targets, keep_logits, group, allowed)
-    found, _ = _logps((hidden, weight, bias), labels, metadata, ignore_index, names, options)
+    found, _ = _logps((hidden, weight, bias), labels, cu_seqlens, ignore_index, names, options)
     return found[0] if outputs is None and not entropy else found
 
 
+@old_name("metadata")
 def chunked_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    metadata: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     temperature: float | torch.Tensor = 1.0,
     chunk: int | None = None,
@@ -240,7 +243,7 @@ def chunked_cross_entropy(
     if num_items_in_batch is not None and reduction != "mean":
         raise ValueError(f"num_items_in_batch: expected None with reduction={reduction!r}, got {num_items_in_batch}")
     options = LogpsOptions(temperature, scale, softcap, chunk, max_targets, keep_logits, group)
-    (logps,), targets = _logps((hidden, weight, bias), labels, metadata, ignore_index, ("logps",), options)
+    (logps,), targets = _logps((hidden, weight, bias), labels, cu_seqlens, ignore_index, ("logps",), options)
     losses = 0 - logps  # -logps would be -0.0 where there is no target
     if reduction == "none":
         return losses
@@ -290,7 +293,7 @@ def _logps(
     """The outputs ``names``, and the targets int32 ``[total]``."""
     hidden, weight, bias = checked_head(*head)
     labels = checked_labels(labels, hidden)
-    cu_seqlens = cu_seqlens_of(metadata, hidden.shape[0], like="hidden", name="metadata")
+    cu_seqlens = cu_seqlens_of(metadata, hidden.shape[0], like="hidden")
     max_targets = options.max_targets
     if max_targets is None and isinstance(metadata, PackedMetadata):
         max_targets = metadata.num_targets

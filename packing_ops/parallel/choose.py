@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from packing_ops._runtime.arguments import old_name
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import Group, process_group
@@ -16,11 +17,12 @@ from packing_ops.parallel.ulysses import attend_by_heads, head_refusal
 from packing_ops.varlen.options import AttentionOptions, checked_options
 
 
+@old_name("documents")
 def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    documents: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     group: Group | None = None,
     *,
     scheme: str = "contiguous",
@@ -41,7 +43,7 @@ def ulysses_attention(
         k, v: ``[rows, num_kv_heads, head_dim]``, of the same slots. num_kv_heads is a multiple of the ranks, or the
             ranks are one of it: then each key head goes to several ranks, and its gradients are summed in their order,
             in float32 and rounded once.
-        documents: PackedMetadata of the whole row (``total`` is ``ranks * rows``), also of a prefix tree, or its
+        cu_seqlens: PackedMetadata of the whole row (``total`` is ``ranks * rows``), also of a prefix tree, or its
             cu_seqlens, on this device.
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
         scheme: how the row was split, as in shard_packed. "contiguous" saves a copy of each tensor.
@@ -72,15 +74,16 @@ def ulysses_attention(
     group = process_group(group)
     scheme = check_scheme(scheme)
     options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
-    out, lse = attend_by_heads(q, k, v, documents, group, scheme, options, return_lse=return_lse)
+    out, lse = attend_by_heads(q, k, v, cu_seqlens, group, scheme, options, return_lse=return_lse)
     return out if lse is None else (out, lse)
 
 
+@old_name("documents")
 def gathered_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    documents: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     group: Group | None = None,
     *,
     scheme: str = "contiguous",
@@ -100,7 +103,7 @@ def gathered_attention(
     Args:
         q: ``[rows, num_q_heads, head_dim]``, this rank's slots of the row, equally many on all ranks.
         k, v: ``[rows, num_kv_heads, head_dim]``, of the same slots; any number of heads that varlen_attention takes.
-        documents: PackedMetadata of the whole row (``total`` is ``ranks * rows``), or its cu_seqlens, on this device.
+        cu_seqlens: PackedMetadata of the whole row (``total`` is ``ranks * rows``), or its cu_seqlens, on this device.
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
         scheme: how the row was split, as in shard_packed. "zigzag" gives all ranks equal work under a causal mask over
             long documents; "contiguous" moves the fewest keys of short ones.
@@ -139,7 +142,7 @@ def gathered_attention(
     group = process_group(group)
     scheme = check_scheme(scheme)
     options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
-    out, lse = attend_to_gathered(q, k, v, documents, group, scheme, options, keep_keys=keep_keys)
+    out, lse = attend_to_gathered(q, k, v, cu_seqlens, group, scheme, options, keep_keys=keep_keys)
     return (out, lse) if return_lse else out
 
 
@@ -154,8 +157,9 @@ class Choice(NamedTuple):
     why: str
 
 
+@old_name("documents")
 def choose_attention(
-    documents: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     ranks: int,
     num_heads: int,
@@ -169,7 +173,7 @@ def choose_attention(
     less where documents are shorter than a rank's rows: call gathered_attention itself there.
 
     Args:
-        documents: PackedMetadata of the whole row, or its cu_seqlens. Lengths are not read.
+        cu_seqlens: PackedMetadata of the whole row, or its cu_seqlens. Lengths are not read.
         ranks: of the group.
         num_heads, num_kv_heads: of q and of k.
         causal, window_size: as ulysses_attention.
@@ -194,7 +198,7 @@ def choose_attention(
     Gradients: none: a name.
     """
     refused = head_refusal(num_heads, num_kv_heads, ranks)
-    not_gathered = _not_gathered(documents, causal, window_size)
+    not_gathered = _not_gathered(cu_seqlens, causal, window_size)
     if refused and not_gathered:
         raise ValueError(f"{refused}, and {not_gathered}")
     if refused:
@@ -205,20 +209,21 @@ def choose_attention(
 def _not_gathered(documents: PackedMetadata | torch.Tensor, causal: bool, window_size: tuple[int, int]) -> str:
     """Return why gathered_attention cannot serve these; empty if it can."""
     if isinstance(documents, PackedMetadata) and documents.visible_end is not None:
-        return "documents: expected no visible_end for gathered keys"
+        return "cu_seqlens: expected no visible_end for gathered keys"
     if isinstance(documents, PackedMetadata) and documents.paths is not None:
-        return "documents: expected no prefix tree for gathered keys"
+        return "cu_seqlens: expected no prefix tree for gathered keys"
     if not causal and tuple(window_size) != (-1, -1):
         return "window_size: expected (-1, -1) without a causal mask for gathered keys"
     return ""
 
 
+@old_name("documents")
 def varlen_attention_over(
     group: Group | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    documents: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     scheme: str = "contiguous",
     causal: bool = True,
@@ -232,7 +237,7 @@ def varlen_attention_over(
     """Compute ulysses_attention or gathered_attention, as choose_attention picks.
 
     Args:
-        group, q, k, v, documents: as ulysses_attention.
+        group, q, k, v, cu_seqlens: as ulysses_attention.
         scheme, causal, window_size, softmax_scale, softcap, sinks, return_lse: as ulysses_attention.
         explain: also return why.
 
@@ -252,7 +257,7 @@ def varlen_attention_over(
     """
     group, scheme = process_group(group), check_scheme(scheme)
     options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
-    out, lse, choice = attend_over(q, k, v, documents, group, scheme, options, return_lse=return_lse)
+    out, lse, choice = attend_over(q, k, v, cu_seqlens, group, scheme, options, return_lse=return_lse)
     found = (out, lse) if return_lse else out
     return (found, choice) if explain else found
 

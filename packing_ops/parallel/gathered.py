@@ -87,7 +87,7 @@ def _refuse_documents(documents: PackedMetadata | torch.Tensor) -> None:
     for name, given in (("visible_end", documents.visible_end), ("prefix tree", documents.paths)):
         if given is not None:
             raise NotImplementedError(
-                f"documents: expected no {name} with gathered keys, got a PackedMetadata that has one (ulysses_attention "
+                f"cu_seqlens: expected no {name} with gathered keys, got a PackedMetadata that has one (ulysses_attention "
                 "takes it)"
             )
 

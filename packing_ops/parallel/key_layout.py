@@ -205,7 +205,7 @@ def _counts(spans: RowSpans, needed: torch.Tensor, cu_seqlens_k: torch.Tensor, r
     *flat, keys, others, is_unpadded, is_wrong = torch.cat([from_to.flatten(), single]).tolist()
     if is_wrong:
         raise ValueError(
-            f"documents: expected cu_seqlens from 0 that never decrease, to at most the {ranks * rows} rows of "
+            f"cu_seqlens: expected numbers from 0 that never decrease, to at most the {ranks * rows} rows of "
             f"{ranks} ranks, got {starts[:-1].tolist()}"
         )
     by_rank = [flat[source * ranks : (source + 1) * ranks] for source in range(ranks)]

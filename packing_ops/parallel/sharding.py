@@ -17,6 +17,7 @@ from packing_ops._runtime.arguments import (
     described,
     int32_cu_seqlens,
     integer,
+    old_name,
     window_sides,
     wrong_type,
 )
@@ -171,8 +172,9 @@ def shard_of(
     return shard
 
 
+@old_name("documents")
 def shard_indices(
-    documents: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     ranks: int,
     rank: int,
     *,
@@ -182,7 +184,7 @@ def shard_indices(
     """Return the slots of the whole row that one rank holds, in its order.
 
     Args:
-        documents: PackedMetadata of the row, or its cu_seqlens, int32 ``[num_documents + 1]``.
+        cu_seqlens: PackedMetadata of the row, or its cu_seqlens, int32 ``[num_documents + 1]``.
         ranks, rank: of the group.
         scheme: as shard_packed.
         total: slots of the row, a multiple of ``ranks``; by default the PackedMetadata's.
@@ -205,13 +207,13 @@ def shard_indices(
     """
     check_scheme(scheme)
     if total is None:
-        if not isinstance(documents, PackedMetadata):
+        if not isinstance(cu_seqlens, PackedMetadata):
             raise ValueError("total: expected the slots of the row beside cu_seqlens, got None")
-        total = documents.total
+        total = cu_seqlens.total
     if total % ranks:
         raise ValueError(f"total: expected a multiple of the {ranks} ranks, got {total}")
-    cu_seqlens = cu_seqlens_of(documents, total, like="total", name="documents", tree=True)
-    check_cu_seqlens(cu_seqlens, "documents")
+    cu_seqlens = cu_seqlens_of(cu_seqlens, total, like="total", tree=True)
+    check_cu_seqlens(cu_seqlens)
     rows = total // ranks
     if scheme == "contiguous":
         return torch.arange(rank * rows, (rank + 1) * rows, device=cu_seqlens.device)
@@ -220,9 +222,10 @@ def shard_indices(
     return slots_of_chunks(starts, begin[rank], end[rank], rows)[0]
 
 
+@old_name("documents")
 def unshard(
     rows: torch.Tensor,
-    documents: PackedMetadata | torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor,
     group: Group | None = None,
     *,
     scheme: str = "contiguous",
@@ -232,7 +235,7 @@ def unshard(
 
     Args:
         rows: ``[rows, ...]`` of this rank, any dtype; ``[1, rows, ...]`` must be given without its first dimension.
-        documents: the PackedMetadata that shard_packed returned, or cu_seqlens.
+        cu_seqlens: the PackedMetadata that shard_packed returned, or cu_seqlens.
         group, scheme: as shard_packed.
         total: slots of the row that are kept; without it all, the padding included.
 
@@ -257,7 +260,7 @@ def unshard(
     ranks, slots = group.size(), group.size() * rows.shape[0]
     if total is not None and not 0 <= integer(total, "total") <= slots:
         raise ValueError(f"total: expected 0 to the {slots} rows of {ranks} ranks, got {total}")
-    cu_seqlens = whole_row(documents, rows.shape[0], ranks)
+    cu_seqlens = whole_row(cu_seqlens, rows.shape[0], ranks)
     indices = [shard_indices(cu_seqlens, ranks, rank, scheme=scheme, total=slots) for rank in range(ranks)]
     row_of = torch.cat(indices).to(rows.device)
     gathered = _Gather.apply(rows, group)
@@ -372,14 +375,14 @@ def check_rows(
             rows = "rows" if tensor is q else f"rows={q.shape[0]}"
             raise ValueError(f"{name}: expected [{rows}, num_heads, head_dim], got {described(tensor)}")
     if not isinstance(documents, PackedMetadata):
-        check_cu_seqlens(cu_seqlens_of(documents, len(q), like="q", name="documents"), "documents")
+        check_cu_seqlens(cu_seqlens_of(documents, len(q), like="q"))
     return documents
 
 
 def whole_row(documents: PackedMetadata | torch.Tensor, rows: int, ranks: int) -> torch.Tensor:
     """Return int32 cu_seqlens of a row, from the number of slots of each rank."""
-    cu_seqlens = cu_seqlens_of(documents, ranks * rows, like=f"the rows of {ranks} ranks", name="documents", tree=True)
-    check_cu_seqlens(cu_seqlens, "documents")
+    cu_seqlens = cu_seqlens_of(documents, ranks * rows, like=f"the rows of {ranks} ranks", tree=True)
+    check_cu_seqlens(cu_seqlens)
     if cu_seqlens.dtype == torch.int32:
         return cu_seqlens
     # The same tensor in every layer: what is made of it is kept with it.

@@ -202,8 +202,8 @@ def bad_calls(device):
     rewards, values, cu_seqlens = row_of([2, 3], device)
     metadata = po.PackedMetadata.from_lengths([2, 4], device=device)
 
-    def call(rewards=rewards, values=values, metadata=cu_seqlens, gamma=1.0, lam=1.0, **options):
-        return lambda: po.gae(rewards, values, metadata, gamma=gamma, lam=lam, **options)
+    def call(rewards=rewards, values=values, cu_seqlens=cu_seqlens, gamma=1.0, lam=1.0, **options):
+        return lambda: po.gae(rewards, values, cu_seqlens, gamma=gamma, lam=lam, **options)
 
     return {
         "integers": (call(rewards=rewards.long()), r"rewards: expected float32, .* or float16, got int64 \[5\]"),
@@ -212,8 +212,8 @@ def bad_calls(device):
         "padded batch": (call(rewards=rewards.expand(2, 5)), r"rewards: expected \[total\] or \[1, total\], got float32 \[2, 5\]"),
         "short values": (call(values=values[1:]), r"values: expected \[total\] like rewards = \[5\], got float32 \[4\]"),
         "short": (call(rewards[1:], values[1:]), "cu_seqlens: expected to end at most at total"),
-        "metadata": (call(metadata=metadata), "metadata: expected total=5 like rewards, got PackedMetadata with total=6"),
-        "lengths": (call(metadata=[2, 3]), r"metadata: expected PackedMetadata or its cu_seqlens, got \[2, 3\] \(list\)"),
+        "metadata": (call(cu_seqlens=metadata), "cu_seqlens: expected total=5 like rewards, got PackedMetadata with total=6"),
+        "lengths": (call(cu_seqlens=[2, 3]), r"cu_seqlens: expected PackedMetadata or its cu_seqlens, got \[2, 3\] \(list\)"),
         "gamma": (call(gamma=1.5), "gamma: expected 0 to 1, got 1.5"),
         "lam": (call(lam=NAN), "lam: expected 0 to 1, got -?nan"),
         "mask": (call(mask=rewards[1:] > 0), r"mask: expected \[total\] like .* = \[5\], got bool \[4\]"),

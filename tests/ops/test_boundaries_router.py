@@ -160,8 +160,8 @@ def bad_calls(device):
     probabilities, cu_seqlens = row(device, [3, 2], 1, 4, torch.float32)
     routed = torch.ones(6, 4, dtype=torch.bool, device=device)
 
-    def call(probabilities=probabilities, metadata=cu_seqlens, top_k=2, **options):
-        return lambda: po.load_balancing_loss(probabilities, metadata, top_k=top_k, **options)
+    def call(probabilities=probabilities, cu_seqlens=cu_seqlens, top_k=2, **options):
+        return lambda: po.load_balancing_loss(probabilities, cu_seqlens, top_k=top_k, **options)
 
     return {
         "rank": (call(probabilities[None]), r"probabilities: expected floating \[total, experts\], got float32 \[1, 6"),
@@ -176,8 +176,8 @@ def bad_calls(device):
         "layers of routed": (call([probabilities] * 2, top_k=None, routed=[routed]), "routed: .* got 1 for 2"),
         "copies": (call(copies=torch.ones(5, device=device)), r"copies: expected \[total=6\]"),
         "copies device": (call(copies=torch.ones(6, device="meta")), "copies: expected .* got float32 .* on meta"),
-        "cu_seqlens": (call(metadata=cu_seqlens + 1), "cu_seqlens: expected to start at 0"),
-        "metadata": (call(metadata=po.PackedMetadata.from_lengths([3, 2])), "metadata: expected total=6"),
+        "cu_seqlens": (call(cu_seqlens=cu_seqlens + 1), "cu_seqlens: expected to start at 0"),
+        "metadata": (call(cu_seqlens=po.PackedMetadata.from_lengths([3, 2])), "cu_seqlens: expected total=6"),
     }
 
 

@@ -295,8 +295,8 @@ def test_cross_entropy_of_nothing_is_zero(device, reduction):
 def bad_calls(device):
     hidden, weight, labels, cu_seqlens, bias = batch(device, 10, 4, [3, 2], 1, torch.float32)
 
-    def call(hidden=hidden, weight=weight, labels=labels, metadata=cu_seqlens, **options):
-        return lambda: po.token_logps(hidden, weight, labels, metadata, **options)
+    def call(hidden=hidden, weight=weight, labels=labels, cu_seqlens=cu_seqlens, **options):
+        return lambda: po.token_logps(hidden, weight, labels, cu_seqlens, **options)
 
     def cross_entropy(**options):
         return lambda: po.chunked_cross_entropy(hidden, weight, labels, cu_seqlens, **options)
@@ -320,8 +320,8 @@ def bad_calls(device):
         "labels device": (call(labels=labels.to("meta")), "labels: expected on .* like hidden"),
         "label over": (call(labels=wrong), "labels: .* at index 2"),
         "label below": (call(labels=negative), "labels: .* at index 1"),
-        "cu_seqlens": (call(metadata=cu_seqlens + 1), "cu_seqlens: expected to start at 0"),
-        "metadata total": (call(metadata=po.PackedMetadata.from_lengths([3, 2])), "metadata: expected total=6"),
+        "cu_seqlens": (call(cu_seqlens=cu_seqlens + 1), "cu_seqlens: expected to start at 0"),
+        "metadata total": (call(cu_seqlens=po.PackedMetadata.from_lengths([3, 2])), "cu_seqlens: expected total=6"),
         "temperature": (call(temperature=0.0), "temperature: expected a number above 0, got 0.0"),
         "temperature nan": (call(temperature=float("nan")), "temperature: expected a number above 0"),
         "temperature shape": (call(temperature=torch.ones(5, device=device)), r"temperature: expected .*total=6"),
@@ -363,12 +363,12 @@ def test_bad_input_is_named(device, case):
 
 def test_wrong_types_are_named(device):
     hidden, weight, labels, _, _ = batch(device)
-    with pytest.raises(TypeError, match=r"metadata: expected PackedMetadata or its cu_seqlens, got \[0, 3\]"):
+    with pytest.raises(TypeError, match=r"cu_seqlens: expected PackedMetadata or its cu_seqlens, got \[0, 3\]"):
         po.token_logps(hidden, weight, labels, [0, 3])
     for name in ("hidden", "weight", "labels", "bias"):
         tensors = {"hidden": hidden, "weight": weight, "labels": labels, name: [1.0]}
         with pytest.raises(TypeError, match=f"{name}: expected a tensor"):
-            po.token_logps(**tensors, metadata=cu_seqlens_of(LENGTHS, device))
+            po.token_logps(**tensors, cu_seqlens=cu_seqlens_of(LENGTHS, device))
     for temperature in ([1.0], "1", None):
         with pytest.raises(TypeError, match="temperature: expected a number, got "):
             po.token_logps(hidden, weight, labels, cu_seqlens_of(LENGTHS, device), temperature=temperature)

@@ -416,8 +416,8 @@ def bad_calls(device):
     student, teacher, labels, cu_seqlens = two_heads(device, 10, 4, 3, lengths=[3, 2], tail=1, dtype=torch.float32)
     (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias) = student, teacher
 
-    def call(student=student, teacher=teacher, labels=labels, metadata=cu_seqlens, **options):
-        return lambda: ours(student, teacher, labels, metadata, **options)
+    def call(student=student, teacher=teacher, labels=labels, cu_seqlens=cu_seqlens, **options):
+        return lambda: ours(student, teacher, labels, cu_seqlens, **options)
 
     wrong = labels.clone()
     wrong[2] = 10
@@ -461,8 +461,8 @@ def bad_calls(device):
         "labels dtype": (call(labels=labels.float()), "labels: expected int64 or int32, got float32"),
         "labels device": (call(labels=labels.to("meta")), "labels: expected on .* like hidden, got int64 .6. on meta"),
         "label": (call(labels=wrong), "labels: .* at index 2"),
-        "cu_seqlens": (call(metadata=cu_seqlens + 1), "cu_seqlens: expected to start at 0"),
-        "metadata": (call(metadata=po.PackedMetadata.from_lengths([3, 2])), "metadata: expected total=6"),
+        "cu_seqlens": (call(cu_seqlens=cu_seqlens + 1), "cu_seqlens: expected to start at 0"),
+        "metadata": (call(cu_seqlens=po.PackedMetadata.from_lengths([3, 2])), "cu_seqlens: expected total=6"),
         "beta": (call(beta=1.5), "beta: expected 0 to 1, got 1.5"),
         "beta nan": (call(beta=float("nan")), "beta: expected 0 to 1, got nan"),
         "temperature": (call(temperature=0.0), "temperature: expected a number above 0, got 0.0"),
@@ -494,9 +494,9 @@ def test_wrong_types_are_named(device):
     }
     for name in tensors:
         with pytest.raises(TypeError, match=f"^{name}: expected a tensor"):
-            po.token_kl(**{**tensors, name: [1.0]}, metadata=cu_seqlens)
-    with pytest.raises(TypeError, match=r"metadata: expected PackedMetadata or its cu_seqlens, got \[0, 3\]"):
-        po.token_kl(**tensors, metadata=[0, 3])
+            po.token_kl(**{**tensors, name: [1.0]}, cu_seqlens=cu_seqlens)
+    with pytest.raises(TypeError, match=r"cu_seqlens: expected PackedMetadata or its cu_seqlens, got \[0, 3\]"):
+        po.token_kl(**tensors, cu_seqlens=[0, 3])
     for name in ("beta", "temperature", "teacher_temperature"):
         with pytest.raises(TypeError, match=f"^{name}: expected a number, got "):
-            po.token_kl(**tensors, metadata=cu_seqlens, **{name: "1"})
+            po.token_kl(**tensors, cu_seqlens=cu_seqlens, **{name: "1"})

@@ -100,6 +100,6 @@ def test_documents_of_another_row():
     ends = torch.tensor([0, 9], dtype=torch.int32)
     for wrong in (ends, ends[[1, 0]], ends.clamp(min=1)):
         with pytest.raises(
-            ValueError, match="documents: expected cu_seqlens from 0 that never decrease, to at most the 8"
+            ValueError, match="cu_seqlens: expected numbers from 0 that never decrease, to at most the 8"
         ):
             key_layout(RowSpans.of(wrong, wrong, 4, 2, "contiguous"), 0, causal=True)

@@ -404,7 +404,7 @@ def test_refusals(by_rank):
         assert refused["unshard, total"] == (
             f"ValueError: total: expected 0 to the {3 * ranks} rows of {ranks} ranks, got {3 * ranks + 1}"
         )
-        assert f"documents: expected total={ranks} like the rows of {ranks} ranks" in refused["unshard, rows"]
+        assert f"cu_seqlens: expected total={ranks} like the rows of {ranks} ranks" in refused["unshard, rows"]
         assert refused["unshard, scalar"] == "ValueError: rows: expected [rows, ...], got float32 []"
         assert refused["mesh"] == f"ValueError: group: {named}"
         assert refused["mesh of one dimension"] == "no error"
@@ -417,7 +417,7 @@ def test_visible_end(by_rank):
         difference, same_bits, name, refusal = found["visible_end"]
         assert difference > 0.1
         assert (same_bits, name) == (True, "ulysses")
-        assert refusal.startswith("NotImplementedError: documents: expected no visible_end with gathered keys, got a")
+        assert refusal.startswith("NotImplementedError: cu_seqlens: expected no visible_end with gathered keys, got a")
 
 
 def test_compiled(by_rank):

@@ -182,10 +182,10 @@ def test_refusals(by_rank):
     for found in by_rank:
         refused = found["refusals"]
         assert refused["gathered"].startswith(
-            "NotImplementedError: documents: expected no prefix tree with gathered keys, got a PackedMetadata"
+            "NotImplementedError: cu_seqlens: expected no prefix tree with gathered keys, got a PackedMetadata"
         )
         assert refused["over"] == (
-            f"ValueError: num_q_heads: expected a multiple of the {ranks} ranks, got 9, and documents: expected no "
+            f"ValueError: num_q_heads: expected a multiple of the {ranks} ranks, got 9, and cu_seqlens: expected no "
             "prefix tree for gathered keys"
         )
         assert refused["full"].startswith("ValueError: causal, window_size: expected a causal call for a prefix tree")
@@ -200,7 +200,7 @@ def test_refusals(by_rank):
 def test_the_choice_for_a_tree():
     metadata = batch_of_tree()[1]["metadata"]
     name, why = choose_attention(metadata, ranks=2, num_heads=8, num_kv_heads=4)
-    assert (name, why) == ("ulysses", "documents: expected no prefix tree for gathered keys")
+    assert (name, why) == ("ulysses", "cu_seqlens: expected no prefix tree for gathered keys")
 
 
 # --- a tree over ranks, without processes ---

@@ -221,6 +221,6 @@ def test_choice_for_a_visible_end():
     metadata = dataclasses.replace(po.PackedMetadata.from_lengths([64]), visible_end=torch.full((64,), 64).int())
     heads = {"num_kv_heads": 4, "ranks": 4}
     chosen = choose_attention(metadata, num_heads=8, **heads)
-    assert (chosen.name, chosen.why) == ("ulysses", "documents: expected no visible_end for gathered keys")
-    with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 6, and documents:"):
+    assert (chosen.name, chosen.why) == ("ulysses", "cu_seqlens: expected no visible_end for gathered keys")
+    with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 6, and cu_seqlens:"):
         choose_attention(metadata, num_heads=6, **heads)

@@ -9,11 +9,13 @@ import types
 import typing
 
 import pytest
+import torch
 from helpers import fresh_process
 from helpers.public_names import CONTRIB, HOSTS, NEEDS, PUBLIC, public_names
 
 import packing_ops as po
 import packing_ops.data
+import packing_ops.parallel
 from packing_ops._runtime.lazy import lazy_modules
 
 CONSTANTS = {"packing_ops": ["FORK_ALIGNMENT"]}
@@ -188,3 +190,55 @@ def test_results_that_depend_on_arguments_are_overloads():
             deciding |= {*named} - {p.name for p in given}
             assert all(p.default == one.parameters[p.name].default for p in given)
         assert len(told) == len(overloads) == len(deciding) + 1, "an argument more for each further result"
+
+
+# Functions that took the documents of a row by another name, and that name.
+RENAMED = {
+    "token_logps": "metadata", "chunked_cross_entropy": "metadata", "token_kl": "metadata", "gae": "metadata",
+    "router_statistics": "metadata", "load_balancing_loss": "metadata",
+    "choose_attention": "documents", "gathered_attention": "documents", "shard_indices": "documents",
+    "ulysses_attention": "documents", "unshard": "documents", "varlen_attention_over": "documents",
+}  # fmt: skip
+
+
+DOCUMENTS = po.PackedMetadata, torch.Tensor
+
+
+def functions_with_documents():
+    """{name: (function, parameters that take a PackedMetadata or a tensor)}"""
+    found = {}
+    for module in (po, packing_ops.parallel):
+        for name, function in ours(module).items():
+            hints = typing.get_type_hints(function) if inspect.isfunction(function) else {}
+            takes = {n for n, hint in hints.items() if all(kind in typing.get_args(hint) for kind in DOCUMENTS)}
+            found |= {name: (function, takes - {"return"})}
+    return found
+
+
+def test_documents_of_a_row_have_one_name():
+    named = {name: takes for name, (_, takes) in functions_with_documents().items() if takes}
+    assert named.keys() >= RENAMED.keys()
+    positions = named.pop("apply_rotary_qk")
+    assert positions == {"position_ids"}
+    assert {*map(frozenset, named.values())} == {frozenset({"cu_seqlens"}), frozenset({"cu_seqlens_q", "cu_seqlens_k"})}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_the_old_name_works_and_warns(name):
+    function, _ = functions_with_documents()[name]
+    others = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    given = {other: None for other in others if other != "cu_seqlens"}
+    warned = pytest.warns(DeprecationWarning, match=f"{RENAMED[name]}: {name} calls it cu_seqlens now")
+    with warned as seen, pytest.raises((TypeError, ValueError, RuntimeError, AttributeError)) as error:
+        function(**given, **{RENAMED[name]: None})
+    assert seen[0].filename == __file__
+    assert "unexpected keyword" not in str(error.value)
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{RENAMED[name]}'"):
+        function(**given, cu_seqlens=None, **{RENAMED[name]: None})
+
+
+def test_the_old_name_means_the_same():
+    lengths = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.warns(DeprecationWarning, match="metadata: gae"):
+        old = po.gae(torch.ones(3), torch.zeros(3), metadata=lengths, gamma=1.0, lam=1.0)
+    torch.testing.assert_close(old, po.gae(torch.ones(3), torch.zeros(3), lengths, gamma=1.0, lam=1.0), rtol=0, atol=0)
