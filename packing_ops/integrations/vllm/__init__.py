@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from packing_ops.integrations._patching import Patch
+from packing_ops.integrations.vllm.rollout import record
 
-__all__ = ["register", "unregister"]
+__all__ = ["record", "register", "unregister"]
 
 _PATH = f"{__name__}.backend.Backend"
 

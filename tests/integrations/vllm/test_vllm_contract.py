@@ -1,5 +1,6 @@
 """What vLLM calls, with stand-ins in its place: make test-vllm runs the real one."""
 
+import copy
 import gc
 import importlib
 import sys
@@ -240,3 +241,97 @@ def test_register_leaves_a_backend_of_others(vllm):
     vllm.plugin.register()
     vllm.plugin.unregister()
     assert custom.get_path() == "theirs.Backend"
+
+
+# --- a rollout, and where an engine differs ---
+
+
+class Model(torch.nn.Module):
+    """A language model whose tokens do not see each other; in an engine and in a trainer its rows have no batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 32)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32)) for _ in range(2)
+        )
+        self.head = torch.nn.Linear(32, 64, bias=False)
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def hidden(self, row):
+        x = self.embed(row)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def forward(self, row, cu_seqlens=None):
+        return self.head(self.hidden(row))
+
+
+class Engine:
+    """A vllm.LLM, which runs prompts in parts of 30 tokens."""
+
+    def __init__(self, model):
+        self.model, self.resets = copy.deepcopy(model), 0
+
+    def reset_prefix_cache(self):
+        self.resets += 1
+
+    def apply_model(self, function):
+        return [function(self.model)]
+
+    def generate(self, given, sampling, use_tqdm):
+        for part in torch.tensor(given[0]["prompt_token_ids"]).split(30):
+            self.model(part)
+
+
+def a_rollout(model, *lengths):
+    """Documents, and log-probabilities of all tokens but the first two of each."""
+    documents = [torch.randint(64, (n,)) for n in lengths]
+    row, metadata = torch.cat(documents), po.PackedMetadata.from_lengths(lengths)
+    logps = po.token_logps(model.hidden(row), model.head.weight, row, metadata).split(lengths)
+    return documents, [each[1:-1] for each in logps]
+
+
+@torch.no_grad()
+def test_the_first_layer_that_differs_is_named(vllm, monkeypatch):
+    monkeypatch.setattr(sys.modules["vllm"], "SamplingParams", lambda **_: None, raising=False)
+    model = Model()
+    engine = Engine(model)
+    with po.invariant():
+        given = [[each.tolist() for each in part] for part in a_rollout(model, 40, 7)]
+        rollout = vllm.plugin.record(engine, *given)
+        found = po.check_invariance(model, model.forward, rollout=rollout)
+        assert (found.packs, found.why_not()) == (True, [])
+        assert [layer.rows for layer in found.layers] == [47] * 7 + [43]  # all but the model, the embeddings and ReLU
+        engine.model.layers[1][0].weight[3] *= 1.01
+        found = po.check_invariance(model, model.forward, rollout=vllm.plugin.record(engine, *given))
+    (named,) = (layer for layer in found.layers if layer.packs)
+    assert (named.name, named.kind, named.rows) == ("layers.1.0", "Linear", 47)
+    assert not found
+    assert found.why_not()[0].startswith("layers.1.0 (Linear): ")
+    assert engine.resets == 4
+    assert not any(module._forward_hooks for module in engine.model.modules())
+
+
+@torch.no_grad()
+def test_log_probs_of_a_rollout_are_counted():
+    model = Model()
+    with po.invariant():
+        documents, logps = a_rollout(model, 20, 3, 9)
+        found = po.check_invariance(model, model.forward, rollout=(documents, logps))
+        assert [(layer.name, layer.rows, layer.packs) for layer in found.layers] == [("token_logps", 26, 0)]
+        logps[0][3] += 1e-5
+        found = po.check_invariance(model, model.forward, rollout=(documents, logps))
+        assert [(layer.name, layer.packs) for layer in found.layers] == [("token_logps", 1)]
+        assert "integrations.vllm.record" in found.why_not()[0]
+        for wrong in ((documents, logps[1:]), (documents, documents)):
+            with pytest.raises(ValueError, match="rollout: expected log-probabilities of the last tokens"):
+                po.check_invariance(model, model.forward, rollout=wrong)
+        with pytest.raises(ValueError, match="rollout: expected a model with embeddings of tokens and a head"):
+            po.check_invariance(model.layers, lambda row, _: model.hidden(row), rollout=(documents, logps))
