@@ -126,7 +126,8 @@ def load_balancing_loss(
         routed: as router_statistics; one for each layer where probabilities are.
         cu_seqlens, top_k, copies: as router_statistics. With a prefix tree's copies the loss is the one of its samples,
             one after the other.
-        by_document: the loss of each document, as if the row held no other: Megatron's sequence-wise loss is their mean.
+        by_document: the loss of each document, as if the row held no other: Megatron's sequence-wise loss is
+            their mean.
 
     Returns:
         A scalar, the loss over the tokens of all documents, or with ``by_document`` ``[num_documents]``. float64 for

@@ -148,8 +148,8 @@ def token_logps(
             softcap.
         max_targets: slots that have a target, or an upper bound: the products take no more rows. By default
             ``cu_seqlens.num_targets``, which the collators count. On the CPU the targets themselves are counted; on
-            CUDA without a bound all rows are multiplied, as nothing waits for the GPU. More targets than the bound are an
-            error, on CUDA in a later call, and NaN where they are left out.
+            CUDA without a bound all rows are multiplied, as nothing waits for the GPU. More targets than the bound
+            are an error, on CUDA in a later call, and NaN where they are left out.
         keep_logits: bytes. The logits of as many chunks as fit are kept for the backward, which then need not make them
             again, and their gradient takes their place. ``"auto"``: half of the memory that the GPU and torch's
             allocator have free at the call; nothing on the CPU, in torch.compile and in the capture of a CUDA graph.
