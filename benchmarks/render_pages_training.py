@@ -1,6 +1,4 @@
-"""What README.md and docs/ say of training: a function for each of its regions. What a file does not have is left
-out.
-"""
+"""Renders what README.md and docs/ say of training: a function for each region. Missing results are left out."""
 
 import json
 

@@ -379,9 +379,7 @@ def test_chunk_by_default():
 
 
 def test_a_bound_of_the_slots(device):
-    """Enough: the same values, on CUDA by fewer rows. From the metadata too, but not for another count than this
-    one.
-    """
+    """Enough: the same values, on CUDA by fewer rows. From the metadata too, but not for another count."""
     student, teacher, labels, cu_seqlens = two_heads(device)
     count = int((po.shift_labels(labels, cu_seqlens) != -100).sum())
     expected = ours(student, teacher, labels, cu_seqlens, beta=0.5)
