@@ -280,8 +280,8 @@ class OpenChunk:
         length: int64 ``[num_sequences]``, the rows of each open chunk.
 
     Cost:
-        Memory of 64 rows a sequence beside the state. A step computes 64 rows a sequence. No gradient, no synchronisation;
-        buffers stay where they are, so that a step can be in a CUDA graph.
+        Memory of 64 rows a sequence beside the state. A step computes 64 rows a sequence. No gradient, no
+        synchronisation; buffers stay where they are, so that a step can be in a CUDA graph.
 
     Example:
         >>> q, k, v = (torch.randn(70, 1, 8) for _ in range(3))
@@ -354,7 +354,9 @@ class OpenChunk:
 
     @torch.no_grad()
     def select(self, sequences: torch.Tensor) -> "OpenChunk":
-        """Return the open chunks of these sequences, int64 ``[n]``: of those that go on, or of chosen beams. No ``out``."""
+        """Return the open chunks of these sequences, int64 ``[n]``: of those that go on, or of chosen beams. No
+        ``out``.
+        """
         found = object.__new__(OpenChunk)
         found.scan, found.out = self.scan, self.out[:0]
         found.state, found.length = self.state[sequences], self.length[sequences]
