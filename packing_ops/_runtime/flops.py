@@ -67,25 +67,22 @@ def _pairs_before_ends(lengths_q, lengths_k, left, visible_end):
     return pairs
 
 
-def _lengths_of(given, total_q):
+def _lengths_of(a, total_q):
     """Return the number of queries and of keys of each document."""
-    k = given["k"]
-    if "path_cu_seqlens" in given:
-        paths = _lengths(given["path_cu_seqlens"], given["row_of_key"].shape[0])
-        return _lengths(given["cu_seqlens"], total_q), paths
-    queries = _lengths(given["cu_seqlens_q"], total_q)
-    if "seqused_k" not in given:
-        return queries, _lengths(given["cu_seqlens_k"], k.shape[-2 if k.dim() == 4 else 0])
-    seqused_k, most = given["seqused_k"], given["block_table"].shape[1] * k.shape[1]
-    return queries, seqused_k.tolist() if _has_values(seqused_k) else [most]
+    if hasattr(a, "path_cu_seqlens"):
+        return _lengths(a.cu_seqlens, total_q), _lengths(a.path_cu_seqlens, a.row_of_key.shape[0])
+    queries = _lengths(a.cu_seqlens_q, total_q)
+    if not hasattr(a, "seqused_k"):
+        return queries, _lengths(a.cu_seqlens_k, a.k.shape[-2 if a.k.dim() == 4 else 0])
+    return queries, a.seqused_k.tolist() if _has_values(a.seqused_k) else [a.block_table.shape[1] * a.k.shape[1]]
 
 
-def _multiplied(given, lse):
-    """Count the operations of a product for each of its columns. given: the op's arguments by name."""
-    (num_heads, total_q), visible_end = lse.shape, given.get("visible_end")
-    lengths = _lengths_of(given, total_q)
-    causal = given.get("causal", True)  # a prefix tree is
-    left, right = given["window_left"], 0 if causal else given["window_right"]
+def _multiplied(a, lse):
+    """Count the operations of a product for each of its columns."""
+    (num_heads, total_q), visible_end = lse.shape, getattr(a, "visible_end", None)
+    lengths = _lengths_of(a, total_q)
+    causal = getattr(a, "causal", True)  # a prefix tree is
+    left, right = a.window_left, 0 if causal else a.window_right
     if visible_end is None:
         pairs = sum(visible_pairs(*sizes, left, right) for sizes in zip(*lengths, strict=True))
     elif _has_values(visible_end):
@@ -95,46 +92,20 @@ def _multiplied(given, lse):
     return 2 * num_heads * pairs
 
 
-def _by_name(op, args):
-    names = [argument.name for argument in op.default._schema.arguments]
-    return dict(zip(names, args, strict=False))  # without those that have their default
+def _attention(a, out):
+    return (a.q.shape[-1] + a.v.shape[-1]) * _multiplied(a, out[1])
 
 
-def _forward(op):
-    def count(*args, out_val):
-        given = _by_name(op, args)
-        return (given["q"].shape[-1] + given["v"].shape[-1]) * _multiplied(given, out_val[1])
-
-    return count
+def _attention_backward(a, _):
+    return (3 * a.q.shape[-1] + 2 * a.v.shape[-1]) * _multiplied(a, a.lse)
 
 
-def _backward(op):
-    def count(*args, out_val):
-        given = _by_name(op, args)
-        return (3 * given["q"].shape[-1] + 2 * given["v"].shape[-1]) * _multiplied(given, given["lse"])
-
-    return count
-
-
-def _logps_product(hidden, weight, targets, max_targets):
+def _product_of_head(a, head=""):
     """Count a product of the rows that have a target; on CUDA of as many as there may be."""
-    rows = rows_at_most(hidden.shape[0], max_targets)
-    if targets.is_cpu and _has_values(targets):
-        rows = int((targets >= 0).sum())
-    return 2 * rows * weight.numel()
-
-
-def _logps_forward(hidden, weight, bias, targets, temperature, outer, inner, chunk, max_targets, *rest, out_val):
-    return _logps_product(hidden, weight, targets, max_targets)
-
-
-def _logps_backward(
-    slopes, hidden, weight, bias, targets, temperature, lse, logits, outer, inner, chunk, max_targets, *rest, out_val
-):
-    """Count a product for each gradient, and the logits once more unless they were kept."""
-    _, need_hidden, need_weight, *_ = rest
-    product = _logps_product(hidden, weight, targets, max_targets)
-    return product * (need_hidden + need_weight) + _not_kept(product, logits.shape[0] * logits.shape[2], weight)
+    rows = rows_at_most(a.hidden.shape[0], a.max_targets)
+    if a.targets.is_cpu and _has_values(a.targets):
+        rows = int((a.targets >= 0).sum())
+    return 2 * rows * getattr(a, f"{head}weight").numel()
 
 
 def _not_kept(product, columns, weight):
@@ -143,61 +114,57 @@ def _not_kept(product, columns, weight):
     return product * max(vocab - columns, 0) // vocab
 
 
-def _kl_products(given):
-    """Count a product of each head, the student's first."""
-    of = given["targets"], given["max_targets"]
-    return [_logps_product(given[f"{head}hidden"], given[f"{head}weight"], *of) for head in ("", "teacher_")]
+def _logps_backward(a, _):
+    """Count a product for each gradient, and the logits once more unless they were kept."""
+    product = _product_of_head(a)
+    again = _not_kept(product, a.logits.shape[0] * a.logits.shape[2], a.weight)
+    return product * (a.need_hidden + a.need_weight) + again
 
 
-def _kl_forward(*args, out_val):
-    return sum(_kl_products(_by_name(torch.ops.packing_ops.token_kl, args)))
-
-
-def _kl_backward(*args, out_val):
+def _kl_backward(a, _):
     """Count a product for each gradient, and the logits of both heads once more for what was not kept."""
-    given = _by_name(torch.ops.packing_ops.token_kl_backward, args)
-    student, teacher = _kl_products(given)
-    _, chunks, columns = given["kept_dz"].shape
-    again = _not_kept(student + teacher, chunks * columns, given["weight"])
-    return student * (given["need_hidden"] + given["need_weight"]) + again
+    student, teacher = _product_of_head(a), _product_of_head(a, "teacher_")
+    _, chunks, columns = a.kept_dz.shape
+    again = _not_kept(student + teacher, chunks * columns, a.weight)
+    return student * (a.need_hidden + a.need_weight) + again
 
 
-def _conv_product(given):
-    return 2 * given["x"].numel() * given["weight"].shape[1]
+def _convolution(a):
+    return 2 * a.x.numel() * a.weight.shape[1]
 
 
-def _conv_forward(*args, out_val):
-    return _conv_product(_by_name(torch.ops.packing_ops.causal_conv1d, args))
+def _delta_rule(a):
+    return 2 * a.v.numel() * a.q.shape[-1]
 
 
-def _conv_backward(*args, out_val):
-    """Count dx and dweight; with an activation its argument once more."""
-    given = _by_name(torch.ops.packing_ops.causal_conv1d_backward, args)
-    return (2 + given["silu"]) * _conv_product(given)
+def _mamba(a):
+    return 2 * a.x.numel() * a.B.shape[-1]
 
 
-def _scan_product(given):
-    return 2 * given["v"].numel() * given["q"].shape[-1]
+# Of an op's arguments, by their names, and of its results.
+_FORMULAS = {
+    "varlen_attention": _attention,
+    "prefix_attention": _attention,
+    "paged_attention": _attention,
+    "varlen_attention_backward": _attention_backward,
+    "prefix_attention_backward": _attention_backward,
+    "causal_conv1d": lambda a, _: _convolution(a),
+    "causal_conv1d_backward": lambda a, _: (2 + a.silu) * _convolution(a),  # dx, dweight; the activation's argument
+    "gated_delta_rule": lambda a, _: 3 * _delta_rule(a),
+    "gated_delta_rule_backward": lambda a, _: 8 * _delta_rule(a),
+    "mamba2_scan": lambda a, _: 2 * _mamba(a),
+    "mamba2_scan_backward": lambda a, _: 5 * _mamba(a),
+    "token_logps": lambda a, _: _product_of_head(a),
+    "token_logps_backward": _logps_backward,
+    "token_logps_backward_": _logps_backward,
+    "token_kl": lambda a, _: _product_of_head(a) + _product_of_head(a, "teacher_"),
+    "token_kl_backward": _kl_backward,
+}
 
 
-def _scan_forward(*args, out_val):
-    return 3 * _scan_product(_by_name(torch.ops.packing_ops.gated_delta_rule, args))
-
-
-def _scan_backward(*args, out_val):
-    return 8 * _scan_product(_by_name(torch.ops.packing_ops.gated_delta_rule_backward, args))
-
-
-def _mamba_product(given):
-    return 2 * given["x"].numel() * given["B"].shape[-1]
-
-
-def _mamba_forward(*args, out_val):
-    return 2 * _mamba_product(_by_name(torch.ops.packing_ops.mamba2_scan, args))
-
-
-def _mamba_backward(*args, out_val):
-    return 5 * _mamba_product(_by_name(torch.ops.packing_ops.mamba2_scan_backward, args))
+def _counted(name, formula):
+    bind = library.named_arguments(name)
+    return lambda *args, out_val: formula(bind(args), out_val)
 
 
 def register_flop_formulas() -> None:
@@ -224,21 +191,8 @@ def register_flop_formulas() -> None:
     ops = torch.ops.packing_ops
     if library.MISSING or ops.varlen_attention in counter.flop_registry:
         return
-    for op in (ops.varlen_attention, ops.prefix_attention, ops.paged_attention):
-        counter.register_flop_formula(op, get_raw=True)(_forward(op))
-    for op in (ops.varlen_attention_backward, ops.prefix_attention_backward):
-        counter.register_flop_formula(op, get_raw=True)(_backward(op))
-    counter.register_flop_formula(ops.causal_conv1d, get_raw=True)(_conv_forward)
-    counter.register_flop_formula(ops.causal_conv1d_backward, get_raw=True)(_conv_backward)
-    counter.register_flop_formula(ops.gated_delta_rule, get_raw=True)(_scan_forward)
-    counter.register_flop_formula(ops.gated_delta_rule_backward, get_raw=True)(_scan_backward)
-    counter.register_flop_formula(ops.mamba2_scan, get_raw=True)(_mamba_forward)
-    counter.register_flop_formula(ops.mamba2_scan_backward, get_raw=True)(_mamba_backward)
-    counter.register_flop_formula(ops.token_logps, get_raw=True)(_logps_forward)
-    counter.register_flop_formula(ops.token_logps_backward, get_raw=True)(_logps_backward)
-    counter.register_flop_formula(ops.token_logps_backward_, get_raw=True)(_logps_backward)
-    counter.register_flop_formula(ops.token_kl, get_raw=True)(_kl_forward)
-    counter.register_flop_formula(ops.token_kl_backward, get_raw=True)(_kl_backward)
+    for name, formula in _FORMULAS.items():
+        counter.register_flop_formula(getattr(ops, name), get_raw=True)(_counted(name, formula))
 
 
 if _COUNTER in sys.modules:

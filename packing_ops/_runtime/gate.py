@@ -100,14 +100,11 @@ def register_fake(name: str, fake: Callable[[SimpleNamespace], Any]) -> None:
     """
     if library.MISSING:
         return
-    arguments = getattr(torch.ops.packing_ops, name).default._schema.arguments
-    names = [argument.name for argument in arguments]
-    defaults = [argument.default_value for argument in arguments]
+    bind = library.named_arguments(name)
 
     def checked(*args):
         _check_meta(name, args)
-        given = *args, *defaults[len(args) :]  # torch strips what equals its default
-        return fake(SimpleNamespace(**dict(zip(names, given, strict=True))))
+        return fake(bind(args))
 
     torch.library.register_fake(f"packing_ops::{name}")(checked)
 

@@ -5,10 +5,11 @@ import re
 import struct
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 import torch
@@ -67,6 +68,14 @@ def why_missing() -> str:
     if not LIBRARY.exists():
         return f"packing_ops: no compiled library at {LIBRARY}; build it with: {BUILD_COMMAND}"
     return ""
+
+
+def named_arguments(name: str) -> Callable[[tuple[Any, ...]], SimpleNamespace]:
+    """Return what binds an op's arguments to their names in csrc/schema.cpp, those left out to their defaults."""
+    arguments = getattr(torch.ops.packing_ops, name).default._schema.arguments
+    names = [argument.name for argument in arguments]
+    defaults = [argument.default_value for argument in arguments]  # torch strips what equals its default
+    return lambda args: SimpleNamespace(**dict(zip(names, [*args, *defaults[len(args) :]], strict=True)))
 
 
 def load_library() -> frozenset[str]:

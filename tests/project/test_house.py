@@ -184,7 +184,7 @@ COUNTERS = {"_runtime.batch_cache._forgotten"}
 LONG = {"_runtime.autograd.register_autograd"}  # torch's, rebuilt: its parts belong together
 # Private functions with the arguments of an op or of another library's function.
 MIRRORS = {
-    "_runtime.flops._logps_forward", "_runtime.flops._logps_backward", "losses.op._token_logps",
+    "losses.op._token_logps",
     "integrations.transformers.linear_attention._delta_rule",
     "integrations.transformers.linear_attention._mamba2",
 }  # fmt: skip
