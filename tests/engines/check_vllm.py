@@ -1,6 +1,7 @@
 """Sampled by vLLM, trained here: log-probabilities with the same bits (make test-vllm, a separate environment)."""
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -171,3 +172,14 @@ def test_vllm_loads_the_plugin(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [found])
     vllm.plugins.load_general_plugins()
     assert AttentionBackendEnum.CUSTOM.is_overridden()
+
+
+def test_example(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / "examples" / "grpo_vllm.py", "--steps", "2", "--samples", "4", "--out", tmp_path]
+    subprocess.run(command, env=environment, check=True, timeout=500)
+    found = json.loads((tmp_path / "grpo_vllm_cpu.json").read_text())
+    assert [step["not_0"] for step in found["packing_ops"]] == [0, 0]
+    assert all(step["tokens"] > 100 for step in found["packing_ops"])
+    assert sum(step["not_0"] for step in found["vLLM alone"]) > 0
+    assert (tmp_path / "grpo_vllm_cpu.png").stat().st_size > 10_000

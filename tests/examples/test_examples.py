@@ -44,6 +44,7 @@ MODULES = {
     "fsdp2_sft": "transformers: pip install 'transformers>=5.17'",
     "grpo_same_bits": "transformers and matplotlib: pip install 'transformers>=5.17' matplotlib",
     "grpo_tree": "transformers and matplotlib: pip install 'transformers>=5.17' matplotlib",
+    "grpo_vllm": "vllm and transformers and matplotlib: pip install vllm 'transformers>=5.17' matplotlib",
     "hf_sft": "transformers and matplotlib and rich: pip install 'transformers>=5.17' matplotlib rich",
     "megatron_sft": "megatron.core and matplotlib and rich: pip install 'megatron-core>=0.13' matplotlib rich",
     "rl_mini_batches": None,
@@ -55,7 +56,7 @@ MODULES = {
 # Each example in turn, in a process that has what the base installation brings: torch.
 BASE_ONLY = """
 import contextlib, io, runpy, sys
-for hidden in "datasets matplotlib megatron numpy pyarrow rich tokenizers transformers trl".split():
+for hidden in "datasets matplotlib megatron numpy pyarrow rich tokenizers transformers trl vllm".split():
     sys.modules[hidden] = None
 complete = "examples/docstrings.py", "examples/rl_mini_batches.py"  # with torch alone
 for path in sys.argv[1:]:
