@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from packing_ops import PackedMetadata, pack_sequences
-from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator
+from packing_ops.data import PaddingFreeCollator, PaddingFreeDPOCollator, packing_advice
 from packing_ops.integrations.adapters import at_least, index_tensor
 
 __all__ = [
@@ -127,38 +127,6 @@ def packs_for_ranks(lengths: torch.Tensor | Sequence[int], pack_length: int, num
         order = [row for rank in range(ranks) for row in packing.rows_for_rank(rank, ranks)]
     bins = packing.bins
     return [sorted(bins[row]) for row in order]
-
-
-def packing_advice(lengths: torch.Tensor | Sequence[int], batch_size: int) -> str:
-    """Return a line for the log of a padded run: what share of its slots is padding, and whether packing would pay.
-
-    Args:
-        lengths: int32 or int64 ``[num_examples]``, tokens in the order of arrival, or a list of ints.
-        batch_size: examples of a padded batch.
-
-    Returns:
-        The line. It recommends packing where a tenth of the slots or more is padding.
-
-    Example:
-        >>> packing_advice([5, 7, 2, 6], batch_size=2).split(": ")[1]
-        '--packing is recommended, it leaves 23% out'
-        >>> packing_advice([5, 5], batch_size=2)
-        'padded to the longest of 2, the first 2 examples fill 100% of the slots: --packing would save little'
-
-    Raises:
-        ValueError: no lengths, a length below 1, batch_size below 1.
-    """
-    lengths, rows = index_tensor(lengths, "lengths"), at_least(batch_size, "batch_size", 1, "example")
-    if not lengths.numel() or int(lengths.min()) < 1:
-        raise ValueError(f"lengths: expected at least one, each at least 1, got {lengths.tolist()[:8]}")
-    slots = sum(int(batch.max()) * batch.numel() for batch in lengths.split(rows))
-    filled = round(100 * int(lengths.sum()) / slots)
-    if filled > 90:
-        advice = "--packing would save little"
-    else:
-        advice = f"--packing is recommended, it leaves {100 - filled}% out"
-    some = f"the first {lengths.numel()} examples fill {filled}% of the slots"
-    return f"padded to the longest of {rows}, {some}: {advice}"
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from packing_ops.data.context_parallel import (
     thd_inverse_indices,
     thd_partition_indices,
 )
-from packing_ops.data.counts import TokenCounts, count_tokens
+from packing_ops.data.counts import TokenCounts, count_tokens, packing_advice
 from packing_ops.data.losses import masked_loss, sequence_logps
 from packing_ops.data.mini_batches import normalize_advantages, stage_chunks, validate_batch_sizes
 from packing_ops.data.packed import PackedCollator
@@ -50,6 +50,7 @@ __all__ = [
     "normalize_advantages",
     "num_rows",
     "packed_alignment",
+    "packing_advice",
     "pad_batch_to_multiple",
     "prefetch",
     "select_rows",

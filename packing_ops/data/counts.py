@@ -1,11 +1,19 @@
 """Counts of tokens, padding and sequences in a batch: for throughput, and as the denominators of logged means."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from packing_ops._runtime.arguments import check_cu_seqlens, described, integer, is_set, wrong_type
+from packing_ops._runtime.arguments import (
+    at_least,
+    check_cu_seqlens,
+    described,
+    index_tensor,
+    integer,
+    is_set,
+    wrong_type,
+)
 from packing_ops.metadata import PackedMetadata, check_no_tree
 from packing_ops.segments import segment_sum, slots_with_tokens
 
@@ -136,3 +144,39 @@ def _cu_seqlens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
 def _sums(slots: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """Return int64 ``[num_documents]``: number of true slots in each document."""
     return segment_sum(slots.flatten().double(), cu_seqlens.to(slots.device)).long()
+
+
+def packing_advice(lengths: torch.Tensor | Sequence[int], batch_size: int) -> str:
+    """Return a line for the log of a padded run: what share of its slots is padding, and whether packing would pay.
+
+    Args:
+        lengths: int32 or int64 ``[num_examples]``, tokens in the order of arrival, or a list of ints.
+        batch_size: examples of a padded batch.
+
+    Returns:
+        The line. It recommends packing where a tenth of the slots or more is padding.
+
+    Example:
+        >>> packing_advice([5, 7, 2, 6], batch_size=2).split(": ")[1]
+        'packing is recommended, it leaves 23% out'
+        >>> packing_advice([5, 5], batch_size=2)
+        'padded to the longest of 2, the first 2 examples fill 100% of the slots: packing would save little'
+
+    Raises:
+        ValueError: no lengths, another dtype or shape, a length below 1, batch_size below 1.
+
+    Determinism: the same line for the same lengths.
+    Synchronises: once for lengths on CUDA.
+    Memory: nothing.
+    Gradients: none: a string.
+    """
+    lengths, rows = index_tensor(lengths, "lengths").cpu(), at_least(batch_size, "batch_size", 1, "example")
+    if lengths.dim() != 1 or lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"lengths: expected int32 or int64 [num_examples], got {described(lengths)}")
+    if not lengths.numel() or int(lengths.min()) < 1:
+        raise ValueError(f"lengths: expected at least one, each at least 1, got {lengths.tolist()[:8]}")
+    slots = sum(int(batch.max()) * batch.numel() for batch in lengths.split(rows))
+    filled = round(100 * int(lengths.sum()) / slots)
+    advice = "packing would save little" if filled > 90 else f"packing is recommended, it leaves {100 - filled}% out"
+    some = f"the first {lengths.numel()} examples fill {filled}% of the slots"
+    return f"padded to the longest of {rows}, {some}: {advice}"

@@ -64,7 +64,7 @@ def test_examples(name, tmp_path, monkeypatch):
 
 def test_what_is_not_run_says_why():
     skipped = [line for _, lines in PROMPTS.values() for line in lines]
-    assert len(skipped) == 25
+    assert len(skipped) == 26
     assert [line for line in skipped if not re.search(r"# needs \w.* # doctest: \+SKIP$", line)] == []
 
 

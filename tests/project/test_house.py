@@ -248,7 +248,7 @@ NAMES = {
     "packing_ops": 64,
     "packing_ops.data": 32,
     "packing_ops.parallel": 14,
-    "packing_ops.integrations.transformers": 8,
+    "packing_ops.integrations.transformers": 9,
     "packing_ops.integrations.trl": 12,
     "packing_ops.integrations.megatron": 15,
     "packing_ops.contrib.unsloth": 7,

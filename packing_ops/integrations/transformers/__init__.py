@@ -15,9 +15,11 @@ apply_packing_ops(model):
     apply.py                Apply and revert, Applied, which is what they say, and a model's attn_implementation.
     summary.py              info: what runs in a model, line by line.
     linear_attention.py     Convolutions, delta rules and scans of hybrid models, which get the documents of the rows.
+    advice_callback.py      The line of the log on padding, for runs without this attention.
     sequence_group.py       A model whose rows are spread over several ranks, by packing_ops.parallel.
     rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model.
     _rope_trial.py, one folder up: which rotation a module's functions compute: they are run beside ours.
+    _advice.py, one folder up: lines of the log on padding and logits.
     _router_replay.py, one folder up: replay_routing, experts that another program has chosen.
 """
 
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what type checkers and docs/api read
     from packing_ops.integrations._router_replay import replay_routing
+    from packing_ops.integrations.transformers.advice_callback import PackingAdviceCallback
     from packing_ops.integrations.transformers.apply import Applied, apply_packing_ops, revert_packing_ops
     from packing_ops.integrations.transformers.attention import register, unregister
     from packing_ops.integrations.transformers.stateful import declare
@@ -34,6 +37,7 @@ from packing_ops._runtime.lazy import lazy_names
 
 _MODULES = {
     "Applied": "apply",
+    "PackingAdviceCallback": "advice_callback",
     "apply_packing_ops": "apply",
     "declare": "stateful",
     "info": "summary",
@@ -44,6 +48,7 @@ _MODULES = {
 }
 __all__ = [
     "Applied",
+    "PackingAdviceCallback",
     "apply_packing_ops",
     "declare",
     "info",

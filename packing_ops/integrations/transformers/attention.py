@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import dtype_name
-from packing_ops.integrations import _additions
+from packing_ops.integrations import _additions, _advice
 from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations.transformers import (
     continuous_batching,
@@ -137,7 +137,7 @@ def _begin(model, call, args, kwargs):
     return args, linear_attention.with_documents(model, call, kwargs)
 
 
-_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin, fused_loss.advise))
+_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin, _advice.advise))
 
 
 def packing_ops_attention(

@@ -352,7 +352,7 @@ def call_of_layers() -> PackedCall | None:
 
 def watched(begin, end, stock):
     """Wrap PreTrainedModel.__call__ in a PackedCall. ``begin(model, call, args, kwargs)``: the model's arguments.
-    ``end(model, kwargs, outputs)`` looks at what it returned.
+    ``end(model, call, kwargs, outputs)`` looks at what it returned.
     """
 
     def __call__(self, *args, **kwargs):
@@ -385,7 +385,7 @@ def watched(begin, end, stock):
         call.refuse_if_lost()
         if call.seen is not None:
             self.__dict__[LAST_FORWARD] = call.seen
-        end(self, kwargs, outputs)
+        end(self, call, kwargs, outputs)
         return outputs
 
     return __call__

@@ -9,7 +9,6 @@ import functools
 import importlib
 import inspect
 import re
-import sys
 import warnings
 
 import torch
@@ -150,23 +149,6 @@ def _in_front(module):
     """Return the function that another library put in place of the module's forward, or None."""
     function = function_of(module.__dict__["forward"]) if "forward" in module.__dict__ else None
     return None if is_of(function, __package__) else function or module.__dict__.get("forward")
-
-
-LARGE = 2**30  # bytes of logits
-_OF_TRL_S_TRAINERS = "; TRL's SFT, DPO, KTO, GRPO and RLOO trainers need it not, their fused LM head makes no logits"
-
-
-def advise(model, kwargs, outputs) -> None:
-    """Log one line, once, if a training step keeps many logits that it need not have."""
-    logits = getattr(outputs, "logits", None)
-    if not model.training or kwargs.get("labels") is None or torch.compiler.is_compiling():
-        return
-    if not (isinstance(logits, torch.Tensor) and logits.requires_grad and logits.nbytes > LARGE) or refusal(model):
-        return
-    log_once(
-        f"a training step of {class_name(model)} keeps logits of more than {LARGE / 2**30:.3g} GiB: apply_packing_ops(model, "
-        f"fused_loss=True) makes none{_OF_TRL_S_TRAINERS if 'trl' in sys.modules else ''}"
-    )
 
 
 def runs_in(model) -> str:

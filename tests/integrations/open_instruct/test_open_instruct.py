@@ -178,6 +178,8 @@ def test_packing_advice_counts_what_padding_takes(lengths, batch_size):
         ([], 2, "lengths: expected at least one"),
         ([4, 0], 2, "got \\[4, 0\\]"),
         ([4], 0, "batch_size: expected at least 1"),
+        (torch.ones(3), 2, "lengths: expected int32 or int64 \\[num_examples\\], got float32"),
+        (torch.ones(2, 3, dtype=torch.int64), 2, "lengths: expected int32 or int64"),
     ],
 )
 def test_packing_advice_refuses(lengths, batch_size, message):

@@ -309,30 +309,3 @@ def test_info_of_a_loss_behind_another_forward():
     assert model.train()(ids, labels=ids).logits is None
     passes_on = f"in training with labels, in calls that {__name__} in front of it passes on"
     assert loss_line(model) == f"loss: packing_ops, from hidden states, {passes_on}"
-
-
-@pytest.mark.parametrize("trl", [False, True])
-def test_a_step_that_keeps_many_logits_is_told_once(trl, monkeypatch):
-    """Not where none are kept for a backward."""
-    said = []
-    monkeypatch.setattr(fused_loss, "log_once", said.append)
-    modules = {name: module for name, module in fused_loss.sys.modules.items() if name != "trl"}
-    monkeypatch.setattr(fused_loss.sys, "modules", modules | {"trl": object()} if trl else modules)
-    model = tiny_model("llama").train()
-    apply_packing_ops(model)
-    few, many = rows("cpu", 2, 9), rows("cpu", 2, 10)
-    monkeypatch.setattr(fused_loss, "LARGE", 2 * 9 * model.config.vocab_size * 4)
-    model(**few)
-    model(**{name: value for name, value in many.items() if name != "labels"})
-    with torch.no_grad():
-        model(**many)
-    model.eval()(**many)
-    assert said == []
-    model.train()(**many)
-    (line,) = said
-    assert "a training step of LlamaForCausalLM keeps logits of more than" in line
-    assert "apply_packing_ops(model, fused_loss=True) makes none" in line
-    assert ("TRL's SFT" in line) == trl
-    apply_packing_ops(model, fused_loss=True)
-    model(**many)
-    assert len(said) == 1
