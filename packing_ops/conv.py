@@ -20,24 +20,14 @@ class ConvKeywords(TypedDict, total=False):
 
 @overload
 def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cu_seqlens: PackedMetadata | torch.Tensor,
-    *,
-    output_final_state: Literal[False] = False,
-    **options: Unpack[ConvKeywords],
-) -> tuple[torch.Tensor, None]: ...
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cu_seqlens: PackedMetadata | torch.Tensor, *,
+    output_final_state: Literal[False] = False, **options: Unpack[ConvKeywords],
+) -> tuple[torch.Tensor, None]: ...  # fmt: skip
 @overload
 def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    cu_seqlens: PackedMetadata | torch.Tensor,
-    *,
-    output_final_state: Literal[True],
-    **options: Unpack[ConvKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cu_seqlens: PackedMetadata | torch.Tensor, *,
+    output_final_state: Literal[True], **options: Unpack[ConvKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,

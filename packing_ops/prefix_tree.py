@@ -195,37 +195,19 @@ def _segments_of_groups(groups: torch.Tensor, of_parents: torch.Tensor) -> tuple
 
 @overload
 def prefix_token_logps(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    tree: PrefixTree,
-    *,
-    entropy: Literal[False] = False,
-    outputs: None = None,
-    **options: Unpack[HeadKeywords],
-) -> torch.Tensor: ...
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, tree: PrefixTree, *,
+    entropy: Literal[False] = False, outputs: None = None, **options: Unpack[HeadKeywords],
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def prefix_token_logps(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    tree: PrefixTree,
-    *,
-    entropy: Literal[True],
-    outputs: None = None,
-    **options: Unpack[HeadKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, tree: PrefixTree, *, entropy: Literal[True],
+    outputs: None = None, **options: Unpack[HeadKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def prefix_token_logps(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    tree: PrefixTree,
-    *,
-    entropy: Literal[False] = False,
-    outputs: Sequence[str],
-    **options: Unpack[HeadKeywords],
-) -> tuple[torch.Tensor, ...]: ...
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, tree: PrefixTree, *,
+    entropy: Literal[False] = False, outputs: Sequence[str], **options: Unpack[HeadKeywords],
+) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
 def prefix_token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -17,32 +17,16 @@ from packing_ops.metadata import PackedMetadata
 
 @overload
 def apply_rotary_qk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: PackedMetadata | torch.Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    inplace: bool = False,
-    unsqueeze_dim: int = 1,
-    sections: Sequence[int] | None = None,
-    rotary_dim: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    position_ids: PackedMetadata | torch.Tensor | None = None, *, interleaved: bool = False, inplace: bool = False,
+    unsqueeze_dim: int = 1, sections: Sequence[int] | None = None, rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def apply_rotary_qk(
-    q: torch.Tensor,
-    k: None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: PackedMetadata | torch.Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    inplace: bool = False,
-    unsqueeze_dim: int = 1,
-    sections: Sequence[int] | None = None,
-    rotary_dim: int | None = None,
-) -> tuple[torch.Tensor, None]: ...
+    q: torch.Tensor, k: None, cos: torch.Tensor, sin: torch.Tensor,
+    position_ids: PackedMetadata | torch.Tensor | None = None, *, interleaved: bool = False, inplace: bool = False,
+    unsqueeze_dim: int = 1, sections: Sequence[int] | None = None, rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, None]: ...  # fmt: skip
 def apply_rotary_qk(
     q: torch.Tensor,
     k: torch.Tensor | None,

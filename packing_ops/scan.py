@@ -27,28 +27,15 @@ class DeltaKeywords(TypedDict, total=False):
 
 @overload
 def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    cu_seqlens: PackedMetadata | torch.Tensor,
-    *,
-    output_final_state: Literal[False] = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor, *, output_final_state: Literal[False] = False,
     **options: Unpack[DeltaKeywords],
-) -> tuple[torch.Tensor, None]: ...
+) -> tuple[torch.Tensor, None]: ...  # fmt: skip
 @overload
 def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    cu_seqlens: PackedMetadata | torch.Tensor,
-    *,
-    output_final_state: Literal[True],
-    **options: Unpack[DeltaKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor, *, output_final_state: Literal[True], **options: Unpack[DeltaKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -146,28 +133,15 @@ class MambaKeywords(TypedDict, total=False):
 
 @overload
 def mamba2_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    cu_seqlens: PackedMetadata | torch.Tensor,
-    *,
-    output_final_state: Literal[False] = False,
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor, *, output_final_state: Literal[False] = False,
     **options: Unpack[MambaKeywords],
-) -> tuple[torch.Tensor, None]: ...
+) -> tuple[torch.Tensor, None]: ...  # fmt: skip
 @overload
 def mamba2_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    cu_seqlens: PackedMetadata | torch.Tensor,
-    *,
-    output_final_state: Literal[True],
-    **options: Unpack[MambaKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    cu_seqlens: PackedMetadata | torch.Tensor, *, output_final_state: Literal[True], **options: Unpack[MambaKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def mamba2_scan(
     x: torch.Tensor,
     dt: torch.Tensor,

@@ -19,17 +19,17 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # that t
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def old_name(old: str, new: str = "cu_seqlens") -> Callable[[_Function], _Function]:
-    """Return a decorator by which a function takes the argument ``new`` by an older name too, and warns of it."""
+def old_name(old: str) -> Callable[[_Function], _Function]:
+    """Return a decorator by which a function takes ``cu_seqlens`` by an older name too, and warns of it."""
 
     def decorated(function: _Function) -> _Function:
         name = function.__name__
 
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if old in kwargs and new not in kwargs:
-                warnings.warn(f"{old}: {name} calls it {new} now", DeprecationWarning, stacklevel=2)
-                kwargs[new] = kwargs.pop(old)
+            if old in kwargs and "cu_seqlens" not in kwargs:
+                warnings.warn(f"{old}: {name} calls it cu_seqlens now", DeprecationWarning, stacklevel=2)
+                kwargs["cu_seqlens"] = kwargs.pop(old)
             return function(*args, **kwargs)
 
         call.__code__ = call.__code__.replace(co_name=name)  # torch.compile counts recompilations by code object

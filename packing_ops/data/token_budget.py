@@ -39,22 +39,14 @@ class BudgetKeywords(TypedDict, total=False):
 
 @overload
 def token_budget_microbatches(
-    lengths: torch.Tensor | Sequence[int],
-    capacity: int,
-    *,
-    dp_size: int,
-    return_statistics: Literal[False] = False,
+    lengths: torch.Tensor | Sequence[int], capacity: int, *, dp_size: int, return_statistics: Literal[False] = False,
     **options: Unpack[BudgetKeywords],
-) -> list[list[list[int]]]: ...
+) -> list[list[list[int]]]: ...  # fmt: skip
 @overload
 def token_budget_microbatches(
-    lengths: torch.Tensor | Sequence[int],
-    capacity: int,
-    *,
-    dp_size: int,
-    return_statistics: Literal[True],
+    lengths: torch.Tensor | Sequence[int], capacity: int, *, dp_size: int, return_statistics: Literal[True],
     **options: Unpack[BudgetKeywords],
-) -> tuple[list[list[list[int]]], MicrobatchStatistics]: ...
+) -> tuple[list[list[list[int]]], MicrobatchStatistics]: ...  # fmt: skip
 def token_budget_microbatches(
     lengths: torch.Tensor | Sequence[int],
     capacity: int,

@@ -61,37 +61,19 @@ class LogpsKeywords(HeadKeywords, total=False):
 
 @overload
 def token_logps(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    cu_seqlens: PackedMetadata | torch.Tensor,
-    *,
-    entropy: Literal[False] = False,
-    outputs: None = None,
-    **options: Unpack[LogpsKeywords],
-) -> torch.Tensor: ...
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, *,
+    entropy: Literal[False] = False, outputs: None = None, **options: Unpack[LogpsKeywords],
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def token_logps(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    cu_seqlens: PackedMetadata | torch.Tensor,
-    *,
-    entropy: Literal[True],
-    outputs: None = None,
-    **options: Unpack[LogpsKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, *,
+    entropy: Literal[True], outputs: None = None, **options: Unpack[LogpsKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def token_logps(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    cu_seqlens: PackedMetadata | torch.Tensor,
-    *,
-    entropy: Literal[False] = False,
-    outputs: Sequence[str],
-    **options: Unpack[LogpsKeywords],
-) -> tuple[torch.Tensor, ...]: ...
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, *,
+    entropy: Literal[False] = False, outputs: Sequence[str], **options: Unpack[LogpsKeywords],
+) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
 @old_name("metadata")
 def token_logps(
     hidden: torch.Tensor,

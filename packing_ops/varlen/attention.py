@@ -46,26 +46,16 @@ class VarlenKeywords(AttentionKeywords, total=False):
 
 @overload
 def varlen_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: PackedMetadata | torch.Tensor,
-    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
-    *misplaced: NoReturn,
-    return_lse: Literal[False] = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None, *misplaced: NoReturn, return_lse: Literal[False] = False,
     **options: Unpack[VarlenKeywords],
-) -> torch.Tensor: ...
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: PackedMetadata | torch.Tensor,
-    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
-    *misplaced: NoReturn,
-    return_lse: Literal[True],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None, *misplaced: NoReturn, return_lse: Literal[True],
     **options: Unpack[VarlenKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -56,20 +56,13 @@ class BackendKeywords(AttentionKeywords, total=False):
 
 @overload
 def select_attention_backend(
-    q: torch.Tensor,
-    k: torch.Tensor | None = None,
-    *,
-    explain: Literal[False] = False,
+    q: torch.Tensor, k: torch.Tensor | None = None, *, explain: Literal[False] = False,
     **options: Unpack[SelectKeywords],
-) -> str: ...
+) -> str: ...  # fmt: skip
 @overload
 def select_attention_backend(
-    q: torch.Tensor,
-    k: torch.Tensor | None = None,
-    *,
-    explain: Literal[True],
-    **options: Unpack[SelectKeywords],
-) -> tuple[str, dict[str, str]]: ...
+    q: torch.Tensor, k: torch.Tensor | None = None, *, explain: Literal[True], **options: Unpack[SelectKeywords],
+) -> tuple[str, dict[str, str]]: ...  # fmt: skip
 def select_attention_backend(
     q: torch.Tensor,
     k: torch.Tensor | None = None,
@@ -126,26 +119,16 @@ def select_attention_backend(
 
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: PackedMetadata | torch.Tensor,
-    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
-    *misplaced: NoReturn,
-    return_lse: Literal[False] = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None, *misplaced: NoReturn, return_lse: Literal[False] = False,
     **options: Unpack[BackendKeywords],
-) -> torch.Tensor: ...
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: PackedMetadata | torch.Tensor,
-    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None,
-    *misplaced: NoReturn,
-    return_lse: Literal[True],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: PackedMetadata | torch.Tensor,
+    cu_seqlens_k: PackedMetadata | torch.Tensor | None = None, *misplaced: NoReturn, return_lse: Literal[True],
     **options: Unpack[BackendKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

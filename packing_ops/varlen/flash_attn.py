@@ -52,36 +52,16 @@ class KvCacheKeywords(TypedDict, total=False):
 
 @overload
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    *,
-    return_attn_probs: Literal[False] = False,
-    **options: Unpack[FlashAttnVarlenKeywords],
-) -> torch.Tensor: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, *, return_attn_probs: Literal[False] = False, **options: Unpack[FlashAttnVarlenKeywords],
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    *,
-    return_attn_probs: Literal[True],
-    **options: Unpack[FlashAttnVarlenKeywords],
-) -> tuple[torch.Tensor, torch.Tensor, None]: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, *, return_attn_probs: Literal[True], **options: Unpack[FlashAttnVarlenKeywords],
+) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -146,28 +126,14 @@ def flash_attn_varlen_func(
 
 @overload
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    *,
-    return_attn_probs: Literal[False] = False,
-    **options: Unpack[FlashAttnKeywords],
-) -> torch.Tensor: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, *, return_attn_probs: Literal[False] = False, **options: Unpack[FlashAttnKeywords],
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    *,
-    return_attn_probs: Literal[True],
-    **options: Unpack[FlashAttnKeywords],
-) -> tuple[torch.Tensor, torch.Tensor, None]: ...
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, *, return_attn_probs: Literal[True], **options: Unpack[FlashAttnKeywords],
+) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -219,32 +185,18 @@ def flash_attn_func(
 
 @overload
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    *,
-    return_softmax_lse: Literal[False] = False,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None, *, return_softmax_lse: Literal[False] = False,
     **options: Unpack[KvCacheKeywords],
-) -> torch.Tensor: ...
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    *,
-    return_softmax_lse: Literal[True],
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None, *, return_softmax_lse: Literal[True],
     **options: Unpack[KvCacheKeywords],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
