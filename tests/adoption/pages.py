@@ -45,14 +45,15 @@ def outcome(name: str, results: dict) -> str:
     commit = f"[{project.commit[:12]}](https://github.com/{project.repository}/tree/{project.commit})"
     if "passed" not in result:
         return f"Not run yet against {commit}: {result.get('not_run', 'no result')}."
-    if not project.tests:
-        applied = f"the patch applies and what it touches compiles ({result['date']})."
-        return f"{project.repository} has no unit tests at {commit}: {applied}"
     lines = [
         f"{project.repository} at {commit}, packing_ops at {result['packing_ops'][:12]}, {result['date']}, Python "
-        f"{result['python']} on a CPU: **{result['passed']} passed, {result['failed']} failed, "
-        f"{result['skipped']} skipped**, in {', '.join(result['tests'])}."
+        f"{result['python']} on a CPU: "
     ]
+    if project.tests:
+        counts = f"**{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped**"
+        lines[0] += f"{counts}, in {', '.join(result['tests'])}."
+    else:
+        lines[0] += "there are no unit tests at that commit; the patch applies and what it touches compiles."
     if result["checkout"] != project.commit:
         lines.append(
             f"The checkout was at {result['checkout'][:12]}, where the files that the patch touches are the same."
@@ -67,7 +68,7 @@ def outcome(name: str, results: dict) -> str:
         )
     for fix in project.fixes:
         lines.append(f"Changed so that it runs: {FIXES[fix]}.")
-    if off := result.get("without_flag"):
+    if (off := result.get("without_flag")) and project.tests:
         lines.append(
             f"That is with {_flag(project)}. Without it: **{off['passed']} passed, {off['failed']} failed, "
             f"{off['skipped']} skipped**."

@@ -29,21 +29,14 @@ _THE_CAPACITY = (
 PROJECTS = {
     "art": Project(
         repository="OpenPipe/ART",
-        commit="04eb82972241faae81fd37a195aca9259ffbe1d6",
+        commit="779559fd0c68ce073cbd041447f88aacf1d9f585",
         flag={"ART_PACKING_OPS": "1"},
         training="train_art.py",
         path=["src", "."],
-        tests=[
-            "tests/unit/test_sft.py",
-            "tests/unit/test_local_sft.py",
-            "tests/unit/test_preprocessing_tokenize.py",
-            "tests/unit/test_unsloth_autocast_dtype.py",
-            "tests/unit/test_unsloth_metrics.py",
-            "tests/unit/test_prefix_tree_packing.py",
-        ],
+        tests=[],  # none there
         stand_ins=(
-            "openai litellm weave polars nest_asyncio tblib setproctitle unsloth unsloth_zoo bitsandbytes vllm wandb "
-            "aiohttp httpx pytest_asyncio dotenv"
+            "openai litellm weave polars nest_asyncio tblib setproctitle unsloth bitsandbytes vllm wandb aiohttp httpx fastapi dotenv uvicorn typer seaborn "
+            "matplotlib"
         ),
     ),
     "skyrl": Project(

@@ -28,6 +28,7 @@ from unsloth.models.llama import LlamaAttention_fast_forward, original_apply_o, 
 from unsloth.models.mistral import MistralAttention_fast_forward
 from unsloth.utils import attention_dispatch
 from unsloth.utils.packing import enable_sample_packing, mask_packed_boundary_labels
+from unsloth.utils.prefix_grouper_kernel import _make_mask_mod, build_seg_info_multigroup
 
 STEPS, VOCABULARY, LONGEST, WINDOW = 4, 64, 128, 6
 LENGTHS = [19, 5, 11, 30, 7, 2, 23, 14]
@@ -137,7 +138,25 @@ def float32_is_the_hosts():
     return dtypes == [torch.bfloat16, torch.float32]
 
 
+def prefixes_are_the_hosts():
+    """A stream of PrefixGrouper through run_attention, against SDPA under the mask of Unsloth's FlexAttention."""
+    seg, _ = build_seg_info_multigroup([(5, [3, 4]), (2, [1, 6, 2])], torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    Q, K, V = (torch.randn(1, heads, seg.T, 16, generator=generator).requires_grad_() for heads in (4, 2, 2))
+    config = attention_dispatch.AttentionConfig(backend=attention_dispatch.SDPA, n_kv_heads=2, n_groups=2)
+    context = attention_dispatch.AttentionContext(1, seg.T, seg.T, 4, 16, True, None, None, None, None, seg)
+    ours = attention_dispatch.run_attention(config=config, context=context, Q=Q, K=K, V=V)
+    at = torch.arange(seg.T)
+    mask = _make_mask_mod(seg.group_of_kv, seg.is_prefix, seg.suffix_of_kv)(0, 0, at[:, None], at)
+    theirs = torch.nn.functional.scaled_dot_product_attention(Q, K, V, mask, enable_gqa=True).transpose(1, 2)
+    upstream = torch.randn(ours.shape, generator=generator)
+    came = [torch.autograd.grad(out, (Q, K, V), upstream) for out in (ours, theirs)]
+    pairs = [(ours, theirs), *zip(*came, strict=True)]
+    return all(torch.allclose(mine, other, atol=1e-5) for mine, other in pairs)
+
+
 def main():
+    assert prefixes_are_the_hosts()
     assert the_host_keeps((7, 5)), "expected a T4 to keep Unsloth's own code"
     assert not the_host_keeps((8, 0)), "expected the flag to be on since sm_80"
     assert float32_is_the_hosts()

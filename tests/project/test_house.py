@@ -251,7 +251,7 @@ NAMES = {
     "packing_ops.integrations.transformers": 9,
     "packing_ops.integrations.trl": 12,
     "packing_ops.integrations.megatron": 15,
-    "packing_ops.contrib.unsloth": 7,
+    "packing_ops.contrib.unsloth": 8,
     "packing_ops.integrations.flash_attn": 9,
     "packing_ops.contrib.ring_flash_attn": 9,
     "packing_ops.contrib.open_instruct": 5,

@@ -4,7 +4,7 @@ A packed batch is one row ``[1, total]`` without attention_mask; ``packed_seq_le
 where its documents end. Nothing here imports Unsloth.
 """
 
-from packing_ops.contrib.unsloth.attention import packed_attention
+from packing_ops.contrib.unsloth.attention import packed_attention, prefix_attention
 from packing_ops.contrib.unsloth.metadata import packed_metadata, sdpa_mask, xformers_mask
 from packing_ops.contrib.unsloth.packing_collator import PackingCollator, enable_packing
 from packing_ops.contrib.unsloth.rope import fast_rope_embedding
@@ -15,6 +15,7 @@ __all__ = [
     "fast_rope_embedding",
     "packed_attention",
     "packed_metadata",
+    "prefix_attention",
     "sdpa_mask",
     "xformers_mask",
 ]
