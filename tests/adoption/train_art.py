@@ -92,7 +92,9 @@ def main():
         "paths, a prompt once for its answers": rl(flag=True, shared=True, shape=(1, 96)),
     }
     dense = rl(flag=False, shared=True, shape=(1, WIDTH))
-    print(json.dumps({"RL": ways, "RL, positions from the row": {"dense mask, a prompt once for its answers": dense}}))
+    first = ways["paths, a prompt once for its answers"]
+    assert abs(dense[0] - first[0]) > 1e-5, "expected other losses where positions count along the row"
+    print(json.dumps({"RL": ways}))
 
 
 if __name__ == "__main__":
