@@ -18,8 +18,9 @@ EXIT_CODES = """exit codes:
   0  every example was read
   1  some examples could not be read (corrupt, missing keys, wrong types, images, lists of different length, refused by
      the tokenizer): named on stderr, equal errors once, counted in the report, and the rest is reported
-  2  no report, or one that was not saved: wrong arguments, a file that cannot be opened or written, a library that is
-     not installed"""
+  2  no report, or one that was not saved: wrong arguments, a file that cannot be opened or written, no document in the
+     files, a library that is not installed
+  130  interrupted"""
 
 
 FORMATS = """An example is read by the first of these keys that it has:
@@ -120,10 +121,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         status = run(argv)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
         if isinstance(error, BrokenPipeError):  # the reader has seen enough, as head has
-            return 1
+            return 0
         print(f"error: {error}", file=sys.stderr)
         return 2
     return status
@@ -178,7 +182,9 @@ def run(argv: list[str] | None = None) -> int:
     except (ImportError, OSError, ValueError) as error:
         print("error: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         return 2
-    return 1 if report["unreadable"] else 0
+    if report["unreadable"]:
+        return 1
+    return 0 if report["examples"]["documents"] else 2
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ def varlen_attention(
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
     layout: Layout | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention inside each document of a packed row. Differentiable in q, k, v, sinks and through lse.
 
@@ -158,9 +159,10 @@ def varlen_attention(
 
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
     """
-    refuse_misplaced(misplaced)
+    refuse_misplaced(misplaced, unknown)
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
     check_tensor(q, "q")
+    _refuse_heads_before_tokens(q.shape, cu_seqlens_q)
     keys = keys_of(cu_seqlens_q, cu_seqlens_k, parents, block_table, seqused_k)
     out, lse = attend(q, k, v, cu_seqlens_q, keys, options, plan=plan, layout=layout)
     return (out, lse) if return_lse else out
@@ -204,6 +206,21 @@ def attend(
         forget()  # it may be of a plan that was kept while its cu_seqlens changed
         raise
     return (out[None] if tokens_first else out), lse
+
+
+def _refuse_heads_before_tokens(shape: torch.Size, documents: PackedMetadata | torch.Tensor) -> None:
+    """Raise ValueError for the shape of a q whose second dimension has the documents' tokens, and its first fewer."""
+    if len(shape) != 3 or shape[1] <= shape[0]:
+        return
+    total = documents.total if isinstance(documents, PackedMetadata) else -1
+    if isinstance(documents, torch.Tensor) and documents.is_cpu and documents.dim() == 1 and len(documents):
+        total = int(documents[-1])
+    if total == shape[1]:
+        raise ValueError(
+            f"q: expected [total_q, num_q_heads, head_dim], got {list(shape)} with {total} tokens, which looks like "
+            "[num_q_heads, total_q, head_dim]: transpose(0, 1), or give [1, num_q_heads, total_q, head_dim] and "
+            "layout='bhsd'"
+        )
 
 
 def attention_plan(

@@ -1,5 +1,7 @@
 """What the arguments of an attention call stand for: the layout of q, k and v, cu_seqlens of the documents, Keys."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -46,8 +48,28 @@ def refuse_heads_first(q: torch.Tensor) -> None:
         raise ValueError(f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)}")
 
 
-def refuse_misplaced(misplaced: tuple[object, ...]) -> None:
-    """TypeError for arguments by position after cu_seqlens_k, where flash-attn has max_seqlen_q and max_seqlen_k."""
+# What others call an option of varlen_attention, and what to write in its place
+_OTHER_NAMES = {
+    "is_causal": "causal=, which is True by default",
+    "scale": "softmax_scale=",
+    "attn_mask": "cu_seqlens, causal=, window_size= or visible_end=: no mask is read",
+    "dropout_p": "nothing: there is no dropout, leave it out",
+    "enable_gqa": "nothing: k and v may always have fewer heads than q",
+    "window": "window_size=(left, right)",
+    "cu_seqlens": "cu_seqlens_q=",
+    "max_seqlen_q": "nothing: max_seqlen is not needed, leave it out",
+    "max_seqlen_k": "nothing: max_seqlen is not needed, leave it out",
+}
+
+
+def refuse_misplaced(misplaced: tuple[object, ...], unknown: Mapping[str, object] = MappingProxyType({})) -> None:
+    """Raise TypeError for arguments by position after cu_seqlens_k, where flash-attn has max_seqlen_q and max_seqlen_k,
+    and for keywords that varlen_attention does not have.
+    """
+    for name in unknown:
+        if name in _OTHER_NAMES:
+            raise TypeError(f"{name}: expected {_OTHER_NAMES[name]}, got a keyword that varlen_attention does not have")
+        raise TypeError(f"varlen_attention() got an unexpected keyword argument {name!r}")
     if misplaced:
         raise TypeError(
             f"max_seqlen_q: expected at most 5 arguments by position, options by name (causal=True), got {5 + len(misplaced)}: "

@@ -221,7 +221,8 @@ def test_only_targets_are_learnt():
 
 def test_switches_of_the_page_exist():
     pytest.importorskip("trl")
-    calls = re.findall(r"^\| `(\w+)\.(\w+)\(", (ROOT / "docs" / "transformers.md").read_text(), re.M)
+    calls = re.findall(r"^\| `((?:contrib\.)?\w+)\.(\w+)\(", (ROOT / "docs" / "transformers.md").read_text(), re.M)
     assert len(calls) == 9
     for module, name in calls:
-        assert callable(getattr(importlib.import_module(f"packing_ops.integrations.{module}"), name))
+        package = module if module.startswith("contrib.") else f"integrations.{module}"
+        assert callable(getattr(importlib.import_module(f"packing_ops.{package}"), name))

@@ -457,3 +457,32 @@ def test_padding_may_hold_anything(backend):
         results.append([out, *torch.autograd.grad(out, given, case.dout)])
     for clean, filled in zip(*results, strict=True):
         torch.testing.assert_close(filled, clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"is_causal": True}, r"is_causal: expected causal="),
+        ({"scale": 0.5}, r"scale: expected softmax_scale="),
+        ({"dropout_p": 0.1}, r"dropout_p: expected nothing: there is no dropout"),
+        ({"max_seqlen_q": 4}, r"max_seqlen_q: expected nothing"),
+        ({"causl": True}, r"unexpected keyword argument 'causl'"),
+    ],
+)
+def test_a_keyword_of_others_is_answered_with_ours(given, wanted):
+    q = torch.randn(5, 2, 8)
+    with pytest.raises(TypeError, match=wanted):
+        po.varlen_attention(q, q, q, torch.tensor([0, 5], dtype=torch.int32), **given)
+
+
+@pytest.mark.parametrize("as_metadata", [True, False])
+def test_heads_before_tokens_are_told_about_layout(as_metadata):
+    q = torch.randn(2, 5, 8)
+    documents = po.PackedMetadata.from_lengths([2, 3])
+    with pytest.raises(
+        ValueError, match=r"q: expected \[total_q, num_q_heads, head_dim\], got \[2, 5, 8\] .*layout='bhsd'"
+    ):
+        po.varlen_attention(q, q, q, documents if as_metadata else documents.cu_seqlens)
+    out = po.varlen_attention(q[None], q[None], q[None], documents, layout="bhsd")
+    alone = po.varlen_attention(*[q.transpose(0, 1)] * 3, documents)
+    assert torch.equal(out[0], alone)

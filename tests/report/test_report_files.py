@@ -230,7 +230,7 @@ def through_a_pipe(data, parts, *options):
 @pytest.mark.parametrize(("lines", "parts"), [(0, 1), (2, 1), (2, 36), (3000, 1)])
 def test_a_pipe_is_read_to_its_end(tmp_path, lines, parts):
     text = b'{"text": "hello"}\n' * lines
-    assert through_a_pipe(text, parts, "--json", str(tmp_path / "r.json")) == 0
+    assert through_a_pipe(text, parts, "--json", str(tmp_path / "r.json")) == (0 if lines else 2)
     read = json.loads((tmp_path / "r.json").read_text())["examples"]
     assert read == {"read": lines, "documents": lines, "tokens": 5 * lines}
 
@@ -411,8 +411,9 @@ def test_empty_and_unanswered_examples_are_told(tmp_path, capsys):
 def test_no_examples_at_all(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = write_lines(tmp_path / "empty.jsonl")
-    assert main(["report", str(file), "--plot", str(tmp_path / "p.png"), "--json", str(tmp_path / "r.json")]) == 0
+    assert main(["report", str(file), "--plot", str(tmp_path / "p.png"), "--json", str(tmp_path / "r.json")]) == 2
     assert json.loads((tmp_path / "r.json").read_text())["layouts"] == {}
+    assert "no document was read" in capsys.readouterr().out
 
 
 # --- tokenizers ---

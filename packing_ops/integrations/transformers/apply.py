@@ -16,7 +16,7 @@ from packing_ops.integrations.transformers import sequence_group as sequence_pat
 from packing_ops.integrations.transformers import stateful
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import in_tables, register, unknown_options
-from packing_ops.integrations.transformers.call import GUARD
+from packing_ops.integrations.transformers.call import GUARD, NAMES
 from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, reads_text
 from packing_ops.invariance import mode
 from packing_ops.invariance.api import check_invariance
@@ -27,10 +27,10 @@ from packing_ops.invariance.refusals import refusals
 
 @dataclass(frozen=True)
 class Applied:
-    """What apply_packing_ops swapped and what it left. True as a bool if anything was swapped.
+    """What apply_packing_ops swapped and what it left, calls before it included. True as a bool if anything is swapped.
 
     Attributes:
-        attention, rope, rms_norm: the number of modules that were swapped.
+        attention, rope, rms_norm: the number of modules that run ours.
         fused_loss: the number of models that compute their loss from hidden states.
         vision: the number of attention modules in vision and audio towers that take all images in one call.
         linear_attention: the number of layers whose convolution, gated delta rule or scan was swapped.
@@ -204,16 +204,20 @@ def apply_packing_ops(
     attends = attention and "attention" not in skipped
     if balance_loss and not attends:
         skipped.setdefault("balance_loss", "it needs this attention, which finds the documents")
-    vision = vision_patch.apply_to_model(model) if attends else 0
+    if attends:
+        vision_patch.apply_to_model(model)
     if sequence_group is not None:
         sequence_patch.apply_to_model(model, attentions(model), sequence_group, sequence_scheme)
     # RoPE, RMSNorm, loss
-    rotated = rope_patch.apply_to_model(model, fp32_cos_sin) if rope else 0
-    scanned = linear_attention_patch.apply_to_model(model) if linear_attention and attends else 0
+    if rope:
+        rope_patch.apply_to_model(model, fp32_cos_sin)
+    if linear_attention and attends:
+        linear_attention_patch.apply_to_model(model)
     claimed = invariant and "invariant" not in skipped
     if claimed and any(p.is_cuda for p in model.parameters()):
         rms_norm = True  # the stock formula's mean has other bits in fewer than 16 rows
-    normed = rms_norm_patch.apply_to_model(model, any_order=claimed) if rms_norm is not False else 0
+    if rms_norm is not False:
+        rms_norm_patch.apply_to_model(model, any_order=claimed)
     for host in losses:
         fused_loss_patch.apply_to_model(host)
     if balance_loss and "balance_loss" not in skipped:
@@ -225,8 +229,22 @@ def apply_packing_ops(
             revert_packing_ops(model)
         _refuse(model, skipped, strict)
     _warn(model, skipped)
-    attending = len(attentions(model)) if attends else 0
-    return Applied(attending, rotated, normed, len(losses), vision, scanned, skipped)
+    return _in_effect(model, skipped)
+
+
+def _in_effect(model: torch.nn.Module, skipped: dict[str, str]) -> Applied:
+    """Count what runs ours, by earlier calls too."""
+    found = hosts(model)
+    configs = [getattr(module, "config", host.config) for host in found for module in attentions(host)]
+    return Applied(
+        attention=sum(config._attn_implementation in NAMES for config in configs),
+        rope=rope_patch.counts(model)[0],
+        rms_norm=rms_norm_patch.counts(model)[0],
+        fused_loss=sum(fused_loss_patch.is_fused(host) and not fused_loss_patch.since(host) for host in found),
+        vision=vision_patch.count(model),
+        linear_attention=linear_attention_patch.counts(model)[0],
+        skipped=skipped,
+    )
 
 
 def revert_packing_ops(model: torch.nn.Module) -> None:

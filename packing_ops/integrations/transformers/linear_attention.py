@@ -308,13 +308,12 @@ def is_swapped(layer: torch.nn.Module) -> bool:
     return SWAPPED in vars(layer)
 
 
-def apply_to_model(model: torch.nn.Module) -> int:
-    """Returns the number of layers that run ours from now on."""
-    found = [layer for layer, reason in layers_in(model).items() if reason is None]
-    for layer in found:
-        vars(layer)[SWAPPED] = True
-        _dispatch_for(layer)
-    return len(found)
+def apply_to_model(model: torch.nn.Module) -> None:
+    """Let the layers that can run ours do so from now on."""
+    for layer, reason in layers_in(model).items():
+        if reason is None:
+            vars(layer)[SWAPPED] = True
+            _dispatch_for(layer)
 
 
 def release(model: torch.nn.Module) -> None:

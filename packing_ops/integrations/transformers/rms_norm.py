@@ -112,8 +112,8 @@ def counts(model: torch.nn.Module) -> tuple[int, int]:
     return ours, sum(formula is not None for formula, _ in found.values())
 
 
-def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:
-    """Return the number of modules that run ours from now on. any_order: with ANY_ORDER."""
+def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> None:
+    """Let RMSNorm modules run ours from now on. any_order: with ANY_ORDER."""
     found = {module: FORWARDS[formula] for module, (formula, _) in _formulas(model).items() if formula is not None}
     for module, forward in found.items():
         if any_order:
@@ -123,7 +123,6 @@ def apply_to_model(model: torch.nn.Module, any_order: bool = False) -> int:
             put_class(module, forward)
         elif not _is_ours(vars(module)[name]):
             put(module, name, forward)
-    return len(found)
 
 
 def _forward_attribute(module) -> str | None:

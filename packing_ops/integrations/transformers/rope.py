@@ -251,8 +251,8 @@ def _count(found: list[Rotating], in_towers: list[torch.nn.Module]) -> int:
     return len({module for each in found for module in each.attentions}) + len(in_towers)
 
 
-def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
-    """Return the number of attention modules that rotate with ours from now on."""
+def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> None:
+    """Let attention modules rotate with ours from now on."""
     found, _ = find(model)
     for owner, rotary, _ in found:
         dispatch_for(rotary)
@@ -264,11 +264,9 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> int:
         if "position_ids" in inspect.signature(owner.forward).parameters:
             hook = give_axes if first_axis(type(owner)) == TIME else give_position_ids
             put_hook(owner, hook, before=True, with_kwargs=True)
-    in_towers = towers(model)
-    for module in in_towers:
+    for module in towers(model):
         dispatch_for(module)
         put_hook(module, _tag_tower, before=True, with_kwargs=True)
-    return _count(found, in_towers)
 
 
 def release(model: torch.nn.Module) -> None:

@@ -70,12 +70,16 @@ def why_not(model: torch.nn.Module) -> str | None:
     return "; ".join(f"{stock_of(cls).__name__} {reason}" for cls, reason in reasons) or None
 
 
-def apply_to_model(model: torch.nn.Module) -> int:
-    """Return the number of modules that take all images in one call, while attn_implementation is ours."""
-    found = [module for module in _layers(model) if not _refusal(module)]
-    for module in found:
-        put_class(module, one_call)
-    return len(found)
+def apply_to_model(model: torch.nn.Module) -> None:
+    """Let modules take all images in one call, while attn_implementation is ours."""
+    for module in _layers(model):
+        if not _refusal(module):
+            put_class(module, one_call)
+
+
+def count(model: torch.nn.Module) -> int:
+    """Return the number of modules that take all images in one call."""
+    return sum(type(module).forward is one_call for module in model.modules())
 
 
 # --- the trial ---

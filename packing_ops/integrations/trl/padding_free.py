@@ -28,7 +28,7 @@ _CALL_BACKBONES = ("DistillationTrainer",)
 _MODELS = ("model", "ref_model", "teacher_model")
 
 
-def enable_padding_free(trainer: Any) -> None:
+def enable_padding_free(trainer: Any) -> tuple[str, ...]:
     """Run the models of a DPO, KTO, reward, GRPO, RLOO, distillation or GKD trainer without padding.
 
     TRL 1.16 has no padding-free form of these trainers (DPOConfig's ``padding_free`` falls back to padding). After this
@@ -45,9 +45,14 @@ def enable_padding_free(trainer: Any) -> None:
         trainer: after it is made, before train(). Its models need packing_ops' attention.
 
     A second call changes nothing; disable_padding_free undoes it. Each forward of a model waits for the GPU once.
+    ``info(model)`` shows it.
+
+    Returns:
+        The trainer's models that run without padding from now on: "model", "ref_model", "teacher_model".
 
     Example:
         >>> enable_padding_free(trainer)  # needs a DPOTrainer # doctest: +SKIP
+        ('model', 'ref_model')
 
     Raises:
         TypeError: another trainer.
@@ -65,6 +70,7 @@ def enable_padding_free(trainer: Any) -> None:
         if not _is_wrapped(model):
             put_around(model, "forward", _packed)
             functools.wraps(type(model).forward)(model.forward)  # generate and Trainer read its parameters
+    return tuple(name for name in _MODELS if getattr(trainer, name, None) is not None)
 
 
 def disable_padding_free(trainer: Any) -> None:

@@ -30,8 +30,13 @@ def test_counts():
     model = tiny("qwen3")  # two layers, with norms before attention and mlp, of q and k, and one in the end
     assert apply_packing_ops(model, rms_norm=False) == Applied(attention=2, rope=2)
     assert apply_packing_ops(model) == Applied(attention=2, rope=2, rms_norm=2 * 4 + 1)
+    nothing_more = {"rope": False, "attention": False, "rms_norm": False}
+    in_effect = Applied(attention=2, rope=2, rms_norm=9, fused_loss=1)
+    assert apply_packing_ops(model, fused_loss=True) == in_effect
+    assert apply_packing_ops(model) == apply_packing_ops(model, **nothing_more) == in_effect  # of earlier calls
+    revert_packing_ops(model)
+    assert not apply_packing_ops(model, **nothing_more)
     assert apply_packing_ops(model, rope=False, attention=False, rms_norm=True) == Applied(rms_norm=9)
-    assert not apply_packing_ops(model, rope=False, attention=False, rms_norm=False)
     revert_packing_ops(model)
     applied = apply_packing_ops(tiny("llama"))
     assert (

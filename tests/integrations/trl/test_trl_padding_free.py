@@ -16,7 +16,7 @@ from helpers.hf_models import tiny_model  # noqa: E402
 from helpers.trl_case import CLOSE, PAIRS, settings, without_padding  # noqa: E402
 
 from packing_ops.integrations import trl as integration  # noqa: E402
-from packing_ops.integrations.transformers import apply_packing_ops, register  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, info, register  # noqa: E402
 
 
 def dpo_trainer(tmp_path, device, **more):
@@ -292,6 +292,21 @@ def test_a_forward_that_accelerate_wrapped_is_not_wrapped_again(device, tmp_path
     assert without_padding(trainer).model.forward is wrapped
     with pytest.raises(ValueError, match=r"^trainer: expected the forward that enable_padding_free put"):
         integration.disable_padding_free(trainer)
+
+
+def test_what_was_enabled_is_returned_and_info_shows_it():
+    class DPOTrainer:
+        def __init__(self):
+            self.model = tiny_model("llama", attn_implementation="packing_ops")
+            self.ref_model = tiny_model("llama", attn_implementation="packing_ops")
+
+    register()
+    trainer = DPOTrainer()
+    assert "padding:" not in info(trainer.model)
+    assert integration.enable_padding_free(trainer) == ("model", "ref_model")
+    assert "\npadding: none in a trainer's batches, by enable_padding_free(trainer)" in info(trainer.ref_model)
+    integration.disable_padding_free(trainer)
+    assert "padding:" not in info(trainer.ref_model)
 
 
 def test_models_are_freed_when_their_trainer_is_gone():
