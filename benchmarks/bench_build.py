@@ -43,7 +43,7 @@ def build() -> tuple[str, float, float]:
         )
         seconds = time.monotonic() - start
     gpus = re.search(r"for GPUs of compute capability (.+)", done.stdout)
-    return f"CPU and CUDA, {gpus[1]}" if gpus else "CPU alone", seconds, cpu_seconds() - before
+    return f"CPU and CUDA, {gpus[1]}" if gpus else "CPU only", seconds, cpu_seconds() - before
 
 
 def cpu_seconds() -> float:

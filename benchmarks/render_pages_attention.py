@@ -73,7 +73,7 @@ def is_main(shape: str) -> bool:
 
 LEGEND = {
     FLASH_2: "FA2: torch's built-in FlashAttention-2 (mma.sync, cp.async). Ours uses wgmma and bulk tensor copies on Hopper.",
-    FLASH_3: "FA3: FlashAttention-3, for Hopper alone. Its package fa3-fwd has no backward.",
+    FLASH_3: "FA3: FlashAttention-3, only for Hopper. Its package fa3-fwd has no backward.",
     FLASH_4: "FA4: FlashAttention-4, of the package flash-attn-4.",
     f"{FLASH_4}, deterministic": "Deterministic: sums of the backward in one order, as ours always are.",
     FLEX: "Flex: FlexAttention, compiled, its mask of documents made before.",

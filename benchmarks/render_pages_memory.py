@@ -35,7 +35,7 @@ def memory() -> str:
             markdown([f"a training step, {SHOWN['small']}", "peak memory, GiB"], steps),
             prose(f"{origin(used)}."),
             markdown(
-                ["log-probabilities of 16,384 tokens, vocabulary 151,936, hidden 4,096", "MiB beside the arguments"],
+                ["log-probabilities of 16,384 tokens, vocabulary 151,936, hidden 4,096", "MiB besides the arguments"],
                 losses,
             ),
             prose(

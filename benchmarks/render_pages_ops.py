@@ -81,7 +81,7 @@ def ops() -> str:
 ATTENTION_CPU = ("attention forward + backward", "T=8192 docs=32 heads=4/4 D=64", "float32")
 CPU_OPS = [  # label, file, patterns of (op, shape, dtype) of its cases, {provider: label}
     ("pack_sequences, 100,000 lengths, bfd", "packing", ("pack_sequences", "n=100000 bfd"),
-     {"trl's tree in a plain loop": "trl's best-fit tree over the lengths alone, in a plain loop"}),
+     {"trl's tree in a plain loop": "trl's best-fit tree over only the lengths, in a plain loop"}),
     ("pack_dataset, the same documents", "packing", ("pack_dataset", "n=100000*"),
      {"trl pack_dataset": "trl's pack_dataset, in batches of 1,000 rows and all at once"}),
     ("pack_prefix_tree, 1,024 samples of 9,216 tokens, 8 answers to a prompt of 8,192, one core", "prefix_tree",
@@ -106,7 +106,7 @@ CPU_OPS = [  # label, file, patterns of (op, shape, dtype) of its cases, {provid
     ("position_ids, seq_idx, mask_boundary_labels and segment_sum, 1,048,576 slots", "boundaries", ("*", SLOTS),
      {"torch eager": "torch eager"}),
     ("unpad_input, 16 x 512 x 1,024", "padding", ("unpad_input", "B=16 S=512 row=[1024]*"),
-     {"torch index_select": "index_select alone", "bert_padding formulas": "bert_padding formulas"}),
+     {"torch index_select": "only index_select", "bert_padding formulas": "bert_padding formulas"}),
     ("pad_input, the same", "padding", ("pad_input", "B=16 S=512 row=[1024]*"),
      {"torch zeros + index_copy": "zeros + index_copy", "bert_padding formulas": "bert_padding formulas"}),
 ]  # fmt: skip

@@ -160,8 +160,8 @@ def megatron() -> str:
         f"Megatron-core's seam, 65,536 tokens: forward and backward together take "
         f"{spread(True, 'varlen_attention')} of the core attention module's time where `varlen_attention` is called directly, by "
         f"torch's FlashAttention-2 {spread(True, 'torch FlashAttention-2')}, by FlashAttention-4 {spread(True, 'FlashAttention-4')}; "
-        f"forward alone FlashAttention-3 takes {spread(False, 'FlashAttention-3')} (TransformerEngine and cuDNN are not measured). "
-        "megatron-core's own attention takes no packed rows: padded to the longest document its forward takes "
+        f"for the forward FlashAttention-3 takes {spread(False, 'FlashAttention-3')} (TransformerEngine and cuDNN are not measured). "
+        "megatron-core's attention takes no packed rows: padded to the longest document its forward takes "
         f"{spread(False, 'megatron-core, padded')} where it was measured. The RoPE hook runs at "
         f"{100 * found['hook', COPY][0]:.0f}% of copy, {times(found['hook', 'megatron-core unfused'][0])}x "
         f"megatron-core's unfused RoPE ({origin(rows)}). "
@@ -206,9 +206,9 @@ def parallel_host() -> str:
     header = ["training", "layers", "rows", "ms", "GPU busy, ms", "tokens/s a GPU", "at most of ideal"]
     ranks = max(int(row["fake_ranks"]) for row in rows)
     return markdown(header, table) + "\n\n" + prose(
-        f"One GPU; all but one rank alone as rank 0 of {ranks} that are not there: collectives send nothing, wait for nobody, and "
+        f"One GPU; all rows but \"one rank\" run as rank 0 of {ranks} that are not there: collectives send nothing, wait for nobody, and "
         "a gather copies this rank's part for each of the others; DDP's reduction is left out. An optimizer step after every row. At "
-        "most of ideal: the time of one rank alone over theirs, which no link can exceed. "
+        "most of ideal: the time of \"one rank\" over theirs, which no link can exceed. "
         f"{rows[0]['model']}, bfloat16, rms_norm, fused_loss ({origin(rows)})."
     )  # fmt: skip
 
@@ -238,9 +238,9 @@ def logps() -> str:
     header = ["token_logps, 16,384 tokens, vocabulary of 151,936, bf16", "time", *LOGPS_PEERS.values(),
               *LOGPS_MEMORY.values()]  # fmt: skip
     note = (
-        "Times of the others are multiples of ours: below 1 the other is faster. Bare matmuls: cuBLAS alone, one product "
-        "forward, three backward (ours makes the logits again unless it is told to keep them; torch keeps them). Liger's fused linear cross entropy gives the mean of a batch alone, gradients made in its forward. GiB: "
-        f"beside the arguments, gradients included. {origin(used)}."
+        "Times of the others are multiples of ours: below 1 the other is faster. Bare matmuls: only cuBLAS, one product "
+        "forward, three backward (ours makes the logits again unless it keeps them; torch keeps them). Liger's fused linear cross entropy gives only the mean of a batch, gradients made in its forward. GiB: "
+        f"besides the arguments, gradients included. {origin(used)}."
     )
     return f"{markdown(header, rows)}\n\n{prose(note)}"
 
