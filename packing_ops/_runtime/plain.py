@@ -96,12 +96,20 @@ def cu_seqlens_from_lengths(lengths):
     return boundaries.cu_seqlens_from_lengths(lengths)
 
 
-def position_ids_from_cu_seqlens(cu_seqlens, total):
-    return boundaries.position_ids_from_cu_seqlens(_checked(cu_seqlens, total), total)
+def _of_slots(op):
+    return lambda cu_seqlens, total: op(_checked(cu_seqlens, total), total)
 
 
-def seq_idx_from_cu_seqlens(cu_seqlens, total):
-    return boundaries.seq_idx_from_cu_seqlens(_checked(cu_seqlens, total), total)
+def _of_labels(op):
+    return lambda labels, cu_seqlens, ignore_index: op(
+        _labels(labels), _checked(cu_seqlens, labels.numel()), ignore_index
+    )
+
+
+position_ids_from_cu_seqlens = _of_slots(boundaries.position_ids_from_cu_seqlens)
+seq_idx_from_cu_seqlens = _of_slots(boundaries.seq_idx_from_cu_seqlens)
+mask_boundary_labels = _of_labels(boundaries.mask_boundary_labels)
+shift_labels = _of_labels(boundaries.shift_labels)
 
 
 def _padded(found, size, count):
@@ -128,17 +136,9 @@ def prompt_end_indices(uids):
     return _padded(ends, uids.numel(), ends.numel())
 
 
-def mask_boundary_labels(labels, cu_seqlens, ignore_index):
-    return boundaries.mask_boundary_labels(_labels(labels), _checked(cu_seqlens, labels.numel()), ignore_index)
-
-
 def mask_boundary_labels_shifted_(labels, cu_seqlens, ignore_index):
     _checked(cu_seqlens, _labels(labels).numel())
     labels.copy_(boundaries.mask_boundary_labels_shifted(labels, cu_seqlens, ignore_index))
-
-
-def shift_labels(labels, cu_seqlens, ignore_index):
-    return boundaries.shift_labels(_labels(labels), _checked(cu_seqlens, labels.numel()), ignore_index)
 
 
 def count_target_tokens(labels, cu_seqlens, ignore_index):
@@ -233,16 +233,11 @@ def unpad_rows(inputs, attention_mask, unused_mask):
     return gather_rows_many(inputs, indices, total), indices[:total], cu_seqlens, seqused, totals
 
 
-def gather_rows(input, indices, total):
-    return padding.gather_rows(input, indices, total)
+gather_rows, scatter_rows = padding.gather_rows, padding.scatter_rows
 
 
 def gather_rows_many(inputs, indices, total):
     return [gather_rows(input, indices, total) for input in inputs]
-
-
-def scatter_rows(packed, indices, batch, seqlen):
-    return padding.scatter_rows(packed, indices, batch, seqlen)
 
 
 def scatter_rows_many(packed, indices, batch, seqlen):
@@ -408,32 +403,4 @@ def pack_prefix_tree(tokens, cu_seqlens, groups, capacity, min_shared):
     return *layout, torch.tensor(repeated, dtype=torch.int64, device="cpu")
 
 
-_OPS = {
-    op.__name__: op
-    for op in (
-        block_causal_mask,
-        check_unchanged,
-        count_target_tokens,
-        cu_seqlens_from_lengths,
-        cu_seqlens_from_position_ids,
-        gae,
-        gather_rows,
-        gather_rows_many,
-        mask_boundary_labels,
-        mask_boundary_labels_shifted_,
-        pack_ffd,
-        pack_prefix_tree,
-        pack_sequences,
-        position_ids_from_cu_seqlens,
-        prompt_end_indices,
-        scatter_rows,
-        scatter_rows_many,
-        segment_sum,
-        segment_sum_backward,
-        seq_idx_from_cu_seqlens,
-        shift_labels,
-        trim_padding_range,
-        unpad_layout,
-        unpad_rows,
-    )
-}
+_OPS = {name: globals()[name] for name in library.OPS.split() if name in globals()}
