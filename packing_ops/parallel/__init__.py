@@ -6,6 +6,7 @@ gathered.py     Queries stay, the keys that they need are sent: any number of he
 overlap.py      How many parts the heads travel in, and whether received keys are kept.
 choose.py       Both as functions, and which of the two, by heads and ranks, and why.
 plan.py         Which documents of a step go over which ranks.
+states.py       Layers with a state: that of a document which goes on travels to the next rank.
 agreement.py    Under PACKING_OPS_CHECK, ranks that call with other options or lengths are named.
 collectives.py  The collectives of torch.distributed that these are made of.
 """

@@ -186,7 +186,8 @@ def apply_packing_ops(
     losses = [host for host in found if fused_loss and fused_loss_patch.refusal(host) is None]
     if sequence_group is not None:
         without = skipped.get("attention") or (None if attention else "attention=False")
-        sequence_patch.check(model, without or stateful.why_not_on_ranks(found))
+        on_ranks = stateful.why_not_on_ranks(found, sequence_scheme, linear_attention)
+        sequence_patch.check(model, without or on_ranks)
     _refuse(model, skipped, strict)
     # Attention: set_attn_implementation may still refuse
     if attention and "attention" not in skipped and (left := _set_attention(model)):

@@ -15,6 +15,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import sum_dtype
 from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.conv import causal_conv1d
 from packing_ops.integrations._patching import Patch, kept_with_class, revert_left
@@ -38,7 +39,9 @@ def _convolution(documents, hidden_states, weight, bias=None, activation=None):
     rows = hidden_states.to(weight.dtype).transpose(1, 2)
     (rows,), cu_seqlens = _packed([rows], documents, batch, seqlen)
     inside = activation in (None, "silu", "swish")
-    out, _ = causal_conv1d(rows, weight, bias, cu_seqlens, activation=activation if inside else None)
+    run = functools.partial(causal_conv1d, rows, weight, bias, cu_seqlens, activation=activation if inside else None)
+    state = rows.shape[1], weight.shape[1] - 1
+    out, _ = _with_states(run, documents, [rows, weight, bias], state, rows.dtype)
     out = _unpacked(out if inside else ACT2FN[activation](out), documents, batch, seqlen)
     return out.transpose(1, 2).to(dtype)
 
@@ -60,13 +63,10 @@ def _delta_rule(
     if initial_state is not None:
         initial_state = initial_state.float()
     rows, cu_seqlens = _packed([query, key, value.to(query.dtype), g, beta], documents, batch, seqlen)
-    out, state = gated_delta_rule(
-        *rows,
-        cu_seqlens,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-    )
+    run = functools.partial(gated_delta_rule, *rows, cu_seqlens, use_qk_l2norm=use_qk_l2norm_in_kernel)
+    shape = value.shape[2], query.shape[3], value.shape[3]
+    given = {"initial_state": initial_state, "output_final_state": output_final_state}
+    out, state = _with_states(run, documents, rows, shape, sum_dtype(query.dtype), **given)
     return _unpacked(out, documents, batch, seqlen), _of_rows(state, documents)
 
 
@@ -89,26 +89,30 @@ def _mamba2(
     batch, seqlen = hidden_states.shape[:2]
     B, C = (each.to(hidden_states.dtype) for each in (B, C))
     (x, dt, B, C), cu_seqlens = _packed([hidden_states, dt, B, C], documents, batch, seqlen)
-    out, state = mamba2_scan(
-        x,
-        dt,
-        A,
-        B,
-        C,
-        cu_seqlens,
-        D=D,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-        initial_state=None if initial_states is None else initial_states.float(),
-        output_final_state=return_final_states,
+    run = functools.partial(
+        mamba2_scan, x, dt, A, B, C, cu_seqlens, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
     )
+    given = {
+        "initial_state": None if initial_states is None else initial_states.float(),
+        "output_final_state": return_final_states,
+    }
+    inputs = [x, dt, A, B, C, D, dt_bias]
+    out, state = _with_states(run, documents, inputs, (*x.shape[1:], B.shape[2]), sum_dtype(x.dtype), **given)
     out = _unpacked(out, documents, batch, seqlen)
     return (out, _of_rows(state, documents)) if return_final_states else out
 
 
 def _apart(documents, *args):
     """mamba2_split_conv1d_scan_combined of transformers: None has the layer call the convolution and the scan."""
+
+
+def _with_states(run, documents, inputs, shape, dtype, **given):
+    """Returns (out, final state or None), over the ranks of a sequence group where the documents lie on several."""
+    if documents is None or documents.ranks is None:
+        return run(**given)
+    if given.get("initial_state") is not None or given.get("output_final_state"):
+        raise ValueError("use_cache: expected False with a sequence_group, whose documents end on other ranks")
+    return documents.ranks.scanned(run, inputs, shape, dtype), None
 
 
 def _of_rows(state, documents):

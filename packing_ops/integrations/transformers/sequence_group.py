@@ -22,9 +22,10 @@ class SequenceGroup:
         from packing_ops.parallel.choose import attend_over
         from packing_ops.parallel.collectives import planned, process_group
         from packing_ops.parallel.sharding import check_scheme
+        from packing_ops.parallel.states import documents_on_rank
 
         self._group, self.scheme = process_group(group), check_scheme(scheme)
-        self.attend_over, self._planned = attend_over, planned
+        self.attend_over, self._planned, self._documents = attend_over, planned, documents_on_rank
 
     @property
     def group(self):
@@ -82,6 +83,10 @@ class SequenceGroup:
         end = kept_with((cu_seqlens,), ("end",), lambda: int(cu_seqlens[-1]))
         if not 0 <= total - end < ranks:
             raise ValueError(f"{message}, got {end}")
+
+    def documents(self, cu_seqlens: torch.Tensor, rows: int):
+        """Return the RankDocuments of a row, of which this rank has ``rows`` slots."""
+        return self._documents(cu_seqlens, rows, self.group)
 
     def attend_over_ranks(self, heads, mask, cu_seqlens, options, refused=""):
         """Return ``[1, rows, num_heads, head_dim]`` of heads-first query, key and value of this rank."""

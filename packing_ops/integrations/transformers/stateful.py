@@ -17,9 +17,10 @@ import weakref
 import torch
 
 from packing_ops._runtime.batch_cache import unseen
+from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
 from packing_ops.integrations._walks import CHECKPOINTS, MIXES, kept_with_model
-from packing_ops.integrations.transformers import linear_attention
+from packing_ops.integrations.transformers import linear_attention, sequence_group
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
@@ -156,9 +157,16 @@ def layers_of(module: torch.nn.Module, judged: bool = True) -> dict[torch.nn.Mod
     return found
 
 
-def why_not_on_ranks(models) -> str | None:
-    """Return why the rows of these models cannot be spread over ranks, each of which would start with a fresh state."""
+def why_not_on_ranks(models, scheme: str, linear: bool) -> str | None:
+    """Return why the rows of these models cannot be spread over ranks, each of which would start with a fresh state.
+
+    linear: linear_attention swaps what it can, whose states travel from rank to rank in a contiguous row.
+    """
     for layer, kind in (item for model in models for item in layers_of(model).items()):
+        if linear and linear_attention.layers_in(layer) and linear_attention.why_not(layer) is None:
+            if scheme == "contiguous":
+                continue
+            return f'{class_name(layer)} carries a state along the sequence, which takes sequence_scheme="contiguous"'
         if kind is StateKind.UNKNOWN:
             return (
                 f"{class_name(layer)}, of which nothing says whether it mixes tokens: declare(cls, mixes=...) says so"
@@ -281,7 +289,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
         return
     refuse_packed_choices(model, call, tokens, kwargs)
-    if tokens.shape[1] < 2:
+    if tokens.shape[1] < 2 and not call.on_ranks:
         return
     batch, seqlen = tokens.shape[:2]
     outer = getattr(call.outer, "row_documents", None)
@@ -306,6 +314,12 @@ def find_documents_of(model, call, args, kwargs) -> None:
             f"the class (mixes=False: each token by itself), or {ROW_EACH}",
         )
     if not stateful:
+        return
+
+    if call.on_ranks:
+        ranks = sequence_group.of(model).documents(kwargs["cu_seq_lens_q"], seqlen)
+        seq_idx = seq_idx_from_cu_seqlens(ranks.cu_seqlens, seqlen)[None]
+        call.row_documents = RowDocuments(seq_idx, ranks.cu_seqlens, None, has_attention, ranks=ranks)
         return
 
     # Their documents, where a row may have several. No cache may hold tokens already.

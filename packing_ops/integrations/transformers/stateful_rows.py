@@ -10,13 +10,16 @@ import enum
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations.transformers.linear_attention import DOCUMENTS
 from packing_ops.keys import PrefixPaths
+
+if TYPE_CHECKING:
+    from packing_ops.parallel.states import RankDocuments
 
 CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "cache", "state"))
 
@@ -188,6 +191,7 @@ class RowDocuments(NamedTuple):
     indices: torch.Tensor | None  # int64, the slots of these rows; None where no slot is padding
     has_attention: bool  # next to the layers with a state
     paths: PrefixPaths | None = None  # of a prefix tree, whose segments seq_idx then counts
+    ranks: "RankDocuments | None" = None  # of a row on several ranks; all else is of this one's slots
 
     def split(self, device) -> SplitDocuments:
         seq_idx = self.seq_idx.to(device)

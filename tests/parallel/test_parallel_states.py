@@ -1,0 +1,145 @@
+"""Hybrid models whose rows lie on several ranks: states travel, and loss and gradients are those of one process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.processes import message_of, spawn
+
+import packing_ops as po
+from packing_ops.parallel import shard_packed
+from packing_ops.parallel.states import documents_on_rank
+
+pytest.importorskip("transformers")
+sys.path.append(str(Path(__file__).resolve().parents[1] / "integrations" / "transformers"))
+
+from stateful_models import stateful_model
+from test_parallel_transformers import batch_of, difference, gradients_of, loss_of
+from torch.distributed.fsdp import fully_shard
+
+from packing_ops.integrations.transformers import apply_packing_ops
+
+FAMILIES = ["qwen3_5_text", "lfm2", "bamba", "nemotron_h"]
+LENGTHS = [[9, 1, 22, 6], [37], [1, 2, 3, 33], [5, 5, 5, 5, 5]]  # a document over all ranks; ends where a part ends
+
+
+def model_of(family, **options):
+    model = stateful_model(family, attn_implementation="sdpa", num_key_value_heads=4)
+    apply_packing_ops(model, **options)
+    return model
+
+
+def trained(family, lengths, *, around="nothing", checkpointing=None):
+    """(difference of the loss, of the gradients) from one process."""
+    group = dist.group.WORLD
+    batch = {**batch_of(lengths), "use_cache": False}
+    one = model_of(family)
+    expected = loss_of(one, batch)
+    expected.backward()
+    model = model_of(family, sequence_group=group)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    if around == "fsdp2":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    loss = loss_of(model, shard_packed(batch, group), group)
+    loss.backward()
+    gradients = gradients_of(model)
+    if around == "nothing":
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
+            gradient /= group.size()
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return (loss / group.size() - expected).abs().item(), difference(gradients, gradients_of(one))
+
+
+def all_families():
+    return {(family, *lengths): trained(family, lengths) for family in FAMILIES for lengths in LENGTHS}
+
+
+def around_and_checkpointed():
+    return [
+        trained("qwen3_5_text", LENGTHS[0], around="fsdp2", checkpointing=False),
+        trained("bamba", LENGTHS[1], checkpointing=True),
+        trained("bamba", LENGTHS[0], around="fsdp2"),
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_models_as_in_one_process(world, tmp_path):
+    for found in spawn(all_families, world, tmp_path):
+        assert {case: each for case, each in found.items() if each[0] > 1e-5 or each[1] > 1e-4} == {}
+
+
+def test_fsdp2_and_checkpointing(tmp_path):
+    for found in spawn(around_and_checkpointed, 2, tmp_path):
+        for loss, gradients in found:
+            assert loss < 1e-5
+            assert gradients < 1e-4
+
+
+def bits():
+    """Whether parts that begin at multiples of 64 have the bits of one process."""
+    group, rows, total = dist.group.WORLD, 128, 128 * dist.get_world_size()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(total, 1, 16) for _ in range(3))
+    g, beta = -torch.rand(total, 1), torch.rand(total, 1)
+    cu_seqlens = torch.tensor([0, 64, total - 2, total])
+    wanted, _ = po.gated_delta_rule(q, k, v, g, beta, cu_seqlens)
+    own = slice(group.rank() * rows, (group.rank() + 1) * rows)
+    documents, inputs = documents_on_rank(cu_seqlens, rows, group), [x[own] for x in (q, k, v, g, beta)]
+
+    def scan(**states):
+        return po.gated_delta_rule(*inputs, documents.cu_seqlens, **states)
+
+    return torch.equal(documents.scanned(scan, inputs, (1, 16, 16), torch.float32), wanted[own])
+
+
+def test_bits_of_parts_at_multiples_of_64(tmp_path):
+    assert spawn(bits, 3, tmp_path) == [True] * 3
+
+
+class Group:
+    """What documents_on_rank asks of one."""
+
+    def __init__(self, rank):
+        self.rank = lambda: rank
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "rank", "wanted"),
+    [
+        ([0, 3, 9, 10], 0, ([0, 3, 4], False, True)),
+        ([0, 3, 9, 10], 1, ([0, 4], True, True)),
+        ([0, 3, 9, 10], 2, ([0, 1, 2], True, False)),  # two slots of padding
+        ([0, 4, 4, 8], 1, ([0, 4], False, False)),
+        ([0, 4, 4, 8], 2, ([0], False, False)),  # padding alone
+    ],
+)
+def test_documents_on_a_rank(cu_seqlens, rank, wanted):
+    found = documents_on_rank(torch.tensor(cu_seqlens, dtype=torch.int32), 4, Group(rank))
+    assert (found.cu_seqlens.tolist(), found.from_previous, found.to_next) == wanted
+
+
+def refusals():
+    group, batch = dist.group.WORLD, batch_of()
+    model = model_of("qwen3_5_text", sequence_group=group)
+    shard = shard_packed({name: value for name, value in batch.items() if name != "labels"}, group)
+    return [
+        message_of(lambda: model_of("qwen3_5_text", sequence_group=group, sequence_scheme="zigzag")),
+        message_of(lambda: model_of("qwen3_5_text", sequence_group=group, linear_attention=False)),
+        message_of(lambda: model_of("jamba", sequence_group=group)),
+        message_of(lambda: model(**shard, use_cache=True)),
+    ]
+
+
+def test_what_is_refused(tmp_path):
+    for zigzag, stock, other, cached in spawn(refusals, 2, tmp_path):
+        assert 'which takes sequence_scheme="contiguous"' in zigzag
+        assert "carries a state along the sequence" in stock
+        assert "carries a state along the sequence" in other
+        assert "use_cache: expected False with a sequence_group" in cached
