@@ -177,8 +177,8 @@ def _segments_of_groups(groups: torch.Tensor, of_parents: torch.Tensor) -> tuple
     changes = (groups[1:] != groups[:-1]) | (of_parents[1:] != of_parents[:-1])
     starts = F.pad(changes.nonzero()[:, 0] + 1, (1, 0)) if groups.numel() else groups
     parents, found = list[int](), dict[int, int]()
-    for segment, start in enumerate(starts.tolist()):
-        group, parent = int(groups[start]), int(of_parents[start])
+    ids = (of.index_select(0, starts).tolist() for of in (groups, of_parents))
+    for start, group, parent in zip(starts.tolist(), *ids, strict=True):
         if group in found:
             raise ValueError(
                 f"group_ids: expected the tokens of a group next to each other, with one parent, got {group} again at "
@@ -189,7 +189,7 @@ def _segments_of_groups(groups: torch.Tensor, of_parents: torch.Tensor) -> tuple
                 f"parent_ids: expected the group itself or one that is before it, got {parent} at index {start}"
             )
         parents.append(-1 if parent == group else found[parent])
-        found[group] = segment
+        found[group] = len(found)
     return F.pad(starts, (0, 1), value=groups.numel()).int(), int64_tensor(parents).int()
 
 

@@ -51,7 +51,7 @@ def _gate(op: torch._ops.OpOverload) -> Callable:
 
 def _lacks_a_tensor(op, args) -> bool:
     """Return whether None was given for a tensor, which passes the dispatcher and fails in the kernel."""
-    pairs = zip(op._schema.arguments, args, strict=True)
+    pairs = zip(op._schema.arguments, args, strict=False)  # arguments with a default may be left out
     return any(value is None and str(argument.real_type) == "Tensor" for argument, value in pairs)
 
 

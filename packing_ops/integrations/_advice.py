@@ -23,7 +23,9 @@ class Padding:
     def add(self, model, slots, tokens) -> None:
         """Count a batch. After the last one say how much padding there is, if it is a tenth or more."""
         self.batches, self.slots, self.tokens = self.batches + 1, self.slots + slots, self.tokens + tokens
-        if self.batches == BATCHES and (padding := round(100 - 100 * int(self.tokens) / self.slots)) >= 10:
+        if self.batches < BATCHES or not self.slots:
+            return
+        if (padding := round(100 - 100 * int(self.tokens) / self.slots)) >= 10:
             log_once(
                 f"the first {BATCHES} training batches of {class_name(model)} are {padding}% padding, which packing leaves "
                 f"out (collators of packing_ops.data{_PACKING_OF_TRL if 'trl' in sys.modules else ''})"

@@ -34,6 +34,14 @@ def test_mistakes_are_value_errors_with_our_text_alone():
     assert str(error) == PAST_THE_END
 
 
+def test_what_torch_throws_stays_where_an_argument_with_a_default_is_left_out():
+    with torch.inference_mode():
+        metadata = po.PackedMetadata.from_cu_seqlens(CU_SEQLENS.clone())
+    error = raised(po.varlen_attention, HEADS.clone().requires_grad_(), HEADS, HEADS, metadata)
+    assert type(error) is RuntimeError
+    assert str(error).startswith("Inference tensors cannot be saved for backward")
+
+
 def test_ops_alone_keep_the_class_of_torch_and_our_text():
     error = raised(torch.ops.packing_ops.shift_labels, LABELS, PAST, -100)
     assert isinstance(error, (ValueError, RuntimeError))

@@ -81,6 +81,13 @@ def test_a_run_without_padding_is_not_named(said):
     assert said == []
 
 
+def test_batches_of_no_slots_are_not_named(said):
+    padding = advice.Padding()
+    for _ in range(advice.BATCHES):
+        padding.add(None, 0, 0)
+    assert said == []
+
+
 def test_full_batches_count_too(said):
     model = tiny_model("llama")
     apply_packing_ops(model)
