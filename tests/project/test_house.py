@@ -294,18 +294,19 @@ PATCHES = {
         "UnquantizedLinearMethod.apply", "UnquantizedLinearMethod.process_weights_after_loading",
     },
 }  # fmt: skip
-CATCH_ALLS = {"options", "others", "given", "rest", "arguments", "more"}  # starred parameters that hide what is passed
-MOST_CATCH_ALLS = 52
+# Starred parameters that hide what comes; those of an overload are named by their TypedDict.
+CATCH_ALLS = {"options", "others", "given", "rest", "arguments", "more"}
+MOST_CATCH_ALLS = 25
 # Statements of a floor: a folder of the package, or its modules on top.
 STATEMENTS = {
-    "packing_ops": 1580,  # OpenChunk came
+    "packing_ops": 1600,  # OpenChunk came
     "_runtime": 1100,
     "contrib": 430,  # mixing_warning, prefix_attention
     "data": 2250,
     "integrations": 5540,  # vLLM and states over ranks came
     "invariance": 740,  # rollouts came
-    "losses": 630,
-    "parallel": 1020,  # states over ranks came
+    "losses": 620,
+    "parallel": 1040,  # states over ranks came
     "reference": 740,
     "report": 980,
     "varlen": 760,
@@ -338,8 +339,9 @@ def test_patches_of_hosts_are_on_the_list():
 
 
 def test_catch_alls_are_few():
-    starred = [each.arg for _, node in functions() for each in (node.args.vararg, node.args.kwarg) if each]
-    assert sum(name in CATCH_ALLS for name in starred) <= MOST_CATCH_ALLS
+    starred = [each for _, node in functions() for each in (node.args.vararg, node.args.kwarg) if each]
+    hiding = [each.arg for each in starred if not ast.unparse(each.annotation or each).startswith("Unpack[")]
+    assert sum(name in CATCH_ALLS for name in hiding) <= MOST_CATCH_ALLS
 
 
 def test_statements_of_each_floor():
