@@ -7,7 +7,7 @@ from typing_extensions import Unpack
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_tensor
-from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -114,7 +114,7 @@ def _backward(
     x, weight, bias, cu_seqlens, initial_state = ctx.saved_tensors
     dout = torch.zeros_like(x) if dout is None else dout
     dfinal_state = dfinal_state if ctx.with_state else None
-    dx, dweight, dbias, dinitial_state = past_autograd(
+    dx, dweight, dbias, dinitial_state = call_below_autograd(
         gate.causal_conv1d_backward, dout, dfinal_state, x, weight, bias, cu_seqlens, initial_state, ctx.silu
     )
     dbias = None if bias is None else dbias

@@ -308,7 +308,7 @@ def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
     return gate.position_ids_from_cu_seqlens(cu_seqlens, total) + before.index_select(0, segment)
 
 
-def kept_paths(
+def cached_paths(
     cu_seqlens: torch.Tensor, parents: torch.Tensor | PrefixPaths, total: int, cache: BatchCache | None
 ) -> PrefixPaths:
     """Return prefix_paths, found once for the layers of a model; paths that were given are returned as they are."""
@@ -411,7 +411,7 @@ def checked_tree(tree: Parents | PrefixPaths, cu_seqlens: torch.Tensor, rows: in
         ValueError: paths of another tree, here or on CUDA in a later call.
     """
     if isinstance(tree, Parents):
-        tree = kept_paths(cu_seqlens, tree.parents, rows, cache)
+        tree = cached_paths(cu_seqlens, tree.parents, rows, cache)
     elif tree.key_offsets.shape[0] != rows + 1:
         raise ValueError(f"parents: expected the paths of a tree of {rows} rows, got {tree.key_offsets.shape[0] - 1}")
     else:

@@ -13,7 +13,7 @@ import torch
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_tensor, index_tensor, integer
-from packing_ops._runtime.autograd import past_autograd, register_autograd
+from packing_ops._runtime.autograd import call_below_autograd, register_autograd
 from packing_ops.padding_batches import check_padded
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]
@@ -68,7 +68,7 @@ def unpad_input(
     """
     check_padded("hidden_states", hidden_states, attention_mask)
     if lengths is None and total is None and not torch.compiler.is_compiling():
-        (packed,), indices, cu_seqlens, seqused, totals = past_autograd(
+        (packed,), indices, cu_seqlens, seqused, totals = call_below_autograd(
             gate.unpad_rows, [hidden_states], attention_mask, unused_mask
         )
         return packed, indices, cu_seqlens, int(totals[1]), seqused
@@ -214,7 +214,7 @@ def _unpad_many(
     """Call once for the layout and the first group of tensors, and once more if only some of them require grad."""
     first = next(iter(tensors.values())).requires_grad
     now = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad == first}
-    moved, indices, cu_seqlens, seqused, totals = past_autograd(
+    moved, indices, cu_seqlens, seqused, totals = call_below_autograd(
         gate.unpad_rows, [*now.values()], attention_mask, unused_mask
     )
     packed = dict(zip(now, moved, strict=True))

@@ -22,7 +22,7 @@ from packing_ops._runtime.arguments import (
     refuse_gradient,
     sum_dtype,
 )
-from packing_ops._runtime.autograd import on_its_own, past_autograd, register_autograd
+from packing_ops._runtime.autograd import call_below_autograd, register_autograd, without_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -178,7 +178,7 @@ def _times(values: torch.Tensor, copies: torch.Tensor | None) -> torch.Tensor:
     return values if copies is None else torch.where(copies[:, None] == 0, 0, values * copies[:, None])
 
 
-@on_its_own
+@without_autograd
 def _router_sums(
     probabilities: torch.Tensor, routed: torch.Tensor, cu_seqlens: torch.Tensor, copies: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
@@ -208,7 +208,7 @@ def _router_sums_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None
 def _router_sums_gradient(ctx: Any, _: None, grad: torch.Tensor | None, __: None) -> tuple[torch.Tensor | None, ...]:
     if grad is not None:
         cu_seqlens, copies = ctx.saved_tensors
-        grad = past_autograd(gate.segment_sum_backward, grad, cu_seqlens, None, False, ctx.total, grad.dtype)
+        grad = call_below_autograd(gate.segment_sum_backward, grad, cu_seqlens, None, False, ctx.total, grad.dtype)
         grad = _times(grad, copies).to(ctx.dtype)
     return grad, None, None, None
 

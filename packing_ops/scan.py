@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_tensor, number, refuse_gradient, sum_dtype
-from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 KERNEL_DIMS = (64, 128, 256)  # of heads, on CUDA
@@ -410,7 +410,9 @@ def _backward(
     dout = torch.zeros_like(tensors[2]) if dout is None else dout
     dfinal_state = dfinal_state if ctx.with_state else None
     options = cu_seqlens, initial_state, ctx.scale, ctx.use_qk_l2norm
-    *gradients, dinitial_state = past_autograd(gate.gated_delta_rule_backward, dout, dfinal_state, *tensors, *options)
+    *gradients, dinitial_state = call_below_autograd(
+        gate.gated_delta_rule_backward, dout, dfinal_state, *tensors, *options
+    )
     return *gradients, None, None if initial_state is None else dinitial_state, None, None, None
 
 
@@ -430,7 +432,7 @@ def _mamba_backward(
     dout = torch.zeros_like(x) if dout is None else dout
     dfinal_state = dfinal_state if ctx.with_state else None
     options = ctx.dt_softplus, ctx.dt_min, ctx.dt_max
-    found = past_autograd(gate.mamba2_scan_backward, dout, dfinal_state, *tensors, *options)
+    found = call_below_autograd(gate.mamba2_scan_backward, dout, dfinal_state, *tensors, *options)
     dx, ddt, to_dA, dB, dC, to_dD, dinitial_state = found
     dD, ddt_bias = (None if t is None else each.sum(0) for t, each in ((D, to_dD), (dt_bias, ddt)))
     states = None, None if initial_state is None else dinitial_state

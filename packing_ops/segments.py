@@ -22,7 +22,7 @@ from packing_ops._runtime.arguments import (
     one_row,
     sum_dtype,
 )
-from packing_ops._runtime.autograd import past_autograd, register_autograd
+from packing_ops._runtime.autograd import call_below_autograd, register_autograd
 from packing_ops.boundaries import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
@@ -339,7 +339,7 @@ def _segment_sum_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None
 def _segment_sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cu_seqlens, mask = ctx.saved_tensors
     if grad is not None:
-        grad = past_autograd(gate.segment_sum_backward, grad, cu_seqlens, mask, ctx.average, ctx.total, ctx.dtype)
+        grad = call_below_autograd(gate.segment_sum_backward, grad, cu_seqlens, mask, ctx.average, ctx.total, ctx.dtype)
     return grad, None, None, None
 
 

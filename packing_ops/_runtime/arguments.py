@@ -38,7 +38,7 @@ def old_name(old: str) -> Callable[[_Function], _Function]:
     return decorated
 
 
-def is_new(message: str) -> bool:
+def first_time(message: str) -> bool:
     """Return whether this process has not given the message yet, and note that it has now."""
     known = message in warned
     warned.add(message)

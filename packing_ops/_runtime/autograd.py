@@ -54,7 +54,7 @@ def refuse_lost_tangents(name: str, args: tuple) -> None:
         raise NotImplementedError(f"packing_ops::{name} has no forward-mode derivative in torch {torch.__version__}")
 
 
-def past_autograd(op: Callable, *args):
+def call_below_autograd(op: Callable, *args):
     """Call op(*args) below autograd, which saves 6 us of host time, when no input requires a gradient."""
     if (
         not OWN
@@ -68,7 +68,7 @@ def past_autograd(op: Callable, *args):
         return op(*args)
 
 
-def on_its_own(function: Callable[..., tuple]) -> Callable[..., tuple]:
+def without_autograd(function: Callable[..., tuple]) -> Callable[..., tuple]:
     """Wrap an op written in Python so that it runs without autocast and without autograd: its gradient is
     registered.
     """

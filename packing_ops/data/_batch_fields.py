@@ -75,7 +75,7 @@ class Fields:
                 said = "" if name in self.row_keys else f"; batch_keys={(name,)} carries it as it is"
                 raise ValueError(f"{name}: expected {rows} rows like {first}, got {len(value)}{said}")
         for name, value in self.all:
-            if name not in self.row_keys and name not in self.batch_keys and _may_be_either(name, value, rows):
+            if name not in self.row_keys and name not in self.batch_keys and _is_ambiguous(name, value, rows):
                 raise ValueError(
                     f"{name}: expected in row_keys or batch_keys, since it has as many entries as there are rows: "
                     f"row_keys={(name,)} if one belongs to each row, batch_keys={(name,)} if not"
@@ -189,7 +189,7 @@ def _are_like_boundaries(value) -> bool:
     return ends == sorted(ends)
 
 
-def _may_be_either(name: str, value, rows: int) -> bool:
+def _is_ambiguous(name: str, value, rows: int) -> bool:
     """Return whether a field with as many entries as rows may have rows or belong to the whole batch.
 
     Three kinds: a field called boundaries, on a GPU or in another form than contiguous pairs; a list of contiguous

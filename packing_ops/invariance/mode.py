@@ -24,7 +24,7 @@ ROWS = 16
 COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
 PAIR = 2  # terms that a CPU with AMX multiplies at a time in a half type: widths are a multiple of it (whole_pairs)
 FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
-ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are sum_in_any_order under torch.compile
+ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are order_invariant_sum under torch.compile
 
 # Of torch._inductor.config, where it has them. emulate_precision_casts: elementwise code rounds as eager code does,
 # without fused multiply-adds, however a graph is cut into kernels. batch_invariant, from torch 2.13 on: most sums over
@@ -67,7 +67,7 @@ def _restore_if_free(before: Before) -> None:
         _restore(*before)
 
 
-class Held:
+class ModeHandle:
     """In a model: the mode is on as long as it is there, in a copy too. unclaimed: why nobody has proven it yet, or
     empty.
     """
@@ -77,7 +77,7 @@ class Held:
         hold(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Held, (self.unclaimed,)
+        return ModeHandle, (self.unclaimed,)
 
 
 # --- settings for a GPU: cuBLASLt without a workspace cannot split the sums of few rows ---
@@ -132,7 +132,7 @@ def has_setter() -> bool:
 # --- sums over a row whose bits do not depend on the order of the terms ---
 
 
-def sum_in_any_order(x: torch.Tensor) -> torch.Tensor:
+def order_invariant_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum over the last dimension ``[..., 1]`` of float32 or float64 with the same bits in any order: the largest term,
     and the sum of all as integers of up to 62 bits in units of it. torch.compile picks an order by the number of rows.
 
@@ -164,7 +164,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         values = x.to(sum_dtype(x.dtype))
-        rstd = (sum_in_any_order(values * values) / x.shape[-1] + eps).rsqrt()
+        rstd = (order_invariant_sum(values * values) / x.shape[-1] + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
         out = values * rstd if weight is None else values * rstd * weight
         # Under torch.compile a result that .to leaves as it is has no gradient with torch 2.11.
@@ -175,7 +175,7 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         grad, normalised = grad.to(rstd.dtype), x.to(rstd.dtype) * rstd
         of_normalised = grad if weight is None else grad * weight
-        along = sum_in_any_order(of_normalised * normalised) / x.shape[-1]
+        along = order_invariant_sum(of_normalised * normalised) / x.shape[-1]
         of_x = ((of_normalised - normalised * along) * rstd).to(x.dtype)
         of_weight = None if weight is None else (grad * normalised).sum(0).to(weight.dtype)
         return of_x, of_weight, None

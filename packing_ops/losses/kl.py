@@ -20,7 +20,7 @@ import torch
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import at_least, described, integer, number, old_name, sum_dtype
-from packing_ops._runtime.autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd, without_autograd
 from packing_ops.invariance.mode import ROWS, active, pad_rows, rows_of_product
 from packing_ops.losses.chunks import (
     TILE,
@@ -251,7 +251,7 @@ def _logits_of(head: Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor:
     return logits[: min(rows.stop, head.rows) - rows.start]
 
 
-@on_its_own
+@without_autograd
 def _token_kl(*arguments: Any) -> tuple[torch.Tensor, ...]:
     targets, *numbers, chunk, max_targets, keep_logits = arguments[6:]
     rows = Rows(targets, max_targets)
@@ -279,7 +279,7 @@ def _token_kl(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return stats[0].clone() if over is None else stats[0].masked_fill(over, torch.nan), stats, kept
 
 
-@on_its_own
+@without_autograd
 def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
     targets, stats, kept, *numbers, chunk, max_targets, need_hidden, need_weight, need_bias = arguments[6:]
     grad = torch.zeros_like(stats[0]) if grad is None else grad
@@ -334,7 +334,7 @@ def _token_kl_backward_formula(ctx: Any, grad: torch.Tensor | None, *_: None) ->
     *tensors, kept = ctx.saved_tensors
     kept = kept if ctx.mode == active() else kept[:, :0]  # the other mode has other chunks
     needed = ctx.needs_input_grad[:3]
-    grads = past_autograd(gate.token_kl_backward, grad, *tensors, kept, *ctx.options, *needed)
+    grads = call_below_autograd(gate.token_kl_backward, grad, *tensors, kept, *ctx.options, *needed)
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 10
 
 

@@ -12,7 +12,7 @@ import torch
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import sum_dtype
-from packing_ops._runtime.autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd, without_autograd
 from packing_ops._runtime.batch_cache import is_real
 from packing_ops.invariance.mode import active
 from packing_ops.losses.chunks import (
@@ -29,7 +29,7 @@ OUTPUTS = ("logps", "lse", "entropy", "sum_p2", "mean_logit", "top1")  # as the 
 ALWAYS = ("logps", "lse")  # the others are computed where one of them is asked for
 
 
-@on_its_own
+@without_autograd
 def _token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -116,7 +116,7 @@ def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", 
 def _backward(overwrites: bool) -> Any:
     """The backward op; with overwrites the gradient of kept logits takes their place."""
 
-    @on_its_own
+    @without_autograd
     def token_logps_backward(
         slopes: torch.Tensor,
         hidden: torch.Tensor,
@@ -190,7 +190,7 @@ def _formula(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None
     needed, op = ctx.needs_input_grad[:3], gate.token_logps_backward
     if kept.shape[0] and is_real(kept) and torch._C._has_storage(slopes):
         op, ctx.overwritten = gate.token_logps_backward_, True
-    found = past_autograd(op, slopes, *tensors, kept, *ctx.options, *needed, ids, offsets)
+    found = call_below_autograd(op, slopes, *tensors, kept, *ctx.options, *needed, ids, offsets)
     return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 11
 
 

@@ -20,7 +20,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 Group = dist.ProcessGroup | DeviceMesh  # a DeviceMesh of one dimension
 Received = Callable[[], torch.Tensor]
 
-_of_parent: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups of the process that this one is a fork of
+_inherited_groups: weakref.WeakSet[dist.ProcessGroup] = (
+    weakref.WeakSet()
+)  # groups of the process that this one is a fork of
 
 
 planned: list[
@@ -30,7 +32,7 @@ planned: list[
 
 def _after_fork() -> None:
     # torch has no public list of all groups. Without this one a collective of such a group waits, as torch's does.
-    _of_parent.update(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
+    _inherited_groups.update(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
 
 
 if hasattr(os, "register_at_fork"):
@@ -41,7 +43,7 @@ def check_process(group: dist.ProcessGroup) -> None:
     """Raise in a forked process: threads and connections of a group do not survive a fork, and a collective would
     wait for ever, past its timeout.
     """
-    if not torch.compiler.is_compiling() and _of_parent and group in _of_parent:
+    if not torch.compiler.is_compiling() and _inherited_groups and group in _inherited_groups:
         raise RuntimeError(
             "group: expected a process group that this process has made, got one of the process that it is a fork of, "
             "which has no collectives here (shard_packed and shard_indices send nothing)"

@@ -151,10 +151,10 @@ class _Attention(torch.autograd.Function):
         ctx.options = options
         options = options._replace(sinks=sinks)
         parts = _parts(q, k, v, layout)
-        under_way = [_start_keys(k[:, of_k], v[:, of_k], layout, group) for _, of_k in parts]
+        pending = [_start_keys(k[:, of_k], v[:, of_k], layout, group) for _, of_k in parts]
         documents, kept, found = (layout.cu_seqlens_q, layout.cu_seqlens_k), [], []
         for of_q, _ in parts:
-            keys, values = under_way.pop(0)()
+            keys, values = pending.pop(0)()
             of_part = of_heads(options, of_q)
             ctx.plan = plan_for(q[:, of_q], keys, values, *documents, of_part)
             found.append(attention_forward(q[:, of_q], keys, values, *documents, of_part, ctx.plan))
@@ -172,15 +172,15 @@ class _Attention(torch.autograd.Function):
     @no_second_derivative("gathered_attention")
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, sinks, out, lse, *kept = ctx.saved_tensors
-        layout, group, options, under_way = ctx.layout, ctx.group, ctx.options._replace(sinks=sinks), []
+        layout, group, options, pending = ctx.layout, ctx.group, ctx.options._replace(sinks=sinks), []
         if not ctx.keep_keys:
             k, v = kept
-            under_way = [_start_keys(k[:, of_k], v[:, of_k], layout, group) for _, of_k in ctx.parts]
+            pending = [_start_keys(k[:, of_k], v[:, of_k], layout, group) for _, of_k in ctx.parts]
         documents = layout.cu_seqlens_q, layout.cu_seqlens_k
         dout = torch.zeros_like(out) if dout is None else dout
         dqs, dsinks, returning = [], [], []
         for part, (of_q, _) in enumerate(ctx.parts):
-            keys, values = kept[2 * part : 2 * part + 2] if ctx.keep_keys else under_way.pop(0)()
+            keys, values = kept[2 * part : 2 * part + 2] if ctx.keep_keys else pending.pop(0)()
             saved = q[:, of_q], keys, values, out[:, of_q], lse[of_q]
             dlse_of, of_part = None if dlse is None else dlse[of_q], of_heads(options, of_q)
             dq, dkeys, dvalues, dsink = attention_backward(dout[:, of_q], dlse_of, saved, *documents, of_part, ctx.plan)
@@ -206,22 +206,22 @@ def _start_keys(
     exchange = layout.exchange
     # Every rank needs most rows.
     if exchange is None:
-        under_way = [start_all_gather(local, group) for local in (k, v)]
-        return lambda: [rows_at(received(), layout.key_index) for received in under_way]
+        pending = [start_all_gather(local, group) for local in (k, v)]
+        return lambda: [rows_at(received(), layout.key_index) for received in pending]
     # Chosen rows, in an order that the call does not have.
     if exchange.to_others is None:
         send, receive = exchange.send, exchange.receive
-        under_way = [start_all_to_all(rows_at(local, exchange.index), group, receive, send) for local in (k, v)]
-        return lambda: [rows_at(received(), layout.key_index) for received in under_way]
+        pending = [start_all_to_all(rows_at(local, exchange.index), group, receive, send) for local in (k, v)]
+        return lambda: [rows_at(received(), layout.key_index) for received in pending]
     # Chosen rows in the order of the call: this rank's stay where they are.
     own, send, receive = _without_own(exchange, group.rank())
     if not layout.received:
         return lambda: [k[:own], v[:own]]
-    under_way = [start_all_to_all(rows_at(local, exchange.to_others), group, receive, send) for local in (k, v)]
+    pending = [start_all_to_all(rows_at(local, exchange.to_others), group, receive, send) for local in (k, v)]
     lower = sum(receive[: group.rank()])
 
     def keys() -> list[torch.Tensor]:
-        pairs = ((local, received()) for local, received in zip((k, v), under_way, strict=True))
+        pairs = ((local, received()) for local, received in zip((k, v), pending, strict=True))
         return [torch.cat([others[:lower], local[:own], others[lower:]]) for local, others in pairs]
 
     return keys
@@ -231,7 +231,7 @@ def _start_gradients(
     dkeys: torch.Tensor, dvalues: torch.Tensor, rows: int, layout: KeyLayout, group: dist.ProcessGroup
 ) -> Callable[[], list[torch.Tensor]]:
     """Start to sum the gradients of this rank's rows over the ranks. A received key is in the call once or twice."""
-    exchange, under_way = layout.exchange, []
+    exchange, pending = layout.exchange, []
     if exchange is not None and exchange.to_others is not None:
         return _start_gradients_in_order((dkeys, dvalues), rows, layout.received, exchange, group)
     for gradient in (dkeys, dvalues):
@@ -239,15 +239,15 @@ def _start_gradients(
         for again in layout.key_positions[1:]:
             of_rows += rows_at(gradient, again)
         if exchange is None:
-            under_way.append(start_sum_of_parts(of_rows, group))
+            pending.append(start_sum_of_parts(of_rows, group))
         else:
-            under_way.append(start_all_to_all(of_rows, group, exchange.send, exchange.receive))
+            pending.append(start_all_to_all(of_rows, group, exchange.send, exchange.receive))
     if exchange is None:
-        return lambda: [received() for received in under_way]
+        return lambda: [received() for received in pending]
 
     def sums(own: int = group.rank()) -> list[torch.Tensor]:
         found, rows_of_ranks = [], exchange.index.split(exchange.send)
-        for received in under_way:
+        for received in pending:
             parts = received()
             of_ranks = list(parts.split(exchange.send))
             total = parts.new_zeros(rows, *parts.shape[1:])
@@ -263,16 +263,16 @@ def _start_gradients_in_order(
 ) -> Callable[[], list[torch.Tensor]]:
     """Do as _start_gradients where the keys are in the ranks' order: this rank's are a part of the gradients."""
     own, send, receive = _without_own(exchange, group.rank())
-    lower, under_way = sum(receive[: group.rank()]), []
+    lower, pending = sum(receive[: group.rank()]), []
     if received:
         of_others = [torch.cat([each[:lower], each[lower + own :]]) for each in gradients]
-        under_way = [start_all_to_all(each, group, send, receive) for each in of_others]
+        pending = [start_all_to_all(each, group, send, receive) for each in of_others]
 
     def sums() -> list[torch.Tensor]:
         found = [each[lower : lower + own] for each in gradients]
         if own < rows:
             found = [F.pad(each, (0, 0, 0, 0, 0, rows - own)) for each in found]
-        for total, each in zip(found, under_way, strict=False):  # nothing is under way if no rank has any
+        for total, each in zip(found, pending, strict=False):  # nothing is under way if no rank has any
             _with_others(total, each().split(send), exchange)
         return found
 

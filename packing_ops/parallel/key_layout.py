@@ -19,7 +19,7 @@ from packing_ops.data.context_parallel import chunks_of_ranks, slots_of_chunks
 
 # Of the rows of other ranks, how many the neediest rank must do without for the exchange to pay over an all-gather,
 # which moves whole parts without an index.
-WORTH_CHOOSING = 0.25
+MIN_SKIPPED_FRACTION = 0.25
 
 
 @dataclass
@@ -167,7 +167,7 @@ def rows_received(most: int, others: int) -> int:
     """Count the rows that the rank with the most missing keys receives: ``most`` of the ``others`` that it does not
     hold.
     """
-    return most if most <= (1 - WORTH_CHOOSING) * others else others
+    return most if most <= (1 - MIN_SKIPPED_FRACTION) * others else others
 
 
 def needed_rows(spans: RowSpans, key_first: torch.Tensor, key_last: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import FLOATS, check_tensor, described, refuse_beside, window_sides
 from packing_ops._runtime.batch_cache import forget
-from packing_ops.keys import KeyPages, Keys, Parents, PrefixPaths, kept_paths, keys_of, plan_for
+from packing_ops.keys import KeyPages, Keys, Parents, PrefixPaths, cached_paths, keys_of, plan_for
 from packing_ops.metadata import PackedMetadata
 from packing_ops.varlen.call import Layout, in_tensors, layout_of, refuse_misplaced, without_batch
 from packing_ops.varlen.ops import attention_forward
@@ -265,7 +265,7 @@ def attention_plan(
     """
     if parents is not None:
         refuse_beside("parents", cu_seqlens_k=cu_seqlens_k, visible_end=visible_end, seqused_k=seqused_k)
-        paths = kept_paths(cu_seqlens_q, parents, total_q, None)
+        paths = cached_paths(cu_seqlens_q, parents, total_q, None)
         cu_seqlens_k, total_k = (paths.cu_seqlens, paths.row_of_key.shape[0]) if paths.shares else (None, None)
     total_k = total_q if total_k is None else total_k
     geometry = total_q, total_k, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size), head_dim_v

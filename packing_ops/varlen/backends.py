@@ -17,9 +17,9 @@ from packing_ops._runtime.arguments import (
     check_tensor,
     described,
     dtype_name,
+    first_time,
     int32_cu_seqlens,
     integer,
-    is_new,
     number,
     plain,
     sum_dtype,
@@ -305,7 +305,7 @@ def _assume_constant_result(function: _Function) -> _Function:
 
 @_assume_constant_result
 def _warn_once(message: str) -> None:
-    if is_new(message):
+    if first_time(message):
         warnings.warn(message, stacklevel=3)
 
 

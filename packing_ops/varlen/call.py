@@ -109,7 +109,7 @@ def in_tensors(
         if tree is not None:
             raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
         tree = metadata.paths
-    rows = 0 if tree is None else rows_of_tree(q, k, v)
+    rows = 0 if tree is None else check_tree_rows(q, k, v)
     cu_seqlens_q, cu_seqlens_k = without_metadata(q, k, documents, documents_k)
     if tree is None:
         return cu_seqlens_q, cu_seqlens_k, options, cache
@@ -139,7 +139,7 @@ def without_metadata(
     return cu_seqlens_q, cu_seqlens_q if same else cu_seqlens_of(documents_k, total_k, like="k", name="cu_seqlens_k")
 
 
-def rows_of_tree(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+def check_tree_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """Returns the rows of q, which are the tree's. ValueError where k and v have others."""
     axis = 2 if q.dim() == 4 else 0
     rows = q.shape[axis] if q.dim() in (3, 4) else -1

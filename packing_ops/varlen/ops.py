@@ -8,7 +8,7 @@ import torch
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import sum_dtype
-from packing_ops._runtime.autograd import past_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd
 from packing_ops.keys import KeyPages, Keys, PrefixPaths
 from packing_ops.varlen.options import AttentionOptions
 from packing_ops.varlen.prefix_attention import token_major
@@ -104,7 +104,7 @@ def _varlen_attention_backward(
     *inputs, sinks, plan, visible_end = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(inputs[3])
-    dq, dk, dv, dsinks = past_autograd(
+    dq, dk, dv, dsinks = call_below_autograd(
         gate.varlen_attention_backward, dout, dlse, *inputs, sinks, *ctx.options, plan, visible_end
     )
     return dq, dk, dv, None, None, None if sinks is None else dsinks, *(8 * [None])

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.autograd import on_its_own, past_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd, without_autograd
 from packing_ops.keys import FORK_ALIGNMENT
 
 
@@ -37,7 +37,7 @@ def _sum_by_row(grad: torch.Tensor, key_offsets: torch.Tensor, keys_of_row: torc
     return token_major(summed.view(*by_token.shape[:-3], -1, *by_token.shape[-2:]))
 
 
-@on_its_own
+@without_autograd
 def _prefix_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
@@ -49,7 +49,7 @@ def _prefix_attention(
     return gate.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *of_varlen)
 
 
-@on_its_own
+@without_autograd
 def _prefix_attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
@@ -92,7 +92,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     if dout is None:
         dout = torch.zeros_like(inputs[3])
     options = *ctx.options, plan, *ctx.after_plan
-    dq, dk, dv, dsinks = past_autograd(gate.prefix_attention_backward, dout, dlse, *inputs, *options)
+    dq, dk, dv, dsinks = call_below_autograd(gate.prefix_attention_backward, dout, dlse, *inputs, *options)
     sinks, others = inputs[7], 3 + len(options)  # three tensors of the tree
     return dq, dk, dv, None, None, None if sinks is None else dsinks, *(others * [None])
 

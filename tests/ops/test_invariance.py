@@ -201,12 +201,12 @@ def test_no_order_changes_a_sum(device, dtype, size, spread, scale, seed):
     normal = torch.randn(3, size, generator=generator, dtype=torch.float64)
     factors = 10.0 ** (-spread * torch.rand(3, size, generator=generator, dtype=torch.float64))
     x = (normal * factors * scale).to(device, dtype)
-    found = _invariant.sum_in_any_order(x)
+    found = _invariant.order_invariant_sum(x)
     assert found.shape == (3, 1)
     assert found.dtype == dtype
     order = torch.randperm(size, generator=generator).to(device)
-    assert_same(_invariant.sum_in_any_order(x[:, order]), found)
-    assert_same(_invariant.sum_in_any_order(x[:1]), found[:1])
+    assert_same(_invariant.order_invariant_sum(x[:, order]), found)
+    assert_same(_invariant.order_invariant_sum(x[:1]), found[:1])
     exact = x.double().sum(-1, keepdim=True)
     lost = size * 2.0**-46 * x.double().abs().amax(-1, keepdim=True) + size * 2.0**-146
     rounded = 2 * torch.finfo(dtype).eps * x.double().abs().sum(-1, keepdim=True)
@@ -218,7 +218,7 @@ def test_a_plain_sum_has_other_bits_in_another_order():
     x = torch.randn(50, 1024)
     order = torch.randperm(1024)
     assert not torch.equal(sum(x.unbind(1)), sum(x[:, order].unbind(1)))
-    assert_same(_invariant.sum_in_any_order(x), _invariant.sum_in_any_order(x[:, order]))
+    assert_same(_invariant.order_invariant_sum(x), _invariant.order_invariant_sum(x[:, order]))
 
 
 @pytest.mark.parametrize("dtype", SUM_DTYPES, ids=str)
@@ -238,13 +238,13 @@ def test_sums_of_what_is_no_number_and_of_nothing(device, dtype):
         (most / 2, -most, most / 4): -most / 4,
         (-most / 256, -most / 256, 0.0): -most / 128,
     }
-    found = _invariant.sum_in_any_order(torch.tensor(list(sums), dtype=dtype, device=device))[:, 0]
+    found = _invariant.order_invariant_sum(torch.tensor(list(sums), dtype=dtype, device=device))[:, 0]
     expected = torch.tensor(list(sums.values()), dtype=dtype, device=device)
     torch.testing.assert_close(found, expected, equal_nan=True)
     turned = torch.tensor([terms[::-1] for terms in sums], dtype=dtype, device=device)
-    torch.testing.assert_close(_invariant.sum_in_any_order(turned)[:, 0], found, rtol=0, atol=0, equal_nan=True)
-    assert _invariant.sum_in_any_order(torch.zeros(0, 8, dtype=dtype, device=device)).shape == (0, 1)
-    assert_same(_invariant.sum_in_any_order(torch.ones(1, 4096, dtype=dtype)), torch.full((1, 1), 4096, dtype=dtype))
+    torch.testing.assert_close(_invariant.order_invariant_sum(turned)[:, 0], found, rtol=0, atol=0, equal_nan=True)
+    assert _invariant.order_invariant_sum(torch.zeros(0, 8, dtype=dtype, device=device)).shape == (0, 1)
+    assert_same(_invariant.order_invariant_sum(torch.ones(1, 4096, dtype=dtype)), torch.full((1, 1), 4096, dtype=dtype))
 
 
 # --- the mode ---

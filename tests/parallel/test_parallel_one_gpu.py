@@ -271,7 +271,9 @@ CAPTURED = [("cpu", "gathered"), ("cpu", "over"), *(("cuda", name) for name in (
 )
 def test_a_graph_replays_with_other_lengths(device, name, scheme, monkeypatch):
     """Forward and backward, with collectives on a separate stream; all ranks send what this one does."""
-    monkeypatch.setattr(key_layout, "WORTH_CHOOSING", 2.0)  # the others are like this one where all keys are gathered
+    monkeypatch.setattr(
+        key_layout, "MIN_SKIPPED_FRACTION", 2.0
+    )  # the others are like this one where all keys are gathered
     group, lengths = rank_of_identical_ranks(2), [170, 0, 5, 81]
     given = {"scheme": scheme, "group": group}
     q, k, v, dout = (torch.randn(128, h, 64, device=device, dtype=torch.bfloat16) for h in (8, 4, 4, 8))

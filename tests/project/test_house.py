@@ -178,7 +178,7 @@ STATE = {
     "integrations.transformers.stateful._prepared",  # layers, and goes with them; unregister
     "integrations.trl.packing._applied",  # patch_pack_dataset, unpatch_pack_dataset
     "parallel.collectives.planned",  # StepPlan.group_for, and by it
-    "parallel.collectives._of_parent",  # goes with its groups; filled by a fork, os.register_at_fork
+    "parallel.collectives._inherited_groups",  # goes with its groups; filled by a fork, os.register_at_fork
 }
 COUNTERS = {"_runtime.batch_cache._forgotten"}
 LONG = {"_runtime.autograd.register_autograd"}  # torch's, rebuilt: its parts belong together

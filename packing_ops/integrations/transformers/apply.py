@@ -408,7 +408,7 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
     """Switch the mode on, and return None or a sentence. It is off if layers differ, on if only the user can run the
     model.
     """
-    held = vars(model).setdefault(HELD, mode.Held())
+    held = vars(model).setdefault(HELD, mode.ModeHandle())
     for module in model.modules():
         on_cpu = any(t.dim() > 1 and t.is_cpu for t in module.parameters(recurse=False))
         if on_cpu and not isinstance(module, torch.nn.Embedding):

@@ -131,7 +131,7 @@ def _begin(model, call, args, kwargs):
         args, kwargs = positions.with_positions(model, call, args, kwargs)
         stateful.find_documents_of(model, call, args, kwargs)
     else:  # before a row that is longer than its table of positions fails
-        call.refuse_if_lost()
+        call.refuse_unconsumed()
     args, kwargs = positions.with_axes_of_images(model, call, args, kwargs)
     args, kwargs = fused_loss.without_first_labels(model, call, args, kwargs)
     return args, linear_attention.with_documents(model, call, kwargs)
@@ -219,7 +219,7 @@ def _tree(cu_seqlens, parents, reason):
             "cu_seq_lens_q: expected the segments of the tree beside segment_parents, also as cu_seq_lens_k"
         )
     if (call := call_of_layers()) is not None:
-        call.reached_by("segment_parents", segments)
+        call.mark_consumed_by("segment_parents", segments)
     return segments, keys_of_tree(parents)
 
 

@@ -17,14 +17,14 @@ from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
     TIME,
+    cached_cast,
     checked_against,
     find_documents,
     first_axis,
     is_tensor,
-    kept_as,
+    positions_from_axes,
     refuse_where,
     several_in,
-    since_start,
 )
 from packing_ops.integrations.transformers.versions import (
     CACHE,
@@ -32,7 +32,7 @@ from packing_ops.integrations.transformers.versions import (
     reads_text,
     source_of,
 )
-from packing_ops.keys import kept_paths, positions_of_paths
+from packing_ops.keys import cached_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
 REQUESTS = "write_index"  # a keyword that only transformers' continuous batching gives: where new keys go in its cache
@@ -64,7 +64,7 @@ class PackedCall:
     numbers: each token's document, by its mask or an outer call's; None where neither can number.
     padding: the mask with ones for numbers. mask: the numbers, or the mask without numbers.
     mask_form: the form of the model's masks. first_axis: see documents.py.
-    lost: which arguments may say that a row has several documents, and have reached no mask, attention or layer with a
+    unconsumed: document arguments that may give a row several, and that have reached no mask, attention or layer with a
         state yet: "position_ids", which includes cu_seqlens, "attention_mask", "segment_parents".
     answers: [(batch, seqlen), what was asked for, its documents], shared with the calls inside of this one.
     row_documents: for layers with a state, see stateful.
@@ -109,14 +109,14 @@ class PackedCall:
         self.mask = mask if self.numbers is None else self.numbers
         # Whether its documents reach what keeps them apart.
         self.mixes, self.guard = mixes_tokens(model.config), guard_of(model)
-        self.lost = set()
+        self.unconsumed = set()
         # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
         if self.mixes or mask is None or is_tensor(mask, 2):
-            self.lost.add("position_ids")
+            self.unconsumed.add("position_ids")
         if self.numbers is not None:
-            self.lost.add("attention_mask")
+            self.unconsumed.add("attention_mask")
         if self.segment_parents is not None:
-            self.lost.add("segment_parents")
+            self.unconsumed.add("segment_parents")
         # What was found in it.
         self.answers = [] if outer is None else outer.answers
         self.seen = self.of_axes = self.row_documents = None
@@ -142,7 +142,7 @@ class PackedCall:
         if self.cu_seqlens is None or not is_tensor(position_ids, 2) or position_ids.shape[0] != 1:
             return  # attention says what is wrong with cu_seqlens; axes of images are no depths
         total = position_ids.shape[1]
-        paths = kept_paths(self.cu_seqlens, self.segment_parents, total, None)
+        paths = cached_paths(self.cu_seqlens, self.segment_parents, total, None)
         depths = kept_with([paths.segments], ("depths", total), lambda: positions_of_paths(paths, total))
         check_same(position_ids[0].long().to(depths.device), depths, "depths")
 
@@ -167,7 +167,7 @@ class PackedCall:
     def documents_of_tokens(self, tokens, position_ids):
         """Return the documents of the model's tokens ``[batch, seqlen, ...]``, by all that it was given."""
         of_tokens = is_tensor(self.mask, 2) and self.mask.shape == tokens.shape[:2]
-        mask = kept_as(self.mask.dtype, self.mask, tokens.device) if of_tokens else None
+        mask = cached_cast(self.mask.dtype, self.mask, tokens.device) if of_tokens else None
         cu_seqlens = self.cu_seqlens, self.cu_seqlens_k
         return self.documents(tokens[:, None], cu_seqlens, mask, position_ids).on(tokens.device)
 
@@ -219,25 +219,25 @@ class PackedCall:
                 self.of_axes = positions[0]
             # With cu_seq_lens_q a model that makes its axes itself counts them along the row.
             elif self.first_axis == TIME and positions.shape[0] == 3 and self.cu_seqlens is None:
-                self.of_axes = since_start(positions, self.padding)
+                self.of_axes = positions_from_axes(positions, self.padding)
         return self.of_axes
 
-    def reached(self, numbers, *positions):
+    def mark_consumed(self, numbers, *positions):
         """Note that a mask or an attention has used these numbers and positions, for outer calls too."""
         has_positions = any(each is not None for each in positions)
         for call in (self, *self.outers):
             if numbers is not None and call.numbers is numbers and not call.mixes:
-                call.lost.discard("attention_mask")
+                call.unconsumed.discard("attention_mask")
             # A call without them, such as a vision tower's, says nothing of its outer calls'.
             has_positions = has_positions and not (call.position_ids is None and call.cu_seqlens is None)
             if has_positions and not call.mixes and call.guard is None:
-                call.lost.discard("position_ids")
+                call.unconsumed.discard("position_ids")
 
-    def reached_by(self, found_by, cu_seqlens):
+    def mark_consumed_by(self, found_by, cu_seqlens):
         """Note that an attention has used the tree or the requests of this call, for outer calls too."""
-        self.reached(None, cu_seqlens)
+        self.mark_consumed(None, cu_seqlens)
         for call in (self, *self.outers):
-            call.lost.discard("segment_parents")
+            call.unconsumed.discard("segment_parents")
             call.seen = LastForward(1, cu_seqlens.numel() - 1, found_by)  # also where a mask has found cu_seqlens
 
     def checked_positions(self, position_ids, batch):
@@ -252,18 +252,18 @@ class PackedCall:
             self.checked = position_ids, positions.to(position_ids.device)
         return self.checked[1]
 
-    def refuse_if_lost(self):
+    def refuse_unconsumed(self):
         """Raise ValueError if several documents reached no attention: they would have attended to each other."""
-        if "segment_parents" in self.lost:
+        if "segment_parents" in self.unconsumed:
             raise ValueError(
                 f"segment_parents: expected a model that passes them to its attention, got {self.name}; give it the samples "
                 "as packed documents"
             )
-        if "position_ids" in self.lost:
+        if "position_ids" in self.unconsumed:
             if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
                 raise ValueError(self._refusal("cu_seq_lens_q"))
             refuse_where(several_in(self.position_ids, self.padding), self._refusal("position_ids"))
-        if "attention_mask" in self.lost:
+        if "attention_mask" in self.unconsumed:
             refuse_where(several_in(numbers=self.numbers), self._refusal("attention_mask"))
         if self.where_several is None:
             return
@@ -362,7 +362,7 @@ def watched(begin, end, stock):
         ours = self.config._attn_implementation in NAMES
         if not ours and GUARD not in self.__dict__:
             if "position_ids" in kwargs and (outer := current()) is not None:
-                outer.reached(None, kwargs["position_ids"])  # by an implementation that finds documents itself
+                outer.mark_consumed(None, kwargs["position_ids"])  # by an implementation that finds documents itself
             return stock(self, *args, **kwargs)
         check_keywords(type(self), kwargs)
 
@@ -382,7 +382,7 @@ def watched(begin, end, stock):
             now.mask_arguments = None
 
         # Documents that nothing kept apart.
-        call.refuse_if_lost()
+        call.refuse_unconsumed()
         if call.seen is not None:
             self.__dict__[LAST_FORWARD] = call.seen
         end(self, call, kwargs, outputs)

@@ -27,7 +27,7 @@ def with_keys(module, heads, cu_seqlens, reason, given):
             f"cache: expected a call that varlen attention serves beside a paged one, got {reason}"
         )
     if (call := call_of_layers()) is not None:
-        call.reached_by("cache", cu_seqlens[0])
+        call.mark_consumed_by("cache", cu_seqlens[0])
     query, key, value = heads
     of_layer = {**given, "cu_seq_lens_k": cu_seqlens[1]}
     # The cache writes the new keys and adds what this layer's attention needs. From 5.24 on the layer has called it.

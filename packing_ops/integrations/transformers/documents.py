@@ -76,7 +76,7 @@ def find_documents(query, cu_seqlens=(None, None), padding=None, position_ids=No
     return kept_with(given, (batch, seqlen), partial(_from_values, batch, seqlen, padding, position_ids))
 
 
-def kept_as(dtype, mask, device):
+def cached_cast(dtype, mask, device):
     """Cast a 2-D mask of a call to this dtype: the same tensor for all layers of a forward, so that they share one
     layout.
     """
@@ -152,19 +152,19 @@ def checked_against(cu_seqlens, padding, position_ids, batch, seqlen):
     check_cu_seqlens(cu_k, "cu_seq_lens_k")
     if position_ids is not None:
         position_ids = position_ids.to(cu_q.device) if position_ids.shape[0] in (1, batch) else None
-    mask = None if padding is None else _marked_alike(padding.to(cu_q.device), cu_q)
+    mask = None if padding is None else _agrees_with_cu_seqlens(padding.to(cu_q.device), cu_q)
     return checked_documents(cu_q, cu_k.to(cu_q.device), mask, position_ids, batch, seqlen)
 
 
-def _marked_alike(padding, cu_seqlens):
+def _agrees_with_cu_seqlens(padding, cu_seqlens):
     """Return bool ``[batch, seqlen]``: False at padding, and where numbers start a document and cu_seqlens do not,
     or the reverse.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 4])
-        >>> _marked_alike(torch.tensor([[1, 1, 2, 2, 0]]), cu_seqlens).int().tolist()
+        >>> _agrees_with_cu_seqlens(torch.tensor([[1, 1, 2, 2, 0]]), cu_seqlens).int().tolist()
         [[1, 1, 1, 1, 0]]
-        >>> _marked_alike(torch.tensor([[1, 2, 2, 2, 0]]), cu_seqlens).int().tolist()  # starts at slot 1 in place of 2
+        >>> _agrees_with_cu_seqlens(torch.tensor([[1, 2, 2, 2, 0]]), cu_seqlens).int().tolist()  # at 1, not 2
         [[1, 0, 0, 1, 0]]
     """
     real = padding != 0
@@ -368,13 +368,13 @@ def are_axes(position_ids, axis) -> bool:
     return is_tensor(position_ids, 3) and (position_ids.shape[0] == 3 or axis == SEQUENCE)
 
 
-def since_start(axes, padding):
+def positions_from_axes(axes, padding):
     """Return each slot's distance to the start of its document: where all axes are 0, or where time falls to what it
     has passed.
 
     Example:
         >>> axes = torch.tensor([0, 1, 2, 0, 1]).expand(3, 1, 5)  # time, height and width of two documents of text
-        >>> since_start(axes, None).tolist()
+        >>> positions_from_axes(axes, None).tolist()
         [[0, 1, 2, 0, 1]]
     """
     # Time falls within a document too, from the frames of a video to the audio with them, but not to the text before

@@ -80,7 +80,7 @@ def refusal(model: PreTrainedModel) -> str | None:
         return "its forward is wrapped already"
     if getattr(_stock_loss(model), "__name__", None) != "ForCausalLMLoss":
         return "its loss_function is not transformers' ForCausalLMLoss"
-    if not _goes_straight(type(model), _is_capped(model)):
+    if not _logits_feed_only_the_loss(type(model), _is_capped(model)):
         return "its forward changes the logits before the loss, or reads them for more"
     return None
 
@@ -125,7 +125,7 @@ def _stock_loss(model):
 
 
 @kept_with_class
-def _goes_straight(cls, is_capped) -> bool:
+def _logits_feed_only_the_loss(cls, is_capped) -> bool:
     """Return whether in its forward the logits go to the loss unchanged, and after it only to the output.
 
     By its source, not by a trial: a forward has branches for masks, images, caches and flags of its config, and a trial

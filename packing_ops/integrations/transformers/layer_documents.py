@@ -19,7 +19,7 @@ def documents_of(query, cu_seqlens, padding, position_ids):
     call = call_of_layers()
     if call is None:
         return find_documents(query, cu_seqlens, padding, position_ids)
-    call.reached(padding, *cu_seqlens, position_ids)
+    call.mark_consumed(padding, *cu_seqlens, position_ids)
     return call.documents(query, cu_seqlens, padding, position_ids)
 
 

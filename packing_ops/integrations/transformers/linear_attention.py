@@ -376,5 +376,5 @@ def with_documents(model, call, kwargs):
     documents = call.row_documents
     if documents is not None and not documents.has_attention:  # these layers are where they have to arrive
         for each in (call, *call.outers):
-            each.lost.clear()
+            each.unconsumed.clear()
     return {**kwargs, DOCUMENTS: documents}

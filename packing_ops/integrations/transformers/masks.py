@@ -26,10 +26,10 @@ from packing_ops.integrations.transformers.call import (
 )
 from packing_ops.integrations.transformers.documents import (
     are_axes,
+    cached_cast,
     can_read,
     each_document_alone,
     is_tensor,
-    kept_as,
     refuse_where,
     several_in,
 )
@@ -171,7 +171,7 @@ def packing_ops_mask(
         made = MaskPattern(*pattern, q_length, padding, prepared.position_ids, prepared.axes, blocks, batch_size)
         if call is not None and call.segment_parents is not None and made.causal:
             made.of_tree = True
-            call.reached_by("segment_parents", call.cu_seqlens)
+            call.mark_consumed_by("segment_parents", call.cu_seqlens)
         elif _tells_documents(prepared, call):
             slots = torch.empty(batch_size, 1, q_length, dtype=torch.bool, device=kwargs.get("device"))
             made.find(slots, (None, None) if call is None else (call.cu_seqlens, call.cu_seqlens_k))
@@ -233,18 +233,18 @@ def blocks_of(mask_function, batch, length):
     """Return (pattern, blocks) where the mask is causality or a block, and within that a window to the left; else
     (None, None).
     """
-    parts, window = _made_by("and_masks", mask_function), (-1, -1)
+    parts, window = _closure_variables("and_masks", mask_function), (-1, -1)
     if parts is not None and len(parts["mask_functions"]) == 2:
         mask_function, overlay = parts["mask_functions"]
-        sliding = _made_by("sliding_window_overlay", overlay)
+        sliding = _closure_variables("sliding_window_overlay", overlay)
         if sliding is None:  # a window that blocks reach out of is another mask: no end of keys describes it
             return None, None
         window = (sliding["sliding_window"] - 1, -1)
-    parts = _made_by("or_masks", mask_function)
+    parts = _closure_variables("or_masks", mask_function)
     if parts is None or len(parts["mask_functions"]) != 2:
         return None, None
     causal, overlay = parts["mask_functions"]
-    overlay = _made_by("blockwise_overlay", overlay)
+    overlay = _closure_variables("blockwise_overlay", overlay)
     if causal is not masking_utils.causal_mask_function or overlay is None:
         return None, None
     blocks = overlay["block_sequence_ids"]
@@ -252,7 +252,7 @@ def blocks_of(mask_function, batch, length):
     return ((True, window), blocks) if blocks.shape == (batch, length) and can_read(blocks) else (None, None)
 
 
-def _made_by(maker, function):
+def _closure_variables(maker, function):
     """Return the variables of a function that masking_utils.maker made, by name; None for every other function."""
     if getattr(function, "__qualname__", "").partition(".<locals>.")[0] != maker or not function.__closure__:
         return None
@@ -336,7 +336,7 @@ def _wrapped(original, names):
         numbers = None
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             numbers = numbers_of(attention_mask, current())
-            attention_mask = kept_as(torch.bool, attention_mask, inputs_embeds.device)
+            attention_mask = cached_cast(torch.bool, attention_mask, inputs_embeds.device)
         early, mask, *prepared = transformers_own(attention_mask, None)
         if early:
             return early, mask, *prepared
@@ -354,7 +354,7 @@ def _wrapped(original, names):
         # What tells documents.
         position_ids, axes = _row_positions(call, position_ids, slots, cross or config.model_type in OTHER_POSITIONS)
         if call is not None:
-            call.reached(numbers, position_ids)
+            call.mark_consumed(numbers, position_ids)
 
         # Warnings, a KV cache, and what the mask function is to know.
         if mask_form != PATTERN:
@@ -364,7 +364,7 @@ def _wrapped(original, names):
         if cache is not None and not cross:
             check_cache(cache, call, position_ids, attention_mask, numbers, *slots)
         stock = cross or getattr(cache, "is_compileable", False)
-        numbers = None if numbers is None or cross else kept_as(numbers.dtype, numbers, mask.device)
+        numbers = None if numbers is None or cross else cached_cast(numbers.dtype, numbers, mask.device)
         now.mask_arguments = MaskArguments(mask, position_ids, mask_form, stock, numbers, axes)
         return early, mask, *prepared
 

@@ -51,7 +51,7 @@ from packing_ops.integrations.transformers.versions import (
     source_of,
     unwrapped,
 )
-from packing_ops.keys import kept_paths
+from packing_ops.keys import cached_paths
 
 
 def declare(cls: type[torch.nn.Module], *, mixes: bool | None) -> None:
@@ -327,7 +327,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens.numel() - 1 <= batch:
         return
     parents = call.segment_parents
-    paths = None if parents is None else kept_paths(documents.cu_seqlens, parents, seqlen, None)
+    paths = None if parents is None else cached_paths(documents.cu_seqlens, parents, seqlen, None)
     seq_idx = documents.document_ids(batch, seqlen)
     call.row_documents = RowDocuments(seq_idx, documents.cu_seqlens, documents.indices, has_attention, paths)
     for name in CACHES.intersection(kwargs):
@@ -444,7 +444,7 @@ def _apart(layer, run, isolations, found, args, kwargs):
 
     # In a model without attention, these layers are where the call's documents have to arrive.
     while call is not None and call.row_documents is not None and not (call.row_documents.has_attention or call.mixes):
-        call.lost.clear()
+        call.unconsumed.clear()
         call = call.outer
     passes = isolation is Isolation.PASS_BOUNDARIES and found.paths is None
     if passes and shape[0] == 1 and not documents.padded:

@@ -7,7 +7,7 @@ import sys
 import torch
 
 import packing_ops
-from packing_ops._runtime.arguments import is_new, warned
+from packing_ops._runtime.arguments import first_time, warned
 from packing_ops.integrations._patching import kept_with_class
 
 OLDEST, NEWEST = "5.17", "5.24"  # that the tests have run with
@@ -114,7 +114,7 @@ _BY_SDPA = "; this call runs by SDPA instead"
 @torch.compiler.assume_constant_result
 def log_once(message: str):
     """Log one warning per message, also while compiling."""
-    if is_new(message):
+    if first_time(message):
         logging.get_logger(__name__).warning(f"packing_ops attention: {message}.")
 
 

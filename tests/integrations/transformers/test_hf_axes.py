@@ -311,8 +311,8 @@ def test_time_falls_within_a_document_with_audio():
         torch.arange(104, 107).expand(3, -1),
     ]
     whole = torch.cat(parts, 1)
-    assert torch.equal(documents.since_start(whole[:, None], None)[0], torch.arange(whole.shape[1]))
-    both = documents.since_start(torch.cat([whole + 3, whole], 1)[:, None], None)[0]
+    assert torch.equal(documents.positions_from_axes(whole[:, None], None)[0], torch.arange(whole.shape[1]))
+    both = documents.positions_from_axes(torch.cat([whole + 3, whole], 1)[:, None], None)[0]
     assert torch.equal(both, torch.arange(whole.shape[1]).repeat(2))
 
 
@@ -320,7 +320,7 @@ def test_time_falls_within_a_document_with_audio():
 def test_padding_between_real_tokens_starts_no_document(hole):
     row = torch.cat([grown_axes([3], 5), torch.full((3, 2), hole), grown_axes([2], 8), grown_axes([(1, 2, 2)], 6)], 1)
     mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1]])
-    found = documents.since_start(row[:, None], mask)[0][mask[0] == 1]
+    found = documents.positions_from_axes(row[:, None], mask)[0][mask[0] == 1]
     assert (found.diff() <= 0).tolist() == [False] * 4 + [True] + [False] * 3
 
 

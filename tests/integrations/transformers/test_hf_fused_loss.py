@@ -179,8 +179,8 @@ def test_refusals():
 
 def test_logits_that_are_read_for_more_are_refused():
     """Bamba's z-loss, and Florence-2's labels, which are shifted already."""
-    assert not fused_loss._goes_straight(transformers.BambaForCausalLM, False)
-    assert not fused_loss._goes_straight(transformers.Florence2ForConditionalGeneration, False)
+    assert not fused_loss._logits_feed_only_the_loss(transformers.BambaForCausalLM, False)
+    assert not fused_loss._logits_feed_only_the_loss(transformers.Florence2ForConditionalGeneration, False)
 
 
 def test_logits_that_are_cast_to_float(device):
