@@ -39,8 +39,15 @@ def batch_of_tree():
     return tree, batch
 
 
-def shards_of(ranks, scheme="contiguous"):
-    batch = batch_of_tree()[1]
+def batch_of_ids():
+    """A row that another library has laid out: forks inside of a tile, an answer after that of another one."""
+    groups = torch.tensor([0] * 100 + [1] * 7 + [2] * 30 + [3] * 9 + [4] * 39)
+    parents = torch.tensor([0] * 107 + [1] * 30 + [0] * 9 + [4] * 39)
+    return {"input_ids": torch.arange(185)[None], "metadata": po.prefix_tree_metadata(groups, parents)}
+
+
+def shards_of(ranks, scheme="contiguous", batch=None):
+    batch = batch or batch_of_tree()[1]
     return [shard_of(batch, ranks=ranks, rank=rank, scheme=scheme) for rank in range(ranks)]
 
 
@@ -51,12 +58,12 @@ def results_of(attention, q, k, v, sinks, dout, dlse, *, use_sinks):
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves[: 3 + use_sinks])]
 
 
-def compared(scheme, heads, options, dtype=torch.float64):
+def compared(scheme, heads, options, dtype=torch.float64, batch=None):
     """Largest difference of this rank's rows from those of one process, and whether all bits are equal."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     options = dict(options)
     use_sinks = options.pop("sinks", False)
-    metadata = shards_of(ranks, scheme)[rank]["metadata"]
+    metadata = shards_of(ranks, scheme, batch)[rank]["metadata"]
     generator = torch.Generator().manual_seed(0)
     of_q, of_k = ((metadata.total, each, 8) for each in heads)
     shapes = of_q, of_k, of_k, (heads[0],), of_q, (heads[0], metadata.total)
@@ -147,6 +154,8 @@ def every_case():
     found = {case: compared(*case[:2], OPTIONS[case[2]]) for case in CASES}
     for dtype in (torch.float32, torch.bfloat16):
         found["bits", str(dtype)] = compared("contiguous", (8, 4), {"sinks": True}, dtype)
+    for scheme in ("contiguous", "zigzag"):
+        found["bits", scheme] = compared(scheme, (8, 4), {}, torch.float32, batch_of_ids())
     found["refusals"], found["logps"] = refusals(), logps_through_unshard()
     found["nothing shared"] = nothing_shared()
     found["compiled"] = dist.get_world_size() > 2 or compiled()
@@ -170,6 +179,11 @@ def test_ulysses_over_a_tree(case, by_rank):
 def test_bits_in_other_dtypes(by_rank):
     for found in by_rank:
         assert [found["bits", dtype][1] for dtype in ("torch.float32", "torch.bfloat16")] == [True, True]
+
+
+@pytest.mark.parametrize("scheme", ["contiguous", "zigzag"])
+def test_forks_inside_of_a_tile_have_the_same_bits(scheme, by_rank):
+    assert all(found["bits", scheme][1] for found in by_rank)
 
 
 @pytest.mark.parametrize("case", ["logps", "nothing shared", "compiled"])

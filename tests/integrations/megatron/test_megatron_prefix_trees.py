@@ -157,6 +157,20 @@ def test_rows_have_the_bits_of_the_samples(device):
 
 
 @pytest.mark.usefixtures("megatron")
+def test_a_stream_that_forks_inside_of_a_tile(device):
+    """Logits of a prompt and its answers, as another library has laid them out, are those of each sample."""
+    ours, reference = tiny_gpt(use_packing_ops(get_gpt_layer_local_spec()), device), tiny_gpt(None, device)
+    groups = torch.arange(4).repeat_interleave(torch.tensor([131, 6, 2, 11]))
+    stream = torch.randint(1, VOCABULARY, groups.shape, device=device)
+    metadata = po.prefix_tree_metadata(groups, torch.zeros_like(groups), device=device)
+    logits = ours(stream[None], None, None, packed_seq_params=packed_seq_params(metadata))[0]
+    for answer in (1, 2, 3):
+        rows = ((groups == 0) | (groups == answer)).to(device)
+        ids = stream[rows][None]
+        assert_near(logits[rows], reference(ids, None, causal_mask(ids.shape[1], device))[0])
+
+
+@pytest.mark.usefixtures("megatron")
 def test_parents_as_a_tensor(device):
     model = tiny_gpt(use_packing_ops(get_gpt_layer_local_spec()), device)
     _, tree = tree_of(samples_of())
