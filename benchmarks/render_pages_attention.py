@@ -53,7 +53,10 @@ def attention_table(cases: dict, first: str, label) -> str:
     ]
     header, rows = [first], []
     for direction in ("forward", "backward"):
-        header += [f"{direction}, ms", *(PEERS[peer] for where, peer in columns if where == direction)]
+        header += [
+            f"{direction} of ours, ms",
+            *(f"{PEERS[peer]} / ours" for where, peer in columns if where == direction),
+        ]
     for shape, case in cases.items():
         row = [label(shape)]
         for direction in ("forward", "backward"):
@@ -139,15 +142,15 @@ def attention_dims() -> str:
                 if (direction, peer) != ("backward", FLASH_3)
             ]
         lines.append(line)
-    names = ["Flex", "SDPA, mask"]
+    names = ["Flex / ours", "SDPA, mask / ours"]
     header = [
         "head_dim of q and k / of v",
-        "forward, ms",
-        "v padded",
-        "FA3",
+        "forward of ours, ms",
+        "v padded / ours",
+        "FA3 / ours",
         *names,
-        "backward, ms",
-        "v padded",
+        "backward of ours, ms",
+        "v padded / ours",
         *names,
     ]
     told = f"v padded: the same call with v padded to the head_dim of q and k, and out cut. {origin(rows)}."
@@ -174,7 +177,13 @@ def attention_softcap() -> str:
         without = providers["packing_ops, no softcap"]
         cells = f"{float(providers[OURS]['p50_us']) / 1000:.2f}", f"{1 / float(without['ratio_to_ours']):.2f}"
         lines.setdefault(shape, [label(shape).replace(", softcap 50", "")]).extend(cells)
-    header = ["softcap 50, as in Gemma 2", "forward, ms", "times that without", "backward, ms", "times that without"]
+    header = [
+        "softcap 50, as in Gemma 2",
+        "forward, ms",
+        "with softcap / without",
+        "backward, ms",
+        "with softcap / without",
+    ]
     return f"{markdown(header, list(lines.values()))}\n\n{origin(rows)}."
 
 

@@ -63,7 +63,7 @@ def ops() -> str:
             [label, duration(found[OURS]), NOT_MEASURED if percent is None else f"{percent:.0f}%", ", ".join(others)]
         )
         used.append(found[OURS])
-    header = ["op (bf16 unless said)", "time", "percent of copy", "others, times ours"]
+    header = ["op (bf16 unless said)", "time", "percent of copy", "time of others / ours"]
     goal = "Rows below 80% are short of our goal: " if short else ""
     profile = f"[profile_cuda.csv](benchmarks/results/profile_cuda.csv), taken at {commits(rows_of('profile_cuda'))},"
     note = f"{PERCENT_OF_COPY} {origin(used)}. {goal}{profile} says what the kernels wait for."
@@ -163,8 +163,8 @@ def by_provider(
         }
         shown = [f"{times(took[other] / took[OURS])}, {mib[other]}" if other in took else "" for other in others]
         cells.append([name, f"{duration({'p50_us': took[OURS]})}, {mib[OURS]}", *shown])
-    header = ["", ours, *(name.removeprefix("packing_ops, ") for name in others)]
-    said = "Times of the others are multiples of ours. MiB: the most beyond what was there before a call."
+    header = ["", f"{ours}: time, memory", *(f"{name.removeprefix('packing_ops, ')} / ours" for name in others)]
+    said = "/ ours: the time of the other over ours, below 1 where the other is faster. MiB: the most beyond what was there before a call."
     return f"{markdown(header, cells)}\n\n{prose(f'{origin(rows)}. {said}')}"
 
 
@@ -187,7 +187,7 @@ def generate() -> str:
         for row in rows
     ]
     size = "{requests} prompts of {prompt_tokens} tokens together, {new_tokens} new tokens".format(**rows[0])
-    header = ["", "attention", "tokens a second", "times of ours"]
+    header = ["", "attention", "tokens per second", "time / ours"]
     return f"{markdown(header, cells)}\n\n{prose(f'{size}. {origin(rows)}.')}"
 
 

@@ -203,7 +203,7 @@ def parallel_host() -> str:
         table.append(
             [row["provider"], row["layers"], row["rows"], *milliseconds, f"{int(row['tokens_per_second']):,}", bound]
         )
-    header = ["training", "layers", "rows", "ms", "GPU busy, ms", "tokens/s a GPU", "at most of ideal"]
+    header = ["training", "layers", "rows", "ms", "GPU busy, ms", "tokens/s per GPU", "of ideal, at most"]
     ranks = max(int(row["fake_ranks"]) for row in rows)
     return markdown(header, table) + "\n\n" + prose(
         f"One GPU; all rows but \"one rank\" run as rank 0 of {ranks} that are not there: collectives send nothing, wait for nobody, and "
@@ -214,11 +214,11 @@ def parallel_host() -> str:
 
 
 LOGPS_KEPT = "packing_ops, all logits kept"
-LOGPS_PEERS = {LOGPS_KEPT: "ours, logits kept", "torch eager": "torch eager", "torch.compile": "torch.compile",
+LOGPS_PEERS = {LOGPS_KEPT: "logits kept", "torch eager": "torch eager", "torch.compile": "torch.compile",
                "Liger's fused linear cross entropy": "Liger", "TRL's chunked log-probs": "TRL",
                "bare matmuls": "bare matmuls"}  # fmt: skip
-LOGPS_MEMORY = {OURS: "GiB, ours", LOGPS_KEPT: "logits kept", "torch eager": "eager", "torch.compile": "compiled",
-                "Liger's fused linear cross entropy": "Liger"}  # fmt: skip
+LOGPS_MEMORY = {OURS: "GiB of ours", LOGPS_KEPT: "GiB, logits kept", "torch eager": "GiB, eager", "torch.compile": "GiB, compiled",
+                "Liger's fused linear cross entropy": "GiB, Liger"}  # fmt: skip
 
 
 def logps() -> str:
@@ -235,10 +235,10 @@ def logps() -> str:
         label = f"{op.removeprefix('token_logps, ')}, hidden {int(shape.rpartition('=')[2]):,}"
         rows.append([label, duration(providers[OURS]), *others, *peaks])
         used.append(providers[OURS])
-    header = ["token_logps, 16,384 tokens, vocabulary of 151,936, bf16", "time", *LOGPS_PEERS.values(),
+    header = ["token_logps, 16,384 tokens, vocabulary of 151,936, bf16", "time of ours", *(f"{name} / ours" for name in LOGPS_PEERS.values()),
               *LOGPS_MEMORY.values()]  # fmt: skip
     note = (
-        "Times of the others are multiples of ours: below 1 the other is faster. Bare matmuls: only cuBLAS, one product "
+        "/ ours: the time of the other over ours, below 1 where the other is faster. Bare matmuls: only cuBLAS, one product "
         "forward, three backward (ours makes the logits again unless it keeps them; torch keeps them). Liger's fused linear cross entropy gives only the mean of a batch, gradients made in its forward. GiB: "
         f"besides the arguments, gradients included. {origin(used)}."
     )

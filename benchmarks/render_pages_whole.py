@@ -46,7 +46,7 @@ def whole() -> str:
     for model in dict.fromkeys(map(_model, rows)):
         cells.append([f"**{model}**", "", "", "", "", ""])
         cells += [[PROVIDERS[row["provider"]], _how(row), *_cells(row)] for row in rows if _model(row) == model]
-    header = ["", "", "tokens/s a GPU", "MFU", "GiB", "loss"]
+    header = ["", "", "tokens/s per GPU", "MFU", "GiB", "loss"]
     note = (
         "Of each model the same documents; the median of three steps with fused AdamW, bf16. Tokens without padding. MFU: 6 "
         "operations for each parameter that a token is multiplied with (4 with LoRA) and attention's, over 989 TFLOP/s. "
@@ -69,7 +69,7 @@ def checkpointing() -> str:
             cells.append([_model(row), _how(row), row["kept"].partition(": ")[2], *_cells(row)[:3], times])
     if not cells:
         return NOT_RUN
-    header = ["", "", "bytes kept by each layer", "tokens/s a GPU", "MFU", "GiB", "times full checkpointing"]
+    header = ["", "", "bytes kept by each layer", "tokens/s per GPU", "MFU", "GiB", "times full checkpointing"]
     return f"{markdown(header, cells)}\n\n{origin(rows)}."
 
 
@@ -84,7 +84,7 @@ def best_of(rows: list[dict]) -> dict[tuple[str, str], dict]:
 
 
 def headline() -> str:
-    """The best row of each provider: tokens/s a GPU, MFU, GiB."""
+    """The best row of each provider: tokens/s per GPU, MFU, GiB."""
     best = best_of(_measured())
     parts = [part for part in SHOWN if (part, "ours") in best]
     if not parts:
@@ -97,7 +97,7 @@ def headline() -> str:
         ]
         for name in ("padded", "fa2", "liger", "ours")
     ]
-    header = ["", *(cell for part in parts for cell in (f"{SHOWN[part]}: tokens/s a GPU", "MFU", "GiB"))]
+    header = ["", *(cell for part in parts for cell in (f"{SHOWN[part]}: tokens/s per GPU", "MFU", "GiB"))]
     used = [row for (part, _), row in best.items() if part in parts]
     where = f"bf16 ([how each was set, and more](docs/performance.md#whole-models); {origin(used)})."
     return f"{markdown(header, cells)}\n\n{prose(where)}"
