@@ -49,13 +49,19 @@ template <int kThreads, int kRows, class T, int kColumns>
 __device__ __forceinline__ void load_rows(Tile<T, kColumns> tile, const T* from, int64_t step, int valid) {
   constexpr int kPiece = 16 / static_cast<int>(sizeof(T));
   constexpr int kPieces = kColumns / kPiece;
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
-    const int row = i / kPieces;
-    const int column = i % kPieces * kPiece;
+  constexpr int kAtOnce = kThreads / kPieces;  // rows
+  static_assert(kThreads % kPieces == 0);
+  const int first = static_cast<int>(threadIdx.x) / kPieces;
+  const int column = static_cast<int>(threadIdx.x) % kPieces * kPiece;
+  const T* source = from + first * step + column;
+  uint32_t to = ptx::shared_address(tile.at(first, column));
+#pragma unroll
+  for (int row = first; row < first + kRows; row += kAtOnce) {
+    if (kRows % kAtOnce != 0 && row >= kRows) break;
     const bool exists = row < valid;
-    const T* source = exists ? from + row * step + column : from;
-    ptx::cp_async_16(ptx::shared_address(tile.at(row, column)), source, exists);
+    ptx::cp_async_16(to, exists ? source : from, exists);
+    source += kAtOnce * step;
+    to += kAtOnce * Tile<T, kColumns>::kStride * static_cast<int>(sizeof(T));
   }
 }
 
