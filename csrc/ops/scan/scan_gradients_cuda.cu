@@ -52,67 +52,124 @@ struct Gradients {
   __device__ __forceinline__ void through_states(const Work<T>& work, float (&of_scores)[kPairTiles][4],
                                                  float (&of_corrections)[kPairTiles][4]) {
     const RowScales& scales = shared.sums->scales;
-    const int pieces = static_cast<int>(work.p.head_dim_v) / kPiece;
-    constexpr int kPasses = kCorrects ? 3 : 2;
-    const auto pass_of = [&](int step) {
-      return static_cast<Pass>(!kCorrects && step >= pieces ? kCorrected : step / pieces);
-    };
-    const auto load = [&](int step) {
-      load_stage<T, kDim, kCorrects>(work, shared.stage(step % kStages), pass_of(step), step % pieces * kPiece);
-    };
+    Steps<kStages> steps{work, shared, static_cast<int>(work.p.head_dim_v) / kPiece};
     float products[kTiles][4] = {};
     float dot_values = 0.0f;
     float dot_states = 0.0f;
-    if constexpr (kStages == 2) load(0);
-    for (int step = 0; step < kPasses * pieces; ++step) {
-      if constexpr (kStages == 1) load(step);
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      if (kStages == 2 && step + 1 < kPasses * pieces) load(step + 1);
-      const Stage<T, kDim> stage = shared.stage(step % kStages);
-      const Pass pass = pass_of(step);
+    if constexpr (kStages == 2) steps.load(kDout, 0, 0);
+    steps.template each<kDout>([&](const Stage<T, kDim>& stage, int) {
       multiply(products, stage.rows, row, stage.state, column, 0, kPiece);
-      const auto multiply_pairs = [&](float (&pairs)[kPairTiles][4]) {
-        multiply<Order::kPlain, Order::kTransposed>(pairs, stage.rows, row, stage.corrected, pair_column, 0, kPiece);
-      };
-      if (pass == kDout) multiply_pairs(of_scores);
-      if (kCorrects && pass == kDcorrected) multiply_pairs(of_corrections);
-      if (kCorrects && pass == kDcorrected) dot_values += dot_of_values(work, stage, step % pieces * kPiece);
-      if (pass == kCorrected) dot_states += dot_of_states(work, stage, step % pieces * kPiece);
-      if (step % pieces == pieces - 1) {
-        if (pass == kDout) add(products, shared.queries, dq, kOfQueries, scales.q, 1.0f, nullptr);
-        if (kCorrects && pass == kDcorrected) add(products, shared.keys, dk, kOfKeys, scales.k, -1.0f, scales.beta);
-        const float* more = kCorrects ? nullptr : scales.beta;
-        if (pass == kCorrected) add(products, shared.keys, dk, kOfEnd, scales.to_end, 1.0f, more);
-      }
-      if constexpr (kStages == 1) __syncthreads();
+      multiply_pairs(of_scores, stage);
+    });
+    add(products, shared.queries, dq, kOfQueries, scales.q, 1.0f, nullptr);
+    if constexpr (kCorrects) {
+      steps.template each<kDcorrected>([&](const Stage<T, kDim>& stage, int piece) {
+        Vector values[kOfValues];
+        load_values(work, piece, values);
+        multiply(products, stage.rows, row, stage.state, column, 0, kPiece);
+        multiply_pairs(of_corrections, stage);
+        dot_values += dot_of_values(work, stage, values);
+      });
+      add(products, shared.keys, dk, kOfKeys, scales.k, -1.0f, scales.beta);
     }
+    steps.template each<kCorrected>([&](const Stage<T, kDim>& stage, int piece) {
+      Vector states[kOfStates];
+      load_states(work, piece, states);
+      multiply(products, stage.rows, row, stage.state, column, 0, kPiece);
+      dot_states += dot_of_states(stage, states);
+    });
+    add(products, shared.keys, dk, kOfEnd, scales.to_end, 1.0f, kCorrects ? nullptr : scales.beta);
     store_dots(dot_values, dot_states);
   }
 
-  // dcorrected . v of a row, four threads each.
-  __device__ __forceinline__ float dot_of_values(const Work<T>& work, const Stage<T, kDim>& stage, int piece) const {
-    const int i = static_cast<int>(threadIdx.x) / 4;
-    if (i >= work.chunk.rows) return 0.0f;
+  // The steps of the passes: what a step reads is copied during the one before, if there are two stages.
+  template <int kStages>
+  struct Steps {
+    const Work<T>& work;
+    const Shared<T, kDim, kCorrects>& shared;
+    int pieces;
+    int done = 0;
+
+    __device__ __forceinline__ void load(Pass pass, int piece, int step) const {
+      load_stage<T, kDim, kCorrects>(work, shared.stage(step % kStages), pass, piece * kPiece);
+    }
+    // call(stage, column) for each piece of a pass.
+    template <Pass kPass, class Call>
+    __device__ __forceinline__ void each(const Call& call) {
+      constexpr Pass kNext = kCorrects && kPass == kDout ? kDcorrected : kCorrected;
+      for (int piece = 0; piece < pieces; ++piece, ++done) {
+        if constexpr (kStages == 1) {
+          __syncthreads();  // the stage has been read
+          load(kPass, piece, done);
+        }
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if constexpr (kStages == 2) {
+          if (piece + 1 < pieces) {
+            load(kPass, piece + 1, done + 1);
+          } else if (kPass != kCorrected) {
+            load(kNext, 0, done + 1);
+          }
+        }
+        call(shared.stage(done % kStages), piece * kPiece);
+      }
+    }
+  };
+
+  __device__ __forceinline__ void multiply_pairs(float (&pairs)[kPairTiles][4], const Stage<T, kDim>& stage) const {
+    multiply<Order::kPlain, Order::kTransposed>(pairs, stage.rows, row, stage.corrected, pair_column, 0, kPiece);
+  }
+
+  // What the sums below read of memory, in vectors: loaded before a step's products, so that they hide its latency.
+  using Vector = Vec<T, 16 / static_cast<int>(sizeof(T))>;
+  static constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+  static constexpr int kOfValues = kChunk * kPiece / (kVector * kThreads);
+  static constexpr int kOfStates = kDim * kPiece / (kVector * kThreads);
+  static_assert(kOfValues > 0 && kOfStates > 0);
+
+  __device__ static int value_column(int i) { return (static_cast<int>(threadIdx.x) % 4 + 4 * i) * kVector; }
+  __device__ static int state_at(int i) { return (static_cast<int>(threadIdx.x) + kThreads * i) * kVector; }
+
+  __device__ __forceinline__ void load_values(const Work<T>& work, int piece, Vector (&to)[kOfValues]) const {
+    const int row = static_cast<int>(threadIdx.x) / 4;
+    if (row >= work.chunk.rows) return;
     const HeadRows& v = work.p.v;
-    const T* values = static_cast<const T*>(v.data) + (work.chunk.row + i) * v.token + work.head * v.head + piece;
+    const T* values = static_cast<const T*>(v.data) + (work.chunk.row + row) * v.token + work.head * v.head + piece;
+#pragma unroll
+    for (int i = 0; i < kOfValues; ++i) to[i] = *reinterpret_cast<const Vector*>(values + value_column(i));
+  }
+
+  __device__ __forceinline__ void load_states(const Work<T>& work, int piece, Vector (&to)[kOfStates]) const {
+    const T* states = work.state_of(work.chunks.states) + piece * kDim;
+#pragma unroll
+    for (int i = 0; i < kOfStates; ++i) to[i] = *reinterpret_cast<const Vector*>(states + state_at(i));
+  }
+
+  // dcorrected . v of a row, four threads each.
+  __device__ __forceinline__ float dot_of_values(const Work<T>& work, const Stage<T, kDim>& stage,
+                                                 const Vector (&values)[kOfValues]) const {
+    const int row = static_cast<int>(threadIdx.x) / 4;
+    if (row >= work.chunk.rows) return 0.0f;
     float sum = 0.0f;
-    for (int j = static_cast<int>(threadIdx.x) % 4 * 2; j < kPiece; j += 8) {
-      const Vec<T, 2> pair = *reinterpret_cast<const Vec<T, 2>*>(values + j);
-      const Vec<T, 2> other = stage.rows.pair(i, j);
-      sum += pair.get(0) * other.get(0) + pair.get(1) * other.get(1);
+#pragma unroll
+    for (int i = 0; i < kOfValues; ++i) sum += dot(values[i], stage.rows.at(row, value_column(i)));
+    return sum;
+  }
+
+  __device__ __forceinline__ float dot_of_states(const Stage<T, kDim>& stage, const Vector (&states)[kOfStates]) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOfStates; ++i) {
+      sum += dot(states[i], stage.state.at(state_at(i) / kDim, state_at(i) % kDim));
     }
     return sum;
   }
 
-  __device__ __forceinline__ float dot_of_states(const Work<T>& work, const Stage<T, kDim>& stage, int piece) const {
-    const T* states = work.state_of(work.chunks.states) + piece * kDim;
+  __device__ static __forceinline__ float dot(const Vector& x, const T* shared_row) {
+    const Vector y = *reinterpret_cast<const Vector*>(shared_row);
     float sum = 0.0f;
-    for (int i = 2 * static_cast<int>(threadIdx.x); i < kDim * kPiece; i += 2 * kThreads) {
-      const Vec<T, 2> pair = *reinterpret_cast<const Vec<T, 2>*>(states + i);
-      const Vec<T, 2> other = stage.state.pair(i / kDim, i % kDim);
-      sum += pair.get(0) * other.get(0) + pair.get(1) * other.get(1);
-    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum += x.get(i) * y.get(i);
     return sum;
   }
 
@@ -145,7 +202,8 @@ struct Gradients {
       for (int e = 0; e < 4; ++e) {
         const int i = first + e / 2 * 8;
         const int j = pair_column + 8 * tile + lane_of() % 4 * 2 + e % 2;
-        const float between = j <= i ? decay<T>(scales.sums[i] - scales.sums[j]) * scales.k_norms[j] : 0.0f;
+        const float decayed = decay<T>(j <= i ? scales.sums[i] - scales.sums[j] : 0.0f);  // no branch
+        const float between = j <= i ? decayed * scales.k_norms[j] : 0.0f;
         const float score = j <= i ? scale * scales.q_norms[i] * between * of_scores[tile][e] : 0.0f;
         const float of_score = j < i ? score * scores[tile][e] : 0.0f;  // that of the diagonal is of no g
         if constexpr (kCorrects) {
