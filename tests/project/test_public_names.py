@@ -183,7 +183,11 @@ def test_results_that_depend_on_arguments_are_overloads():
             named = {n: p for n, p in other.parameters.items() if p.kind is not p.VAR_KEYWORD}
             assert [*named] == [n for n in one.parameters if n in named]
             options = {n: hint for rest in {*other.parameters} - {*named} for n, hint in fields(other.parameters[rest])}
-            assert {*named} | {*options} == {*one.parameters}
+            refused = {
+                p.name for p in one.parameters.values() if p.kind is p.VAR_KEYWORD
+            }  # keywords that it names in an error
+            assert all(one.parameters[name].annotation is typing.NoReturn for name in refused)
+            assert {*named} | {*options} == {*one.parameters} - refused
             hints = typing.get_type_hints(functions[name])
             assert {n: hints[n] for n in options} == options
             given = [p for p in named.values() if p.annotation == one.parameters[p.name].annotation]
