@@ -48,8 +48,14 @@ def trainer(folder: str, dtype: torch.dtype):
 @contextlib.contextmanager
 def engine(folder: str, dtype: torch.dtype, **options):
     """An LLM; with the block all of it goes, and what its attention patched."""
-    options = {"attention_backend": "CUSTOM", "max_model_len": 1024, "max_num_seqs": 8, **options}
-    llm = LLM(folder, skip_tokenizer_init=True, dtype=str(dtype)[6:], enforce_eager=True, **options)
+    options = {
+        "attention_backend": "CUSTOM",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        **options,
+    }
+    llm = LLM(folder, skip_tokenizer_init=True, dtype=str(dtype)[6:], **options)
     try:
         yield llm
     finally:

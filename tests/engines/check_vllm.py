@@ -150,7 +150,7 @@ def test_processes_of_vllm_find_the_entry_point(tmp_path):
     script = f"""
 from cases import *
 if __name__ == "__main__":
-    with engine({folder!r}, torch.bfloat16, attention_backend=None) as llm:
+    with engine({folder!r}, torch.bfloat16, attention_backend=None, enforce_eager=False) as llm:
         sampled = sample(llm, prompts(5, 200))
     with trainer({folder!r}, torch.bfloat16) as model:
         print("differ:", *differences(model, sampled))

@@ -71,6 +71,12 @@ def _modules():
         def is_cpu(self):
             return True
 
+    class EngineArgs:
+        attention_backend, enforce_eager, attention_config = None, False, types.SimpleNamespace(backend=None)
+
+        def create_engine_config(self):
+            return self.attention_backend, self.enforce_eager
+
     layers = "vllm.model_executor.layers"
     contents = {
         "vllm.config": {"get_current_vllm_config": config},
@@ -93,6 +99,8 @@ def _modules():
             "register_backend": overrides.__setitem__,
         },
         "vllm.v1.sample.sampler": {"Sampler": Sampler},
+        "vllm.v1.worker.gpu.sample.logprob": {"compute_token_logprobs": Sampler.compute_logprobs},
+        "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
     }
     modules = {}
     for name, attributes in contents.items():

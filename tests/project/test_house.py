@@ -287,11 +287,14 @@ PATCHES = {
     "integrations.transformers.rope": {"module.name"},
     "integrations.trl.packing": {"data_utils.pack_dataset"},
     "integrations.trl.trees": {"_packing().tree_attention"},
-    "integrations.vllm.__init__": {"type(current_platform).get_attn_backend_cls"},
+    "integrations.vllm.__init__": {
+        "EngineArgs.create_engine_config", "type(current_platform).get_attn_backend_cls",
+    },
     "integrations.vllm.layers": {
         "GeluAndMul.forward", "GemmaRMSNorm.forward", "RMSNorm.forward", "RotaryEmbedding.forward", "SiluAndMul.forward",
         "Sampler.compute_logprobs", "Sampler.forward", "Sampler.sample", "UnquantizedEmbeddingMethod.apply",
         "UnquantizedLinearMethod.apply", "UnquantizedLinearMethod.process_weights_after_loading",
+        "logprob.compute_token_logprobs",
     },
 }  # fmt: skip
 # Starred parameters that hide what comes; those of an overload are named by their TypedDict.

@@ -36,7 +36,8 @@ def register() -> None:
     custom = AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
         register_backend(custom, _PATH)
-    _choice().pin()
+    for patch in _patches():
+        patch.pin()
 
 
 def unregister() -> None:
@@ -45,28 +46,43 @@ def unregister() -> None:
 
     if AttentionBackendEnum.CUSTOM.is_overridden() and AttentionBackendEnum.CUSTOM.get_path() == _PATH:
         AttentionBackendEnum.CUSTOM.clear_override()
-    _choice().revert()
+    for patch in _patches():
+        patch.revert()
 
 
 @functools.cache
-def _choice() -> Patch:
+def _patches() -> tuple[Patch, ...]:
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    return Patch(type(current_platform), "get_attn_backend_cls", _choose)
+    return (
+        Patch(type(current_platform), "get_attn_backend_cls", _choose),
+        Patch(EngineArgs, "create_engine_config", _asked),
+    )
 
 
 def _choose(stock: Callable[..., str]) -> "staticmethod[..., str]":
-    """The CPU's platform has no backend but its own. PACKING_OPS_VLLM=1: CUSTOM is the default."""
+    """The CPU's platform knows no backend but its own."""
 
     def choose(selected_backend: Any, *args: Any, **kwargs: Any) -> str:
         from vllm.platforms import current_platform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        custom = AttentionBackendEnum.CUSTOM
-        if selected_backend is None and os.environ.get("PACKING_OPS_VLLM") == "1":
-            selected_backend = custom
-        if selected_backend is custom and current_platform.is_cpu():
-            return custom.get_path()
+        if selected_backend is AttentionBackendEnum.CUSTOM and current_platform.is_cpu():
+            return selected_backend.get_path()
         return stock(selected_backend, *args, **kwargs)
 
     return staticmethod(choose)
+
+
+def _asked(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """PACKING_OPS_VLLM=1: an engine that names no attention gets ours, and runs eagerly."""
+
+    @functools.wraps(stock)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = self.attention_backend or self.attention_config.backend
+        if os.environ.get("PACKING_OPS_VLLM") == "1" and named is None:
+            self.attention_backend, self.enforce_eager = "CUSTOM", True
+        return stock(self, *args, **kwargs)
+
+    return create_engine_config

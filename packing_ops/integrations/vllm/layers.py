@@ -12,6 +12,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample import logprob
 
 from packing_ops.integrations._log_probs import log_sums_of
 from packing_ops.integrations._patching import PRIVATE, Patch
@@ -160,6 +161,16 @@ def _sample(stock):
     return sample
 
 
+def _of_tokens(stock):
+    """The same of vLLM's second model runner, whose processed logits are the head's where nothing was processed."""
+
+    @functools.wraps(stock)
+    def compute(logits, token_ids):
+        return logits.gather(-1, token_ids.long()).float() - log_sums_of(logits, logits.dtype)[:, None]
+
+    return compute
+
+
 PATCHES = [
     Patch(RMSNorm, "forward", _norm("weight")),
     Patch(GemmaRMSNorm, "forward", _norm("one_plus_weight")),
@@ -172,4 +183,5 @@ PATCHES = [
     Patch(Sampler, "compute_logprobs", _compute_logprobs),
     Patch(Sampler, "forward", _forward),
     Patch(Sampler, "sample", _sample),
+    Patch(logprob, "compute_token_logprobs", _of_tokens, imported_by="vllm"),
 ]

@@ -163,6 +163,8 @@ def test_log_probs_are_those_of_token_logps(patched, dtype, logprobs_mode):
     with po.invariant():
         wanted = po.token_logps(hidden, weight[:5000], labels, torch.tensor([0, 40], dtype=torch.int32))[5:25]
     assert torch.equal(logps.gather(1, sampled[:, None])[:, 0], wanted)
+    of_tokens = sys.modules["vllm.v1.worker.gpu.sample.logprob"].compute_token_logprobs
+    assert torch.equal(of_tokens(logits, torch.stack([sampled, sampled], 1))[:, 1], wanted)
     assert sampler.topk_topp_sampler.logprobs_mode == "raw_logprobs"
 
 
@@ -226,10 +228,15 @@ def test_register_waits_to_be_asked(vllm, monkeypatch):
     assert platform.get_attn_backend_cls(None, None) == "cpu"
     assert platform.get_attn_backend_cls(registry.CPU_ATTN, None) == "cpu"
     assert platform.get_attn_backend_cls(registry.CUSTOM, None) == ours
+    arguments = sys.modules["vllm.engine.arg_utils"].EngineArgs
+    assert arguments().create_engine_config() == (None, False)
     monkeypatch.setenv("PACKING_OPS_VLLM", "1")
-    assert platform.get_attn_backend_cls(None, None) == ours
-    assert platform.get_attn_backend_cls(registry.CPU_ATTN, None) == "cpu"
+    assert arguments().create_engine_config() == ("CUSTOM", True)
+    chosen = arguments()
+    chosen.attention_backend = "FLASH_ATTN"
+    assert chosen.create_engine_config() == ("FLASH_ATTN", False)
     vllm.plugin.unregister()
+    assert arguments().create_engine_config() == (None, False)
     assert vars(platform)["get_attn_backend_cls"] is stock
     assert not registry.CUSTOM.is_overridden()
 
