@@ -90,9 +90,20 @@ def same_bits() -> str:
 
 def grpo_same_bits() -> str:
     """Both loops of examples/grpo_same_bits.py, on each device that it has run on."""
+    models = {"cpu": "a Qwen3 of four small layers, float32", "cuda": "Qwen3-0.6B's shape, bfloat16"}
+    return _loops("grpo_same_bits", models, ("without the mode", "invariant=True"))
+
+
+def grpo_vllm() -> str:
+    """Both loops of examples/grpo_vllm.py."""
+    return _loops("grpo_vllm", {"cpu": "a Qwen3 of four small layers, float32"}, ("vLLM alone", "packing_ops"))
+
+
+def _loops(name: str, models: dict[str, str], loops: tuple[str, str]) -> str:
+    """Loops of GRPO: how many log-probs of rollouts differ from the trainer's, on each device that has a result."""
     cells, where = [], []
-    for device, model in (("cpu", "a Qwen3 of four small layers, float32"), ("cuda", "Qwen3-0.6B's shape, bfloat16")):
-        path = RESULTS / f"grpo_same_bits_{device}.json"
+    for device, model in models.items():
+        path = RESULTS / f"{name}_{device}.json"
         if not path.exists():
             continue
         results = json.loads(path.read_text())
@@ -100,15 +111,15 @@ def grpo_same_bits() -> str:
             f"[{path.name}](benchmarks/results/{path.name}) ([picture](benchmarks/results/{path.stem}.png)): "
             f"{results['device']}, torch {results['torch']}, commit {results['commit'][:7]}."
         )
-        for mode in ("without the mode", "invariant=True"):
-            steps = results[mode]
+        for loop in loops:
+            steps = results[loop]
             tokens, differ = (sum(step[name] for step in steps) for name in ("tokens", "not_0"))
             largest = max(step["largest"] for step in steps)
             seconds = [median(step["seconds"][part] for step in steps) for part in ("rollout", "update")]
             found = f"{differ:,} of {tokens:,}", f"{largest:.1e}" if largest else "0.0"
-            cells.append([model, mode, str(len(steps)), *found, *(f"{each:.2f} s" for each in seconds)])
+            cells.append([model, loop, str(len(steps)), *found, *(f"{each:.2f} s" for each in seconds)])
     if not cells:
-        return "Not run yet: `benchmarks/bench_demo.py --only grpo_same_bits`."
+        return f"Not run yet: `benchmarks/bench_demo.py --only {name}`."
     head = ["model", "", "steps", "log-probs that differ", "largest difference", "rollout", "update"]
     return markdown(head, cells) + "\n\n" + prose(" ".join(where))
 
@@ -169,7 +180,7 @@ TABLES = (
     | render_pages_training.TABLES
     | render_pages_whole.TABLES
     | {"build": build, "files": files, "invariance": invariance, "matrix": matrix, "same_bits": same_bits}
-    | {"grpo_same_bits": grpo_same_bits, "grpo_tree": grpo_tree}
+    | {"grpo_same_bits": grpo_same_bits, "grpo_tree": grpo_tree, "grpo_vllm": grpo_vllm}
     | {"prefix_tree_savings": prefix_tree_savings}
 )
 

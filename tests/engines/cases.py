@@ -7,6 +7,7 @@ import os
 # Before vLLM reads them: in this process, offline.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # tests share the cores with others
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
@@ -66,7 +67,7 @@ def engine(folder: str, dtype: torch.dtype, **options):
 
 def sample(llm, prompts: list[list[int]], tokens: int = 24, **options):
     """(prompt and answer, log-probabilities of the answer) of each prompt."""
-    sampling = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, detokenize=False, **options)
+    sampling = SamplingParams(max_tokens=tokens, logprobs=0, detokenize=False, **options)
     found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     answers = [each.outputs[0] for each in found]
     logps = [[place[t].logprob for place, t in zip(a.logprobs, a.token_ids, strict=True)] for a in answers]
@@ -75,18 +76,21 @@ def sample(llm, prompts: list[list[int]], tokens: int = 24, **options):
 
 
 @torch.no_grad()
-def trained(model, documents: list[list[int]]) -> list[torch.Tensor]:
+def trained(model, documents: list[list[int]], temperature: float) -> list[torch.Tensor]:
     """token_logps of each document's tokens, from one packed row."""
     metadata = po.PackedMetadata.from_lengths([len(document) for document in documents])
     row = torch.tensor([token for document in documents for token in document])
     of_row = {"input_ids": row[None], "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
     hidden = model.model(**of_row, use_cache=False).last_hidden_state
-    return list(po.token_logps(hidden, model.lm_head.weight, row, metadata).split([len(d) for d in documents]))
+    scaled = {"temperature": torch.full([len(row)], temperature)}  # a tensor: float32, as vLLM has it
+    return list(
+        po.token_logps(hidden, model.lm_head.weight, row, metadata, **scaled).split([len(d) for d in documents])
+    )
 
 
-def differences(model, sampled) -> tuple[int, int]:
+def differences(model, sampled, temperature: float = 1.0) -> tuple[int, int]:
     """Log-probabilities that differ, and all of them."""
-    ours = trained(model, [document for document, _ in sampled])
+    ours = trained(model, [document for document, _ in sampled], temperature)
     pairs = [(logps, mine[-len(logps) - 1 : -1]) for (_, logps), mine in zip(sampled, ours, strict=True)]
     return sum(int((a != b).sum()) for a, b in pairs), sum(len(a) for a, _ in pairs)
 

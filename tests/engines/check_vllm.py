@@ -63,6 +63,7 @@ def test_processed_log_probs_without_prefix_caching(dtype, tmp_path):
     options = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False}
     with engine(folder, dtype, **options) as llm, trainer(folder, dtype) as model:
         assert differences(model, sample(llm, prompts(5, 200))) == (0, 48)
+        assert differences(model, sample(llm, prompts(5, 200), temperature=0.7), temperature=0.7) == (0, 48)
 
 
 def test_the_same_engine_without_us_differs(tmp_path):

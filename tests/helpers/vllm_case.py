@@ -38,10 +38,11 @@ def _modules():
 
         def forward(self, logits, metadata=None):
             raw = self.compute_logprobs(logits)
-            sampled, processed = self.sample(logits.float(), metadata)
+            sampled, processed = self.sample(logits.to(torch.float32), metadata)
             return sampled, raw if processed is None else processed
 
         def sample(self, logits, sampling_metadata, logprobs_mode_override=None):
+            logits.div_(sampling_metadata.temperature[:, None])
             processed = logits if self.topk_topp_sampler.logprobs_mode == "processed_logits" else None
             return logits.argmax(-1), processed
 

@@ -53,6 +53,7 @@ def _gated(activation):
     return make
 
 
+GREEDY = 1e-5  # vLLM takes lower temperatures for 1, and the largest logit
 ROTARY = ("RotaryEmbedding", "Llama3RotaryEmbedding")  # whose tables are those of transformers
 
 
@@ -117,8 +118,9 @@ def _head(stock):
 # --- log-probabilities ---
 
 
-def _log_probs(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return logits.float() - log_sums_of(logits, dtype)[:, None]
+def _log_probs(logits: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None = None) -> torch.Tensor:
+    scaled = logits.float() if scales is None else logits.float() * scales[:, None]
+    return scaled - log_sums_of(logits, dtype, scales)[:, None]
 
 
 def _compute_logprobs(stock):
@@ -141,9 +143,7 @@ def _forward(stock):
 
 
 def _sample(stock):
-    """logprobs_mode="processed_logprobs": vLLM hands out the processed logits, and the log-probabilities are taken
-    here.
-    """
+    """logprobs_mode="processed_logprobs": from the logits before the temperature, without those that vLLM hides."""
 
     @functools.wraps(stock)
     def sample(self, logits, sampling_metadata, logprobs_mode_override=None):
@@ -152,11 +152,16 @@ def _sample(stock):
             return stock(self, logits, sampling_metadata, logprobs_mode_override)
         inner, dtype = self.topk_topp_sampler, vars(self).get(PRIVATE + "dtype", logits.dtype)
         before, inner.logprobs_mode = inner.logprobs_mode, "processed_logits"
+        given, temperature = logits.clone(), sampling_metadata.temperature  # vLLM divides in place
         try:
             sampled, processed = stock(self, logits, sampling_metadata, "processed_logits")
         finally:
             inner.logprobs_mode = before
-        return sampled, None if processed is None else _log_probs(processed, dtype)
+        if processed is None:
+            return sampled, None
+        scales = None if temperature is None else 1 / torch.where(temperature < GREEDY, 1.0, temperature)
+        hidden = processed == -float("inf")
+        return sampled, _log_probs(given.masked_fill_(hidden, -float("inf")), dtype, scales)
 
     return sample
 

@@ -149,22 +149,28 @@ def test_products_are_those_of_separate_layers(patched, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
-def test_log_probs_are_those_of_token_logps(patched, dtype, logprobs_mode):
+@pytest.mark.parametrize(
+    ("logprobs_mode", "temperature"), [("raw_logprobs", 1.0), ("processed_logprobs", 1.0), ("processed_logprobs", 0.7)]
+)
+def test_log_probs_are_those_of_token_logps(patched, dtype, logprobs_mode, temperature):
     hidden, weight = torch.randn(40, 48).to(dtype), torch.randn(5056, 48).to(dtype)  # vLLM pads the vocabulary
     head = types.SimpleNamespace(weight=torch.nn.Parameter(weight, requires_grad=False), org_vocab_size=5000)
     sampler = patched.layers.Sampler()
     sampler.logprobs_mode = logprobs_mode
     logits = patched.layers.UnquantizedEmbeddingMethod().apply(head, hidden[5:25])
     assert logits.shape == (20, 5000)
-    sampled, logps = sampler(logits)
+    of_tokens = sys.modules["vllm.v1.worker.gpu.sample.logprob"].compute_token_logprobs
+    tokens = logits.argmax(1)
+    by_tokens = of_tokens(logits, torch.stack([tokens, tokens], 1))[:, 1]
+    sampled, logps = sampler(logits, types.SimpleNamespace(temperature=torch.full([20], temperature)))
     labels = torch.zeros(40, dtype=torch.long)
     labels[6:26] = sampled
+    arguments = hidden, weight[:5000], labels, torch.tensor([0, 40], dtype=torch.int32)
     with po.invariant():
-        wanted = po.token_logps(hidden, weight[:5000], labels, torch.tensor([0, 40], dtype=torch.int32))[5:25]
+        wanted = po.token_logps(*arguments, temperature=torch.full([40], temperature))[5:25]
+        plain = po.token_logps(*arguments)[5:25]
     assert torch.equal(logps.gather(1, sampled[:, None])[:, 0], wanted)
-    of_tokens = sys.modules["vllm.v1.worker.gpu.sample.logprob"].compute_token_logprobs
-    assert torch.equal(of_tokens(logits, torch.stack([sampled, sampled], 1))[:, 1], wanted)
+    assert torch.equal(by_tokens, plain)
     assert sampler.topk_topp_sampler.logprobs_mode == "raw_logprobs"
 
 
