@@ -2,50 +2,20 @@
 
 import copy
 import gc
-import importlib
 import sys
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import vllm_case
 from helpers.vllm_case import config
+from helpers.vllm_model import BLOCK, layer, step
 
 import packing_ops as po
 from packing_ops.integrations.vllm.refusals import refusals
 
 pytest.importorskip("transformers")
-HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 128
-
-
-@pytest.fixture
-def vllm(monkeypatch):
-    """The integration over stand-ins: its package, backend and layers."""
-    vllm_case.install(monkeypatch)
-    parts = [importlib.import_module(f"packing_ops.integrations.vllm{part}") for part in ("", ".backend", ".layers")]
-    yield types.SimpleNamespace(plugin=parts[0], backend=parts[1], layers=parts[2])
-    for name in [name for name in sys.modules if name.startswith("packing_ops.integrations.vllm")]:
-        monkeypatch.delitem(sys.modules, name)
-
-
-def step(requests, tables, device, padding=0):
-    """CommonAttentionMetadata of (keys before, new ones) of each request; ``padding`` tokens have the slot -1."""
-    slots = [
-        tables[i][at // BLOCK] * BLOCK + at % BLOCK
-        for i, (old, new) in enumerate(requests)
-        for at in range(old, old + new)
-    ]
-    starts = F.pad(torch.tensor([new for _, new in requests]).cumsum(0), (1, 0))
-    return types.SimpleNamespace(
-        causal=True,
-        num_reqs=len(requests),
-        num_actual_tokens=len(slots) + padding,
-        query_start_loc=starts.int().to(device),
-        seq_lens=torch.tensor([old + new for old, new in requests], dtype=torch.int32, device=device),
-        block_table_tensor=torch.tensor(tables, dtype=torch.int32, device=device),
-        slot_mapping=torch.tensor([*slots, *[-1] * padding], device=device),
-    )
+HEADS, KV_HEADS, DIM = 4, 2, 16
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -82,13 +52,6 @@ def test_a_run_without_metadata_gives_zeros(vllm):
 def run(module, *args):
     """forward of a stand-in that vLLM's __init__ did not make."""
     return type(module).forward(module, *args)
-
-
-def layer(cls, **attributes):
-    made = cls.__new__(cls)
-    torch.nn.Module.__init__(made)
-    vars(made).update(attributes)
-    return made
 
 
 @pytest.fixture
@@ -278,8 +241,8 @@ class Model(torch.nn.Module):
 
     def hidden(self, row):
         x = self.embed(row)
-        for layer in self.layers:
-            x = x + layer(x)
+        for block in self.layers:
+            x = x + block(x)
         return x
 
     def forward(self, row, cu_seqlens=None):
