@@ -44,7 +44,8 @@ def record(llm: object, documents: Sequence[Sequence[int]], logps: Sequence[Sequ
             (heard,) = llm.apply_model(_heard)
         for name, rows in heard.items():
             layers.setdefault(name, []).append(rows[: len(document)])
-    return [torch.tensor(document) for document in documents], [torch.tensor(each) for each in logps], layers
+    on_cpu = ([torch.tensor(each, device="cpu") for each in rows] for rows in (documents, logps))
+    return *on_cpu, layers
 
 
 def _listen(model: torch.nn.Module) -> None:
