@@ -10,7 +10,7 @@ namespace packing_ops {
 
 constexpr int kWarp = 32;
 
-// The grid checks cu_seqlens together, each entry once; it costs no launch of its own.
+// The grid checks cu_seqlens together, each entry once; it costs no extra launch.
 __device__ inline void flag_cu_seqlens(const Documents& documents, const FaultFlag& fault) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i <= documents.num_documents;
@@ -65,7 +65,7 @@ class TileDocuments {
 
   __device__ int document_of(int t) const { return document_from(t, first_); }
 
-  // As document_of, for a slot known not to lie before document `first`.
+  // As document_of, for a slot known not to be before document `first`.
   __device__ int document_from(int t, int first) const {
     int last = last_;
     while (first < last) {
@@ -153,7 +153,7 @@ struct Affine {
   __device__ Affine then(const Affine& next) const { return {next.a * a, next(b)}; }
 };
 
-// The threads that share one document, and how they add. The order depends on the group's size alone.
+// The threads that share one document, and how they add. The order depends only on the group's size.
 struct WarpGroup {
   static constexpr int kSize = kWarp;
   int rank;
@@ -212,7 +212,7 @@ struct BlockGroup {
 };
 
 // body(i, segment, group) for i in [0, count): a warp for a short document, the whole block for a long one. Which of
-// the two depends on the document's own length alone. Of the grid's two rows the first takes the short documents, the
+// the two depends only on the document's length. Of the grid's two rows the first takes the short documents, the
 // second the long ones, a block each, so that neither waits for the other.
 template <int kThreads, class Body>
 __device__ void for_each_document(const Documents& documents, int64_t count, const Body& body) {

@@ -7,7 +7,7 @@ namespace packing_ops {
 
 FaultFlag device_fault_flag() {
   static const FaultFlag flag = [] {
-    // The first call may come while a graph is being captured, where plain allocation is refused.
+    // The first call may be made while a graph is being captured, where plain allocation is refused.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     void* word = nullptr;

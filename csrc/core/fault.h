@@ -26,11 +26,11 @@ enum class Fault : uint8_t {
   kPathsOfOtherTree,       // the paths were found for other segments than cu_seqlens_q[index]
   kEndOfQueries,           // cu_seq_lens_q[-1] is not the batch's size
   kEndOfKeys,              // cu_seq_lens_k[-1] is not the batch's size
-  kPaddingInDocuments,     // attention_mask[index] is 0 beside cu_seq_lens_q
+  kPaddingInDocuments,     // attention_mask[index] is 0 with cu_seq_lens_q
   kOtherPositions,         // position_ids[index] restarts in a document of cu_seq_lens_q, or goes on at its start
   kKeysOfOtherDocuments,   // cu_seq_lens_k[index] differs from cu_seq_lens_q
   kLabelOutside,           // labels[index] is neither in the vocabulary nor ignore_index
-  kVisibleEndBeforeOwn,    // visible_end[index] is not beyond its query's own position
+  kVisibleEndBeforeOwn,    // visible_end[index] is not beyond its query's position
   kVisibleEndPastKeys,     // visible_end[index] is past the document's keys
   kVisibleEndOrder,        // visible_end[index] < visible_end[index - 1] in a document
   kPlanOfOtherVisibleEnd,  // the plan was made for another visible_end[index]

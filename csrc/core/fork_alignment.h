@@ -1,5 +1,5 @@
 // Where a prefix tree may fork: a segment with children is a multiple of this long. Every key tile of attention divides
-// it, so that a tile lies in one segment.
+// it, so that a tile is in one segment.
 #pragma once
 
 #include <cstdint>

@@ -45,7 +45,7 @@ Function torch_function(const char* name) {
   return reinterpret_cast<Function>(library ? dlsym(library, name) : nullptr);
 }
 
-// For a torch without that function: its text where it tells it (2.13 does), else our own.
+// For a torch without that function: its text if it has one (2.13 does), else ours.
 [[noreturn]] void raise_without_class(const std::vector<int64_t>& sizes) {
   if (const auto text = torch_function<const char* (*)()>("torch_exception_get_what_without_backtrace")) {
     throw std::runtime_error(text());

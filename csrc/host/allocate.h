@@ -1,4 +1,4 @@
-// Memory from torch's allocators; where there is none left, the error that torch itself raises.
+// Memory from torch's allocators; without any left, the error that torch itself raises.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -23,7 +23,7 @@ class CudaScope {
  public:
   explicit CudaScope(const Tensor& anchor);
   const CudaLaunch& launch() const { return launch_; }
-  // Under PACKING_OPS_CHECK=1 waits for the stream and raises this call's own fault.
+  // Under PACKING_OPS_CHECK=1 waits for the stream and raises this call's fault.
   void finish() const;
 
  private:
@@ -44,7 +44,7 @@ void launch(const Tensor& anchor, const Params& params, void (*cpu)(const Params
 constexpr int64_t kUnset = -1;
 int64_t wait_for_value(const Tensor& anchor, const int64_t* value);
 
-// Scratch memory of a CUDA kernel, bytes_of(arguments...) bytes; none on the CPU. Keep the tensor until after the
+// Scratch memory of a CUDA kernel, bytes_of(arguments...) bytes; 0 on the CPU. Keep the tensor until after the
 // launch. `bytes_of` is PACKING_OPS_CUDA(...) of a function.
 template <class BytesOf, class... Arguments>
 std::optional<Tensor> cuda_scratch(const Tensor& anchor, BytesOf bytes_of, const Arguments&... arguments) {

@@ -16,7 +16,7 @@ struct Distance {
 };
 
 // Whether start + sum of steps * stride is between -below and above, for any steps: how far a row of that width starts
-// from one of width `above` that it overlaps. Exact; quick since the largest stride comes first and what the others can
+// from one of width `above` that it overlaps. Exact; quick since the largest stride is first and what the others can
 // make up for leaves it few steps.
 bool comes_near(int64_t start, const Distance* distance, const Distance* end, int64_t below, int64_t above) {
   if (distance == end) return -below < start && start < above;

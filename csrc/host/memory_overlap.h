@@ -5,10 +5,10 @@
 
 namespace packing_ops {
 
-// Every element has memory of its own. The last dimension is contiguous.
+// No two elements share memory. The last dimension is contiguous.
 void check_no_overlap(const Tensor& t, const char* name);
 
-// No element of `t` lies where one of `other` does: of its dtype, with a contiguous last dimension of the same size.
+// No element of `t` shares memory with one of `other`: of its dtype, with a contiguous last dimension of the same size.
 void check_no_overlap(const Tensor& t, const char* name, const Tensor& other, const char* other_name);
 
 }  // namespace packing_ops

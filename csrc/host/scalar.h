@@ -1,4 +1,4 @@
-// Arithmetic types of CPU kernels: torch's own half types, and what each one is accumulated in.
+// Arithmetic types of CPU kernels: torch's half types, and what each one is accumulated in.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>

@@ -34,7 +34,7 @@ void narrow_cpu(const NarrowParams& p, const char* name) {
   }
 }
 
-// int32 of int64, in memory of its own.
+// int32 of int64, in new memory.
 Tensor int32_copy(const Tensor& cu_seqlens, const char* name) {
   const Tensor values = dense(cu_seqlens);
   Tensor copy = empty(sizes_of(cu_seqlens), DType::kInt32, cu_seqlens);
@@ -89,7 +89,7 @@ const char* dtype_name(torch::headeronly::ScalarType dtype) {
 }
 
 std::string describe(const Tensor& t) {
-  // A shim's number of a dtype is that of its ScalarType.
+  // A shim's number of a dtype is its ScalarType's.
   int32_t dtype = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
   const char* name = dtype_name(static_cast<torch::headeronly::ScalarType>(dtype));

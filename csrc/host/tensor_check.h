@@ -1,4 +1,4 @@
-// Argument checks. Every message names the argument, what was wanted and what came.
+// Argument checks. Every message names the argument, what was wanted and what was given.
 #pragma once
 
 #include <initializer_list>

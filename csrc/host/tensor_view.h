@@ -129,7 +129,7 @@ inline Tensor empty_on_host(int64_t size, DType dtype, const Tensor& device_of) 
 inline Tensor empty_with_strides_of(const Tensor& t) {
   const auto sizes = t.sizes();
   const auto strides = t.strides();
-  // Dense: from the innermost dimension outwards each stride is the size of what lies inside it.
+  // Dense: from the innermost dimension outwards each stride is the size of what is inside it.
   int64_t inside = 1;
   for (size_t found = 0; found < sizes.size(); ++found) {
     size_t next = 0;

@@ -67,7 +67,7 @@ const char* emulated_kernels(int64_t dtype, int64_t heads, int64_t kv_heads, int
 }
 
 // Contiguous tensors; sinks, dlse, dsinks, visible_end, block_table and what another plan is made of may be null, and
-// dout: then there is no backward. With block_table k and v are pages, and seqused_k stands for cu_seqlens_k; with
+// dout: then there is no backward. With block_table k and v are pages, and seqused_k represents cu_seqlens_k; with
 // row_of_key k and v have rows_k rows, and cu_seqlens_k counts the keys of the paths of a prefix tree. Returns
 // what went wrong, or an empty string.
 const char* emulated_attention(const int64_t* sizes, const double* options, void* const* tensors) {

@@ -1,5 +1,5 @@
-"""Compiles CUDA kernels for the CPU: python3 tests/emulator/build.py, with no library but Python's own,
-so that it runs beside the installation of everything else."""
+"""Compiles CUDA kernels for the CPU: python3 tests/emulator/build.py, with no library but Python's,
+so that it runs while everything else is installed."""
 
 import fcntl
 import hashlib
@@ -33,7 +33,7 @@ def cuda_headers() -> Path | None:
 
 
 def for_the_emulator(source: str) -> str:
-    """CUDA's own syntax as C++."""
+    """CUDA's syntax as C++."""
     dynamic = "uint8_t* const shared = emulator::shared;"
     source = re.sub(r"extern __shared__ [^;]*\bshared\[\];", dynamic, source)
     static = r"static const emulator::SharedVariable<\1\3> \2_of_blocks; auto& \2 = \2_of_blocks.here();"

@@ -25,9 +25,9 @@ unsigned seed = 0;
 namespace {
 
 constexpr size_t kStack = 256 << 10;
-constexpr size_t kStackStep = 7 * 64;        // their tops are in sets of the cache of their own
+constexpr size_t kStackStep = 7 * 64;        // their tops are in different sets of the cache
 constexpr int kDeadlock = 200'000;           // turns of warps without a meeting, a barrier or an end
-constexpr size_t kStaticShared = 512 << 10;  // of all kernels together, each at a place of its own
+constexpr size_t kStaticShared = 512 << 10;  // of all kernels together, each at a separate place
 
 // Of __builtin_setjmp: swapcontext would ask the system for the signal mask each time. Its longjmp must be in another
 // function, which the compiler does not look into.
@@ -42,7 +42,7 @@ struct Copy {
   int bytes;
   bool valid;
   int group;
-  uint64_t* barrier = nullptr;  // which is told of the copies before, and nothing is copied
+  uint64_t* barrier = nullptr;  // which is informed of the copies before, and nothing is copied
 };
 
 struct Fiber {

@@ -1,4 +1,4 @@
-// Blocks of CUDA threads on the CPU, so that the kernels' own source runs where there is no GPU. Every thread is a
+// Blocks of CUDA threads on the CPU, so that the kernels' source runs without a GPU. Every thread is a
 // fiber, two blocks run at once. All take turns in an order drawn from a seed, and asynchronous copies arrive at once
 // or as late as they may, so that a barrier or a wait that is missing shows as a wrong result. Included before
 // everything else of a .cu file.
@@ -67,7 +67,7 @@ void wait_for_copies(int pending);
 extern uint64_t progress;  // of threads that waited for each other
 struct Barrier {
   uint64_t left : 12;    // threads that the phase waits for
-  uint64_t count : 12;   // of so many
+  uint64_t count : 12;   // of this many
   uint64_t phases : 16;  // that have ended
   int64_t bytes : 24;    // of bulk copies that it waits for
   void arrive() {
@@ -91,10 +91,10 @@ inline Barrier& barrier_at(uint64_t* barrier) {
   return *reinterpret_cast<Barrier*>(barrier);
 }
 void arrive_after_copies(uint64_t* barrier);
-void end_some_copies();  // up to the first that a barrier is told of
+void end_some_copies();  // up to the first that a barrier is informed of
 void give_way();         // to other threads and blocks
 
-// A tensor map: where its boxes lie.
+// A tensor map: where its boxes are.
 struct BoxMap {
   uint8_t* data;
   uint64_t sizes[5];

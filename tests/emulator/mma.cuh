@@ -67,7 +67,7 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     }
     for (int row = 0; row < 16; ++row) {
       for (int column = 0; column < 8; column += 4) {
-        Four sums{};  // of their own, so that results depend on which 16 terms an instruction has
+        Four sums{};  // separate, so that results depend on which 16 terms an instruction has
         for (int k = 0; k < 16; ++k) sums += left[row][k] * right[column / 4][k];
         for (int j = 0; j < 4; ++j) {
           const int lane = row % 8 * 4 + (column + j) / 2;

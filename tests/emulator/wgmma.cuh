@@ -1,4 +1,4 @@
-// csrc/core/ptx/wgmma.cuh for the emulator. A thread works out its own sums.
+// csrc/core/ptx/wgmma.cuh for the emulator. A thread works out its sums.
 #pragma once
 
 #include <array>
@@ -40,7 +40,7 @@ void for_each_element(uint64_t descriptor, int other, F&& f) {
   const uint32_t start = (descriptor & 0x3fff) << 4;
   const uint32_t panel = (descriptor >> 16 & 0x3fff) << 4;
   const uint32_t eight_rows = (descriptor >> 32 & 0x3fff) << 4;
-  constexpr int kTogether = kTrans ? 1 : 8;  // elements beside each other: a chunk of 16 bytes
+  constexpr int kTogether = kTrans ? 1 : 8;  // elements next to each other: a chunk of 16 bytes
   for (int first = 0; first < 16; first += kTogether) {
     const int row = kTrans ? first : other;
     const int column = kTrans ? other : first;
@@ -66,7 +66,7 @@ void multiply(float (&d)[kCount], const Operand& rows, uint64_t b, bool add) {
       for_each_element<T, kTrans>(b, 8 * block + 2 * quad_lane + i,
                                   [&](int k, float x) { columns[k][i] = columns[k][2 + i] = x; });
     }
-    Four sums{};  // of their own, so that results depend on which 16 terms an instruction has
+    Four sums{};  // separate, so that results depend on which 16 terms an instruction has
     for (int k = 0; k < 16; ++k) sums += rows[k] * columns[k];
     for (int i = 0; i < 4; ++i) d[4 * block + i] = add ? d[4 * block + i] + sums[i] : sums[i];
   }

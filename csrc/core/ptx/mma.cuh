@@ -202,7 +202,7 @@ __device__ __forceinline__ void red_add_4(float4* to, float4 x) {
 #endif
 }
 
-// Hides where a value comes from: what depends on it is worked out again instead of being kept in registers.
+// Hides the origin of a value: what depends on it is worked out again instead of being kept in registers.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;

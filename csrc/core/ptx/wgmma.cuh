@@ -38,7 +38,7 @@ __device__ __forceinline__ void wgmma_wait_group() {
 }
 
 // Waits for all of them, after the arithmetic before it. ptxas moves a wait before the arithmetic of its basic block,
-// which then does not run beside wgmma. So it stands behind a branch. `positive` is above 0 in every thread, which the
+// which then does not overlap wgmma. So it follows a branch. `positive` is above 0 in every thread, which the
 // compiler does not know: .aligned asks that all threads of the warpgroup take the same branch.
 __device__ __forceinline__ void wgmma_wait_group_after(int positive) {
   if (positive > 0) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void fence_operands(float (&sums)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// What depends on x is worked out after this point, not before a loop that it stands in, over which registers would
+// What depends on x is worked out after this point, not before a loop around it, over which registers would
 // hold it.
 __device__ __forceinline__ void no_hoist(int32_t& x) {
   asm volatile("" : "+r"(x));

@@ -33,7 +33,7 @@ struct AttentionTensor {
 
 // Keys in pages. Rows are counted over all of k (and of v): key j of document i is row
 // block_table[i][j / page_size] * page_rows + j % page_size. Every key tile divides page_size, or a document has one
-// page: a tile lies in one. On a GPU values are clamped where they are read, as in Documents.
+// page: a tile is in one. On a GPU values are clamped where they are read, as in Documents.
 //
 // Or along the paths of a prefix tree: documents_k counts the keys of the paths, and row_of_key has the row of each. In
 // every kForkAlignment keys of a path, counted from its start, the rows follow each other.
@@ -46,8 +46,8 @@ struct KeyPages {
   int64_t num_pages = 0;
   int64_t page_size = kForkAlignment;   // a multiple of it, or max_keys
   int64_t page_rows = 0;                // from a page to the next one, at least page_size
-  const int32_t* row_of_key = nullptr;  // [documents_k.total], or null: keys lie end to end
-  int64_t num_rows = 0;                 // of k, beside row_of_key
+  const int32_t* row_of_key = nullptr;  // [documents_k.total], or null: keys are end to end
+  int64_t num_rows = 0;                 // of k, with row_of_key
 
   PACKING_OPS_HOST_DEVICE int64_t keys(int64_t document) const {
     const int64_t value = seqused_k[document];
@@ -66,7 +66,7 @@ struct AttentionCallOptions {
 
 struct VarlenAttentionParams {
   Documents documents_q;
-  Documents documents_k;  // as many documents as documents_q; without cu_seqlens where keys lie in pages
+  Documents documents_k;  // as many documents as documents_q; without cu_seqlens if keys are in pages
   KeyPages pages;
   DType dtype = DType::kFloat32;
   int64_t num_q_heads = 0;
@@ -103,7 +103,7 @@ struct VarlenAttentionBackwardParams : VarlenAttentionParams {
 // The work-list of a batch on a GPU: good for every call with these lengths, heads, head_dims, window and visible_end.
 struct AttentionPlanParams {
   Documents documents_q;
-  Documents documents_k;  // of no rows where keys lie in pages: such a plan serves the forward alone
+  Documents documents_k;  // of no rows if keys are in pages: such a plan serves only the forward
   int64_t num_q_heads = 0;
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;
@@ -127,7 +127,7 @@ inline AttentionPlanParams plan_params(const VarlenAttentionParams& p) {
           p.visible_end, p.pages};
 }
 
-// The keys of each segment of a prefix tree: the rows of its ancestors, then its own. One such list after the other.
+// The keys of each segment of a prefix tree: the rows of its ancestors, then its rows. One such list after the other.
 struct PrefixPathsParams {
   Documents segments;
   bool forks_anywhere = false;       // at any token, and segments in any order after their parents

@@ -12,7 +12,7 @@ namespace packing_ops {
 
 namespace {
 
-// Of the paths of a prefix tree: the row of k that each key lies in. On the CPU the values are checked too.
+// Of the paths of a prefix tree: each key's row of k. On the CPU the values are checked too.
 void take_row_of_key(VarlenAttentionParams& p, Tensor& row_of_key, int64_t rows, const Tensor& q) {
   check_dtype(row_of_key, "row_of_key", {DType::kInt32});
   check_same_device(row_of_key, "row_of_key", q, "q");
@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, co
   return run_forward(p, q, sinks, plan);
 }
 
-// The gradient of sinks is empty where there are none.
+// The gradient of sinks is empty without sinks.
 std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
     const Tensor& dout, std::optional<Tensor> dlse, const Tensor& q, const Tensor& k, const Tensor& v,
     const Tensor& out, const Tensor& lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, std::optional<Tensor> sinks,

@@ -8,7 +8,7 @@
 
 namespace packing_ops {
 
-// The work-list of p; empty on the CPU, whose kernels need none.
+// The work-list of p; empty on the CPU, whose kernels do not need it.
 Tensor made_plan(AttentionPlanParams p, const Tensor& anchor);
 
 // Heads, head_dims and window, checked.

@@ -1,4 +1,4 @@
-// Which kernels serve a call, by its geometry, dtype and device alone.
+// Which kernels serve a call, only by its geometry, dtype and device.
 #pragma once
 
 #include "ops/attention/attention.h"

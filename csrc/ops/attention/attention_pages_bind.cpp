@@ -26,7 +26,7 @@ void take_seqused_k(Tensor& seqused_k, int64_t documents, int64_t max_keys, cons
   }
 }
 
-// On the CPU: the pages that keys lie in.
+// On the CPU: the pages that hold keys.
 void check_table(const KeyPages& pages, int64_t documents) {
   for (int64_t i = 0; i < documents; ++i) {
     for (int64_t page = 0; page * pages.page_size < pages.keys(i); ++page) {

@@ -15,7 +15,7 @@ DType lse_dtype(DType dtype);
 // rows_of_keys: input_rows, or rows_of_pages for k and v in pages.
 void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, Rows (*rows_of_keys)(const Tensor&));
 
-// What p holds of q, of the rows of k and v, of sinks and of the options, beside pointers.
+// What p holds of q, of the rows of k and v, of sinks and of the options, except pointers.
 void set_call(VarlenAttentionParams& p, const Tensor& q, const Rows& k, const Rows& v,
               const std::optional<Tensor>& sinks, const AttentionCallOptions& options);
 

@@ -73,7 +73,7 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, Rows (*rows_of
   if (shape_k.num_heads < 1 || shape_q.num_heads < 1 || shape_q.num_heads % shape_k.num_heads != 0) {
     fail("k: expected a number of heads that divides the ", shape_q.num_heads, " heads of q, got ", describe(k));
   }
-  // A total of pages counts what lies between them: strides, which may differ.
+  // A total of pages counts what is between them: strides, which may differ.
   const bool same_rows = pages ? v.size(0) == k.size(0) && v.size(1) == k.size(1) : shape_v.total == shape_k.total;
   if (!same_rows || shape_v.num_heads != shape_k.num_heads) {
     fail("v: expected ", kv_layout(q, pages), pages ? " with the pages" : " with the rows", " and heads of k (",

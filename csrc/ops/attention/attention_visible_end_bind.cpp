@@ -6,7 +6,7 @@ namespace packing_ops {
 
 namespace {
 
-// Of document i; its query t stands at key t + keys - tokens.
+// Of document i; its query t is at key t + keys - tokens.
 void check_document(const int32_t* visible_end, Interval<int64_t> q, int64_t keys) {
   const int64_t shift = keys - q.size();
   for (int64_t t = q.begin; t < q.end; ++t) {

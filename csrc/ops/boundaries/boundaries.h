@@ -46,7 +46,7 @@ struct LabelsParams {
 struct SegmentSumParams {
   Documents documents;
   DType dtype = DType::kFloat32;
-  int64_t features = 1;          // numbers of a slot, each summed on its own
+  int64_t features = 1;          // numbers of a slot, each summed separately
   const void* values = nullptr;  // [total, features]
   const void* mask = nullptr;    // [total] bool, or null
   void* sums = nullptr;          // [num_documents, features], float64 for float64 values, else float32
@@ -124,7 +124,7 @@ struct CheckDocumentsParams {
     if (position(first) != position(first - 1) + 1) return false;
     return !is_padding(cu_seqlens_q[document_of(first - 1)], first) && !is_padding(first, end);
   }
-  // A document of ones alone at an end of a row.
+  // A document of only ones at an end of a row.
   PACKING_OPS_HOST_DEVICE bool is_padding(int64_t first, int64_t end) const {
     if (first < 0 || first >= end || (first % seqlen != 0 && end % seqlen != 0)) return false;
     return position(first) == 1 && position(end - 1) == 1 && (end - first < 3 || position(first + 1) == 1);

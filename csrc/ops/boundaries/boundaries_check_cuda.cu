@@ -56,7 +56,7 @@ void launch_check_unchanged_cuda(const CheckUnchangedParams& p, const CudaLaunch
         static_cast<const Word*>(p.values), static_cast<const Word*>(p.expected), count, words, p.fault, launch.fault);
     check_launch("check_unchanged_kernel");
   };
-  // Elements of 4 bytes and more lie on 4 bytes.
+  // Elements of 4 bytes and more are aligned to 4 bytes.
   p.element_size % 4 == 0 ? run(uint32_t{}) : run(uint8_t{});
 }
 

@@ -223,7 +223,7 @@ void launch_count_target_tokens_cuda(const LabelsParams& p, const CudaLaunch& la
   check_launch("count_target_tokens_kernel");
 }
 
-// prompt_end_indices sorts four int64 arrays next to CUB's own memory.
+// prompt_end_indices sorts four int64 arrays next to CUB's memory.
 int64_t runs_scratch_cuda(int64_t size) {
   return size * 4 * static_cast<int64_t>(sizeof(int64_t)) + static_cast<int64_t>(runs_cub_bytes(size));
 }

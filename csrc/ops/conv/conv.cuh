@@ -14,7 +14,7 @@ namespace packing_ops::conv {
 
 constexpr int kAhead = 8;  // rows whose loads are in flight
 
-// Where a row stands in its document: rows before and after it there, none of either for a row of no document.
+// Where a row is in its document: rows before and after it there, 0 of either for a row of no document.
 struct Place {
   int before, after;
   int document;  // num_documents after the last
@@ -39,7 +39,7 @@ __device__ inline void find_places(const Documents& documents, int64_t first, in
   __syncthreads();
 }
 
-// kVec neighbouring channels of a row as they lie in memory, zeros where there is no row.
+// kVec neighbouring channels of a row as they are in memory, zeros without a row.
 template <class T, int kVec>
 __device__ __forceinline__ Vec<T, kVec> load_row(const void* rows, int64_t row, int64_t t, int64_t total,
                                                  int64_t channel) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ bool are_inside(const CausalConvParams& p, const Plac
 }
 
 // The sums of a row before the activation, oldest term first. rows[i] is the row i + 1 before `x`, whatever document it
-// is of; terms that lie before the row's own document come from the initial state, or are left out. kInside: no term
+// is of; terms before the row's document are from the initial state, or are left out. kInside: no term
 // does, and all taps are used.
 template <bool kInside, class T, int kVec, int kTaps>
 __device__ __forceinline__ void sum_row(const CausalConvParams& p, const Taps<T, kVec, kTaps>& taps, const Place& place,

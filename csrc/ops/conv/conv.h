@@ -1,4 +1,4 @@
-// causal_conv1d: every channel of a document is convolved with taps of its own, looking back.
+// causal_conv1d: every channel of a document is convolved with its taps, looking back.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace packing_ops {
 
 constexpr int64_t kMaxConvWidth = 8;
 
-// out[t, c] = act(bias[c] + sum over i < width of weight[c, width - 1 - i] * x[t - i, c]). What lies before the
+// out[t, c] = act(bias[c] + sum over i < width of weight[c, width - 1 - i] * x[t - i, c]). What is before the
 // document is in initial_state; without one those terms are left out. Slots after the last document get zeros.
 struct CausalConvParams {
   Documents documents;

@@ -63,7 +63,7 @@ struct Sums {
   }
 };
 
-// dx of the row that stands at `place`; later[kTaps - 1 - i] is the gradient of the sum i rows after it. kInside: all
+// dx of the row at `place`; later[kTaps - 1 - i] is the gradient of the sum i rows after it. kInside: all
 // taps are used, and all these rows are of its document.
 template <bool kInside, class T, int kVec, int kTaps>
 __device__ __forceinline__ void finish_row(const CausalConvBackwardParams& p, const Taps<T, kVec, kTaps>& taps,

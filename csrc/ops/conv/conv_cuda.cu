@@ -9,12 +9,12 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-// Rows of a warp: many where there are enough blocks, since a block finds its documents first.
+// Rows of a warp: many if there are enough blocks, since a block finds its documents first.
 constexpr int kShortRun = 16;
 constexpr int kLongRun = 128;
 constexpr int64_t kManyElements = int64_t{1} << 26;
 
-// The sums of row t, whose rows may lie before its document; 0 for a row of no document. Reads all from memory, in the
+// The sums of row t, whose rows may be before its document; 0 for a row of no document. Reads all from memory, in the
 // order of sum_row.
 template <class T, int kVec>
 __device__ void sum_at(const CausalConvParams& p, const Place& place, int64_t t, int64_t channel,

@@ -16,7 +16,7 @@ struct LogpsTargetsParams {
   IndexView labels;  // [total]
   int64_t ignore_index = -100;
   int64_t vocab = 0;
-  int32_t* targets = nullptr;  // [total], the label of the next slot; -1: none
+  int32_t* targets = nullptr;  // [total], the label of the next slot; -1: no target
 };
 
 struct LogpsRowsParams {
@@ -37,7 +37,7 @@ struct LogpsAllowedParams {
   int64_t vocab = 0;
   int64_t ahead = 0;
   int32_t* checked_ids = nullptr;      // [size]; on a GPU -1 for what is not in the vocabulary
-  int64_t* checked_offsets = nullptr;  // [total + 1], by row, none outside of 0 to size
+  int64_t* checked_offsets = nullptr;  // [total + 1], by row, each from 0 to size
 };
 
 struct LogpsMaskParams {
@@ -45,7 +45,7 @@ struct LogpsMaskParams {
   int64_t size = 0;
   const int64_t* offsets = nullptr;  // [total + 1]
   int64_t total = 0;
-  const int64_t* index = nullptr;  // [rows], the set of each, -1 for none; or null: the sets in their order
+  const int64_t* index = nullptr;  // [rows], the set of each, -1 without one; or null: the sets in their order
   int64_t rows = 0;
   int64_t first = 0;  // bit 0 is this entry of the vocabulary
   int64_t columns = 0;

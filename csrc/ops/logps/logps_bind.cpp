@@ -31,7 +31,7 @@ const void* per_row(const Tensor& t, const char* name, const LogpsChunkParams& p
   return t.data_ptr();
 }
 
-// The rows of a contiguous tensor [fewer or more, rows of logits], the last of them null where there are fewer.
+// The rows of a contiguous tensor [fewer or more, rows of logits], the last of them null if there are fewer.
 template <int64_t kFewer, int64_t kMore>
 std::array<char*, kMore> several_per_row(const Tensor& t, const char* name, const LogpsChunkParams& p,
                                          const Tensor& logits) {

@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) logps_chunk_backward_kernel(LogpsChu
   }
 }
 
-// f(element type, kAltered, kMasked, kMore) as constants. A mask has an instance of its own, so that it costs nobody
+// f(element type, kAltered, kMasked, kMore) as constants. A mask has a separate instance, so that it costs nobody
 // else.
 template <class F>
 void dispatch_chunk(const LogpsChunkParams& p, bool more, F&& f) {

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kRowThreads = 1024;
 
-// One block, slot by slot: a few microseconds, beside products of milliseconds.
+// One block, slot by slot: a few microseconds, against products of milliseconds.
 __global__ void __launch_bounds__(kRowThreads) logps_rows_kernel(LogpsRowsParams p, FaultFlag fault) {
   __shared__ int of_warps[kRowThreads / kWarp];
   const int thread = static_cast<int>(threadIdx.x);

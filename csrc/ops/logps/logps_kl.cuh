@@ -55,7 +55,7 @@ struct Head {
   __device__ Real scaled(Real logit, int column) const { return altered(*this, logit, column) * inv_temperature; }
 };
 
-// p * (logp - of), 0 where there is no weight, whatever its logarithm.
+// p * (logp - of), 0 without weight, whatever its logarithm.
 template <class Real>
 __device__ Real term(Real p, Real logp, Real of) {
   return p == Real(0) ? Real(0) : p * (logp - of);

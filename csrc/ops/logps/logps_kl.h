@@ -9,7 +9,7 @@
 
 namespace packing_ops {
 
-// A scaled logit is z = (logits + bias) * inv_temperature. Logits of a head are [rows, columns]; numbers beside them
+// A scaled logit is z = (logits + bias) * inv_temperature. Logits of a head are [rows, columns]; numbers next to them
 // are Real: float64 for float64 logits, else float32.
 struct KlHead {
   const void* logits = nullptr;
@@ -35,7 +35,7 @@ struct KlParams {
   void* teacher_lse = nullptr;
   void* student_kl = nullptr;  // KL(P || M); 0 for beta 0
 
-  // Backward alone. out = d(divergence) / d(z) of the student, of rows with a target; it may be the student's logits.
+  // Only backward. out = d(divergence) / d(z) of the student, of rows with a target; it may be the student's logits.
   // With scales it is rounded as without, then multiplied: who keeps it and multiplies later has the same bits. Not so
   // in float16, whose range it may leave.
   const void* scales = nullptr;  // [rows]; 0: zeros, whatever the logits are

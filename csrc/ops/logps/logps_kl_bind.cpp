@@ -82,7 +82,7 @@ KlParams kl_params(const Tensor& logits, const Tensor& teacher_logits, const Ten
   return p;
 }
 
-// Whether elements of two tensors of one shape lie at the same addresses: each is read before it is overwritten.
+// Whether elements of two tensors of one shape are at the same addresses: each is read before it is overwritten.
 bool same_memory(const Tensor& a, const Tensor& b) {
   return a.data_ptr() == b.data_ptr() && (a.stride(0) == b.stride(0) || a.size(0) == 1);
 }

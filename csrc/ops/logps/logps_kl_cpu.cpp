@@ -1,5 +1,5 @@
 // The specification: row by row, in pieces of kPiece logits of both heads. A row is read twice: for the lse of both,
-// then for the terms of the divergence, whose logarithms are those of log_softmax: an lse of its own would be rounded
+// then for the terms of the divergence, whose logarithms are those of log_softmax: a second lse would be rounded
 // once more.
 #include "ops/logps/logps_kl.h"
 #include "ops/logps/logps_softmax.h"

@@ -1,5 +1,5 @@
-// The divergence of beta 0 and 1 comes from sums of one pass (RowSums), other formulas are those of logps_kl_cpu.cpp.
-// The order of the sums depends on the columns alone.
+// The divergence of beta 0 and 1 is made of sums of one pass (RowSums), other formulas are those of logps_kl_cpu.cpp.
+// The order of the sums depends only on the columns.
 #include <cub/block/block_reduce.cuh>
 
 #include "ops/logps/logps_kl.cuh"
@@ -42,7 +42,7 @@ struct RowSums {
   }
   __device__ Real lse_a() const { return max_a + log(sum_a); }
   __device__ Real lse_b() const { return max_b + log(sum_b); }
-  // KL(A || B), the sum of A (log A - log B): the maxima cancel. Infinite where A has weight and B none.
+  // KL(A || B), the sum of A (log A - log B): the maxima cancel. Infinite where A has weight and B does not.
   __device__ Real kl() const {
     const Real weight = power_of<T>((max_without_b - lse_a()) * kLogE<T>);
     return weighted / sum_a + log(sum_b / sum_a) + (weight > Real(0) ? infinity<Real>() : Real(0));

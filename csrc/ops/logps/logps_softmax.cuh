@@ -1,5 +1,5 @@
-// The arithmetic of a softmax that goes over columns in parts, and where its vectors lie in a row. One block has one
-// row; the order of its sums depends on the columns alone, not on how many there are beside them, nor on their
+// The arithmetic of a softmax that goes over columns in parts, and where its vectors are in a row. One block has one
+// row; the order of its sums depends only on the columns, not on how many there are next to them, nor on their
 // alignment.
 #pragma once
 
@@ -54,7 +54,8 @@ __device__ accumulate_t<T> tanh_of(accumulate_t<T> x) {
 }
 
 // Online softmax, the statistics of some columns of a row. With exponents e = factor * (z - max): sum of power_of(e),
-// weighted, the sum of power_of(e) * e, and squares, that of power_of(e)^2. total: of z; top1: entry of the first max.
+// weighted, the sum of power_of(e) * e, and squares, the sum of power_of(e)^2. total: of z; top1: entry of the first
+// max.
 template <class T>
 struct Sums {
   using Real = accumulate_t<T>;

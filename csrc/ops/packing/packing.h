@@ -82,7 +82,7 @@ struct PrefixTreeParams {
   IndexView groups;                     // [num_samples]; without data all samples are compared
   int64_t num_samples = 0;
   int64_t capacity = 1;    // rows of a bin, at least the longest sample
-  int64_t min_shared = 1;  // no fork comes before this depth
+  int64_t min_shared = 1;  // no fork is before this depth
   PrefixTreePlan* plan = nullptr;
 
   int64_t* rows = nullptr;          // [num_rows], the token that each row holds

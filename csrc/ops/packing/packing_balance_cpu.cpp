@@ -24,7 +24,7 @@ double cost_of_piece(const PackParams& p, const Pieces& pieces, int64_t i) {
   return sum;
 }
 
-// Costs are compared to one part in kSteps of what the costliest bin comes to; level 0 is an empty bin, so that every
+// Costs are compared to one part in kSteps of the costliest bin's cost; level 0 is an empty bin, so that every
 // bin gets a piece before one gets a second.
 constexpr int64_t kSteps = 65536;
 
@@ -50,8 +50,8 @@ struct OpenBin {
   int64_t free_capacity = 0;
 };
 
-// Longest piece first, each to the cheapest bin that it fits (of equal ones the one that came to that cost last),
-// starting with `bins` empty bins; a new one opens only where none fits.
+// Longest piece first, each to the cheapest bin that it fits (of equal ones the one that reached that cost last),
+// starting with `bins` empty bins; a new one opens only if no bin fits.
 void fit_cheapest(const PackParams& p, const Pieces& pieces, const Runs& sorted, int64_t bins, Assignment& out) {
   const double max_cost = costliest_bin(p, pieces, sorted, bins);
   const auto level_of = [&](double cost) {
@@ -60,7 +60,7 @@ void fit_cheapest(const PackParams& p, const Pieces& pieces, const Runs& sorted,
   out.sizes.clear();
   std::vector<OpenBin> state;
   BinStacks open(kSteps + 2);
-  // Bins that the present length does not fit, most free capacity on top: they come back when lengths fit again.
+  // Bins that the present length does not fit, most free capacity on top: they return when lengths fit again.
   std::priority_queue<std::pair<int64_t, int32_t>> waiting;
   const auto open_bins = [&](int64_t until) {
     const int64_t first = static_cast<int64_t>(out.sizes.size());
@@ -165,7 +165,7 @@ class BinSwaps {
 
   int64_t units_at(int64_t k) const { return plan_.pieces.units[plan_.placed[k]]; }
 
-  // Rows hold longer pieces first, so that for a shorter piece of the costly row the best partner comes no earlier.
+  // Rows hold longer pieces first, so that for a shorter piece of the costly row the best partner is no earlier.
   Swap best_swap(int32_t costly, int32_t cheap) {
     const Interval<int64_t>& from = plan_.bins[costly];
     const Interval<int64_t>& to = plan_.bins[cheap];

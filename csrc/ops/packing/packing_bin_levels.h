@@ -57,7 +57,7 @@ class BitTree {
 
 struct LeveledBin {
   int64_t level;
-  int32_t bin;  // -1: there is none
+  int32_t bin;  // -1: there is no bin
 };
 
 // Levels 0 to `highest`, each a heap of bins with the lowest index on top (a skew heap: two links per bin).
@@ -114,8 +114,8 @@ class BinLevels {
   std::vector<Links> links_;          // [bins]
 };
 
-// Levels 0 to `highest`, each a stack: the bin that came last is the first to go. Cheaper than a heap where many bins
-// share a level.
+// Levels 0 to `highest`, each a stack: the bin that was added last is the first to go. Cheaper than a heap where many
+// bins share a level.
 class BinStacks {
  public:
   explicit BinStacks(int64_t highest) : used_(highest + 1), tops_(new int32_t[highest + 1]) {}

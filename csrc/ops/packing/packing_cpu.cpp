@@ -1,4 +1,4 @@
-// The two steps of packing.h. A strategy says which bin each piece goes to; here the pieces of a bin come together.
+// The two steps of packing.h. A strategy says which bin each piece goes to; here the pieces of a bin are joined.
 #include <algorithm>
 
 #include "core/error.h"

@@ -18,7 +18,7 @@ constexpr int kMaxLevels = 6;
 constexpr unsigned kAll = 0xffffffffu;
 
 // Aligned lengths, complemented, as sort keys: the longest first in an ascending sort, so that one kind of sort, which
-// takes seconds to compile, serves both. A length that fits no bin is reported and takes a bin of its own: nothing is
+// takes seconds to compile, serves both. A length that fits no bin is reported and takes a separate bin: nothing is
 // lost.
 __global__ void sort_keys_kernel(PackFfdParams p, int32_t* keys, int32_t* items, FaultFlag fault) {
   for (int64_t i = thread_id(); i < p.num_sequences; i += thread_count()) {
@@ -123,7 +123,7 @@ __global__ void bin_offsets_kernel(PackFfdParams p, const int32_t* bins, const i
   }
 }
 
-// Two buffers for each of the two sorts' keys and values, the tree, and CUB's own memory.
+// Two buffers for each of the two sorts' keys and values, the tree, and CUB's memory.
 struct FfdScratch {
   int32_t *keys, *sorted_keys, *items, *sorted_items;
   FreeCapacityTree tree;
@@ -191,7 +191,7 @@ void launch_pack_ffd_cuda(const PackFfdParams& p, const CudaLaunch& launch) {
   check_launch("fill_kernel");
   int32_t* bins = s.keys;
   launch_first_fit(s, bins, p, stream);
-  // Stable, so the items of a bin keep the order in which they came in.
+  // Stable, so the items of a bin keep the order of arrival.
   check_cuda(cub::DeviceRadixSort::SortPairs(s.cub, s.cub_bytes, bins, s.sorted_keys, s.sorted_items, s.items,
                                              p.num_sequences, 0, 32, stream),
              "cub::DeviceRadixSort::SortPairs");

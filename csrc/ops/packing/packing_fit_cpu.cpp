@@ -1,4 +1,4 @@
-// The strategies that fill bins one piece after another. fit_balanced has its own file.
+// The strategies that fill bins one piece after another. fit_balanced is in another file.
 #include <algorithm>
 #include <limits>
 

@@ -94,7 +94,7 @@ std::vector<int32_t> arrival_order(const PackParams& p) {
   return order;
 }
 
-// Sequences as they are, in their own order: nothing to remember but the units.
+// Sequences as they are, in their order: nothing to remember but the units.
 void keep_sequences(const PackParams& p, Pieces& pieces) {
   pieces.count = p.num_sequences;
   if (p.alignment == 1 && p.lengths.is_int64) {

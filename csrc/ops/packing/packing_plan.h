@@ -18,7 +18,7 @@ inline int64_t units_of(int64_t length, int64_t alignment) {
 struct Pieces {
   int64_t count = 0;
   int64_t capacity = 0;            // units of one bin
-  int64_t longest = 0;             // units; over the capacity only for pieces that get a bin of their own
+  int64_t longest = 0;             // units; over the capacity only for pieces that get a separate bin
   const int64_t* units = nullptr;  // [count], of the longest side; into the lengths themselves or into `memory`
   std::vector<int64_t> memory;
   std::vector<int64_t> side_units;  // [count, sides], or empty for one side

@@ -1,5 +1,5 @@
 // Sequences with several lengths (sides), such as the chosen and rejected tokens of a preference pair. A bin has the
-// full capacity for each side. Where one length is needed, it is that of the longest side.
+// full capacity for each side. Where one length is needed, it is the longest side's.
 #include <algorithm>
 
 #include "ops/packing/packing_plan.h"
@@ -11,7 +11,7 @@ namespace {
 // Finds the first bin with room on all sides. Leaves: of every bin its free capacity per side, and the minimum over its
 // sides; -1 of bins that are closed or not open yet. Above them a tree of fan-out kFan, whose nodes hold the maximum of
 // each of these numbers over their children. If one maximum is too small, no bin below the node has room. If all are
-// large enough they may still come from different bins, so the search may fail below a node and go on at the next one.
+// large enough they may still be from different bins, so the search may fail below a node and go on at the next one.
 // The minimum over the sides skips nodes in which every bin is full on one side or another.
 class SideCapacityTree {
  public:
@@ -62,7 +62,7 @@ class SideCapacityTree {
     return true;
   }
 
-  // The first bin with room among the children of one node of the level above, -1 where none has.
+  // The first bin with room among the children of one node of the level above, -1 if no bin has.
   int64_t search(size_t level, int64_t group, const int64_t* units, int64_t min_units) const {
     for (int64_t index = group * kFan; index < (group + 1) * kFan; ++index) {
       if (!passes(level, index, units, min_units)) continue;
@@ -112,7 +112,7 @@ void make_sides(const PackParams& p, const std::vector<int32_t>& arrival, Pieces
       tokens += p.lengths[i * p.sides + side];
       slots += std::max(p.capacity, units * p.alignment);
     }
-    if (longest > pieces.capacity) {  // dropped, or alone in a bin: check_lengths has refused the others
+    if (longest > pieces.capacity) {  // dropped, or in a bin without others: check_lengths has refused the others
       pieces.overlong_items.push_back(i);
       if (p.overlong == Overlong::kDrop) {
         counts.lost_tokens += tokens;

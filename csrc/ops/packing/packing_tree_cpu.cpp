@@ -28,7 +28,7 @@ class Writer {
     for (; above > 0 && plan_.nodes[above].begin >= begin; above = plan_.nodes[above].parent) {
       segment_of_[above] = static_cast<int32_t>(segment);
     }
-    p_.parents[segment] = segment_of_[above];  // of this bin: a segment comes after its parent
+    p_.parents[segment] = segment_of_[above];  // of this bin: a segment follows its parent
   }
 
   // From the segment in which the sample ends up to its root. Copies are differences until sum_copies.
@@ -53,7 +53,7 @@ class Writer {
  private:
   const PrefixTreeParams& p_;
   const PrefixTreePlan& plan_;
-  std::vector<int32_t> segment_of_;  // [nodes], in the bin that is written; node 0 is none
+  std::vector<int32_t> segment_of_;  // [nodes], in the bin that is written; node 0 has no segment
 };
 
 void check_capacity(const PrefixTreeParams& p) {

@@ -1,4 +1,4 @@
-// Trees into bins. From the leaves up: what does not fit beside its path is cut at its children, and first-fit
+// Trees into bins. From the leaves up: what does not fit next to its path is cut at its children, and first-fit
 // decreasing puts these, or what they were cut into, under as few copies of the node as it manages. The copies of node
 // 0, above all trees, are the bins.
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 struct Piece {
   int32_t node;
   int64_t rows;
-  std::vector<int32_t> parts;  // pieces of its children, in their order; none: all that is below
+  std::vector<int32_t> parts;  // pieces of its children, in their order; empty: all that is below
 };
 
 class Cut {
@@ -76,7 +76,7 @@ class Cut {
   const PrefixTreeParams& p_;
   const std::vector<TreeNode>& nodes_;
   std::vector<Piece> pieces_;
-  std::vector<std::vector<int32_t>> pieces_of_;  // [nodes], of those that are cut and those beside them
+  std::vector<std::vector<int32_t>> pieces_of_;  // [nodes], of those that are cut and their siblings
 };
 
 // The segments of a piece, depth-first.

@@ -1,6 +1,6 @@
 // The trie of samples, over blocks of tokens: all samples of a run agree up to some depth, there they are sorted by
-// their next block, and each run of equal blocks goes on alone. A token is compared once for each block that it is in,
-// and sorted once for each fork that it lies behind.
+// their next block, and each run of equal blocks goes on separately. A token is compared once for each block that it is
+// in, and sorted once for each fork that it follows.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -49,7 +49,7 @@ class Trie {
   }
 
  private:
-  // Samples that leave a fork together: order_[run]. Those that end within their next block come first, and what they
+  // Samples that leave a fork together: order_[run]. Those that end within their next block are first, and what they
   // have of it the others have too.
   struct Branch {
     int32_t parent;
@@ -146,7 +146,7 @@ class Trie {
   const Token* tokens_;
   const int64_t first_block_;
   std::vector<int32_t> order_;  // [num_samples]
-  std::vector<Branch> open_;    // a stack, so that nodes come in depth-first order
+  std::vector<Branch> open_;    // a stack, so that nodes are in depth-first order
 };
 
 }  // namespace

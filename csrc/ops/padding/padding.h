@@ -24,13 +24,13 @@ struct UnpadLayoutParams {
   void* scratch = nullptr;        // CUDA only
 };
 
-// The columns between which every real slot of a mask lies.
+// The columns between which every real slot of a mask is.
 struct RealColumnsParams {
   DType mask_dtype = DType::kBool;
   const void* mask = nullptr;  // [batch, seqlen]
   int64_t batch = 0;
   int64_t seqlen = 0;
-  int64_t* columns = nullptr;  // [2]: the first real column, and the one after the last; 0 and 0 where none is
+  int64_t* columns = nullptr;  // [2]: the first real column, and the one after the last; 0 and 0 without one
   int32_t* scratch = nullptr;  // CUDA only
 };
 

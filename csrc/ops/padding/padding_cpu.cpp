@@ -57,7 +57,7 @@ int32_t count_real(const uint8_t* real, int64_t seqlen) {
   return count;
 }
 
-// Strictly increasing and inside the rows, no -1 among them: the usual case, told without a branch per entry.
+// Strictly increasing and inside the rows, no -1 among them. Fast path: one pass without branches.
 PACKING_OPS_MULTIVERSION
 bool plainly_right(const int64_t* indices, int64_t total, int64_t rows) {
   int64_t wrong = 0;

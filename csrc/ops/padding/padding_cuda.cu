@@ -13,7 +13,7 @@ __device__ bool is_row(int64_t row, int64_t rows) {
   return row >= 0 && row < rows;
 }
 
-// The row that the entries before i name last, -1 where they name none.
+// The row that the entries before i name last, -1 if they name no row.
 __device__ int64_t row_before(const int64_t* indices, int64_t i, int64_t rows) {
   while (--i >= 0) {
     if (is_row(indices[i], rows)) return indices[i];
@@ -41,7 +41,7 @@ __device__ int64_t last_row(const int64_t* indices, int64_t end, int64_t rows) {
   return last < 0 ? -1 : indices[last];
 }
 
-// The source of a row to write: its own bytes, or nothing (zeros).
+// The source of a row to write: its bytes, or nothing (zeros).
 template <bool kGather>
 __device__ const char* source_of(const MoveRowsParams& p, const RowMove& m, int64_t row, const FaultFlag& fault) {
   if constexpr (!kGather) {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) move_rows_kernel(MoveRowsParams p, i
   }
 }
 
-// inverse[padded row] = packed row, -1 where there is none. An entry answers for its own row and for those between it
+// inverse[padded row] = packed row, -1 without one. An entry answers for its row and for those between it
 // and the row before; the last one of all also for those after it.
 __global__ void __launch_bounds__(kThreads) inverse_kernel(MoveRowsParams p, FaultFlag fault) {
   constexpr int kLong = 16;  // from here on the block fills together

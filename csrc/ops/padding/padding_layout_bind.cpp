@@ -70,8 +70,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> unpad_layout(const Tensor& attention_
   return {layout.indices, layout.cu_seqlens, layout.seqused, layout.totals};
 }
 
-// The columns that trimming keeps, [start, end) in host memory. Columns that min_length and multiple_of add come from
-// the side that is cut; with "both" from the right first.
+// The columns that trimming keeps, [start, end) in host memory. Columns that min_length and multiple_of add are taken
+// from the side that is cut; with "both" from the right first.
 Tensor trim_padding_range(const Tensor& attention_mask, const std::string& side, int64_t min_length,
                           int64_t multiple_of) {
   if (side != "right" && side != "left" && side != "both") {

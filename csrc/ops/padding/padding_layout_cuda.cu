@@ -15,9 +15,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kItems = 8;  // neighbouring slots a thread counts
 constexpr int kSlots = kThreads * kItems;
-constexpr int64_t kMaxTiles = 4096;  // every block sums the counts of all tiles before its own
+constexpr int64_t kMaxTiles = 4096;  // every block sums the counts of all tiles before its tile
 
-// Packed slots, and those that attention_mask alone counts.
+// Packed slots, and those that only attention_mask counts.
 struct Counts {
   int32_t packed;
   int32_t used;

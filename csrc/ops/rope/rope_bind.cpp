@@ -16,7 +16,7 @@ constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DT
 
 // Which dimension is which; [total, num_heads, head_dim] is one batch of `total` tokens.
 struct HeadsLayout {
-  int64_t batch, token, head;  // batch = -1 where there is none
+  int64_t batch, token, head;  // batch = -1 without one
 };
 
 struct RopeCall {
@@ -93,7 +93,7 @@ void set_rotary_dim(RopeParams& p, const Tensor& cos, const std::optional<int64_
   p.full_table = width == p.rotary_dim;
 }
 
-// Without sections (or none of them): one chunk.
+// Without sections (or with an empty list): one chunk.
 bool set_sections(RopeParams& p, const std::optional<std::vector<int64_t>>& lengths) {
   const int64_t pairs = p.rotary_dim / 2;
   p.section_ends[0] = pairs;
@@ -138,7 +138,7 @@ void set_cache(RopeParams& p, const Tensor& cos, const Tensor& sin, const Tensor
   p.sin = {sin.data_ptr(), 0, 0, sin.stride(0)};
 }
 
-// cos and sin are read through any strides but that of the entries.
+// cos and sin are read through any strides but the entries'.
 Tensor dense_entries(const Tensor& table) {
   return table.stride(table.dim() - 1) == 1 ? table : dense(table);
 }

@@ -141,7 +141,7 @@ PACKING_OPS_INLINE void rotate_heads(const RopeParams& p, const RopeHeads& x, in
   }
 }
 
-// The elements that partial rotary leaves alone.
+// The elements that partial rotary does not change.
 template <class T>
 PACKING_OPS_INLINE void copy_rest(const RopeParams& p, const RopeHeads& x, int64_t b, int64_t t) {
   const int64_t bytes = (p.head_dim - p.rotary_dim) * static_cast<int64_t>(sizeof(T));

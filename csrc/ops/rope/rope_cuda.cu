@@ -122,7 +122,7 @@ __device__ void load_run(const RopeParams& p, int64_t cos_at, int64_t sin_at, in
   }
 }
 
-// `position`: what read_position gave for the token, where there is one section.
+// `position`: what read_position gave for the token, if there is one section.
 template <bool kInterleaved, class Real, int kPairs, bool kFull>
 __device__ void load_angles(const RopeParams& p, Token token, int first_pair, int64_t position, bool vector,
                             const FaultFlag& fault, Angles<Real, kPairs, kFull>& angles) {
@@ -208,7 +208,7 @@ __device__ T* head_out(const RopeHeads& x, Token token, int64_t head) {
   return static_cast<T*>(x.out) + token.batch * x.out_batch + token.index * x.out_token + head * x.out_head;
 }
 
-// The elements that partial rotary leaves alone.
+// The elements that partial rotary does not change.
 template <class T, int kLanes>
 __device__ void copy_rest(const RopeParams& p, const RopeHeads& x, Token token, int lane) {
   const int rest = static_cast<int>(p.head_dim - p.rotary_dim);

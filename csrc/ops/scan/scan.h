@@ -10,7 +10,7 @@
 
 namespace packing_ops {
 
-// Chunks are counted from a document's first token, so that a row's bits depend on its document alone.
+// Chunks are counted from a document's first token, so that a row's bits depend only on its document.
 constexpr int64_t kScanChunk = 64;
 
 // Rows of heads: [total, heads, dim], last dimension contiguous, strides in elements.
@@ -39,7 +39,7 @@ struct ScanParams {
   HeadRows q, k, v;
   const void* g = nullptr;     // Sums [total, num_v_heads]; null in mamba2_scan
   const void* beta = nullptr;  // like g; dt in mamba2_scan
-  // Of mamba2_scan alone: beta = clamp(softplus(dt + dt_bias), dt_min, dt_max) and g = a beta.
+  // Only of mamba2_scan: beta = clamp(softplus(dt + dt_bias), dt_min, dt_max) and g = a beta.
   const void* a = nullptr;        // Sums [num_v_heads]
   const void* dt_bias = nullptr;  // like a, or null
   const void* skip = nullptr;     // like a, or null

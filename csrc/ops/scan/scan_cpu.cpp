@@ -85,7 +85,7 @@ struct TokenGradients {
 };
 
 // dout is times scale. `before` and `after` are the states around the token; dstate goes from the gradient of `after`
-// to that of `before`.
+// to the state `before`.
 template <class Real>
 PACKING_OPS_MULTIVERSION void retreat(const Sizes& n, const Token<Real>& token, const Real* dout, const Real* before,
                                       const Real* after, const Real* residual, Real* dstate,

@@ -33,7 +33,7 @@ PACKING_OPS_HOST_DEVICE Gates<Real> step_of(const ScanParams& p, Real x) {
   return gates;
 }
 
-// Of token and head `at` = token * num_v_heads + head. `corrects` is that of p, a constant in kernels.
+// Of token and head `at` = token * num_v_heads + head. `corrects` is p's, a constant in kernels.
 template <class Real>
 PACKING_OPS_HOST_DEVICE Gates<Real> gates_of(const ScanParams& p, bool corrects, int64_t at, int64_t head) {
   const Real beta = static_cast<const Real*>(p.beta)[at];
@@ -43,7 +43,7 @@ PACKING_OPS_HOST_DEVICE Gates<Real> gates_of(const ScanParams& p, bool corrects,
   return gates;
 }
 
-// From the gradients of g and beta those of dt, and what a token adds to that of a.
+// From the gradients of g and beta those of dt, and what a token adds to the gradient of a.
 template <class Real>
 PACKING_OPS_HOST_DEVICE Gates<Real> gradients_of_step(const ScanParams& p, const Gates<Real>& gates, int64_t head,
                                                       Real dg, Real dbeta) {

@@ -75,7 +75,7 @@ struct Work {
 };
 
 // Passes over the columns of v, whose products with a state are summed. Without a correction there is no second one,
-// and v stands for the corrected values, which are beta v.
+// and v are the corrected values, which are beta v.
 enum Pass {
   kDout,        // with the state before the chunk
   kDcorrected,  // with it
@@ -105,7 +105,7 @@ __device__ __forceinline__ void load_stage(const Work<T>& work, const Stage<T, k
   ptx::cp_async_commit();
 }
 
-// The sums of two rows over a warp's columns, to where the other half's are beside them.
+// The sums of two rows over a warp's columns, to where the other half's are next to them.
 __device__ __forceinline__ void store_row_sums(float upper, float lower, int row, float (&to)[2][kChunk]) {
   for (int offset = 1; offset < 4; offset *= 2) {
     upper += __shfl_xor_sync(0xffffffffu, upper, offset);

@@ -205,7 +205,7 @@ struct Gradients {
         const float decayed = decay<T>(j <= i ? scales.sums[i] - scales.sums[j] : 0.0f);  // no branch
         const float between = j <= i ? decayed * scales.k_norms[j] : 0.0f;
         const float score = j <= i ? scale * scales.q_norms[i] * between * of_scores[tile][e] : 0.0f;
-        const float of_score = j < i ? score * scores[tile][e] : 0.0f;  // that of the diagonal is of no g
+        const float of_score = j < i ? score * scores[tile][e] : 0.0f;  // the diagonal's is of no g
         if constexpr (kCorrects) {
           const float correction = j < i ? -scales.k_norms[i] * between * of_corrections[tile][e] : 0.0f;
           const float of_correction = j < i ? correction * corrections[tile][e] : 0.0f;

@@ -153,13 +153,13 @@ __device__ void make_products(const ScanParams& p, const Chunk& chunk, int64_t k
   (thread < kChunk ? shared.k_norms : shared.q_norms)[thread % kChunk] = norm;
 }
 
-// What multiplies the product of row i with row j, but for what is of row i alone; 0 for rows that i does not see.
+// What multiplies the product of row i with row j, except what depends only on row i; 0 for rows that i does not see.
 template <class T>
 __device__ __forceinline__ float between(const Shared& shared, int i, int j) {
   return j <= i ? decay<T>(shared.sums[i] - shared.sums[j]) * shared.k_norms[j] : 0.0f;
 }
 
-// Without `corrections` there are none.
+// Without `corrections` it is empty.
 template <class T>
 __device__ void prepare_head(const ScanParams& p, const Shared& shared, const Products& products, T* scores,
                              Matrix* corrections) {

@@ -108,8 +108,8 @@ __device__ __forceinline__ void for_each_pair(Number (&c)[kTiles][4], int row, i
 
 enum class Order { kPlain, kTransposed };
 
-// c += A B over `begin` to `end`, multiples of 16. A's element (row, i) is that of a, or where kA is transposed a's
-// (i, row), and B's element (i, column) that of b or b's (column, i).
+// c += A B over `begin` to `end`, multiples of 16. A's element (row, i) is a's, or where kA is transposed a's
+// (i, row), and B's element (i, column) b's or b's (column, i).
 template <Order kA, Order kB, int kTiles, class T, int kAColumns, int kBColumns>
 __device__ __forceinline__ void multiply(float (&c)[kTiles][4], Tile<T, kAColumns> a, int row, Tile<T, kBColumns> b,
                                          int column, int begin, int end) {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void multiply(float (&c)[kTiles][4], Tile<T, kAColumn
   }
 }
 
-// a [16, i] times b, both as they lie.
+// a [16, i] times b, both as they are.
 template <int kTiles, class T, int kAColumns, int kBColumns>
 __device__ __forceinline__ void multiply(float (&c)[kTiles][4], Tile<T, kAColumns> a, int row, Tile<T, kBColumns> b,
                                          int column, int begin, int end) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void multiply(float (&c)[kTiles][4], Tile<T, kAColumn
 // Which terms of a product's columns from 16 i on are not zero: all, those up to 16 i + 15, those from 16 i on.
 enum class Terms { kAll, kUpTo, kFrom };
 
-// c += a B, where a warp's 16 rows of a lie in its registers as another product left them, rounded to T. For float32
+// c += a B, where a warp's 16 rows of a are in its registers as another product left them, rounded to T. For float32
 // `scratch` has room for them in shared memory.
 template <class T, Order kB, Terms kTerms, int kTiles, int kATiles, int kBColumns>
 __device__ __forceinline__ void multiply_rows(float (&c)[kTiles][4], const float (&a)[kATiles][4], Tile<T, kBColumns> b,

@@ -97,7 +97,7 @@ struct State {
       first[step] = y;
     });
   }
-  // Transposed, as it lies.
+  // Transposed, as it is.
   template <class T>
   __device__ void keep(T* to) {
     for_each([&](int column, int row, float x, float y) { store_pair(to + column * kDim + row, x, y); });
@@ -120,7 +120,7 @@ struct Stage {
   Tile<T, kColumns> values;
   RowScales* scales;
 
-  static constexpr int kMatrices = kCorrects ? 2 : 1;  // an inverse and scores, or scores alone
+  static constexpr int kMatrices = kCorrects ? 2 : 1;  // an inverse and scores, or only scores
   static constexpr int kBytes = 2 * Tile<T, kDim>::bytes(kChunk) + kMatrices * Tile<T, kChunk>::bytes(kChunk) +
                                 Tile<T, kColumns>::bytes(kChunk) + kWalkScales;
 

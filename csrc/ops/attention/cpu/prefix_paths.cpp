@@ -51,7 +51,7 @@ void launch_prefix_path_lengths_cpu(const PrefixPathsParams& p) {
 void launch_prefix_path_rows_cpu(const PrefixPathsParams& p) {
   const int64_t total = p.segments.total;
   const int32_t num_keys = p.cu_seqlens[p.segments.num_documents];
-  // A path is the parent's path, then the segment's own rows.
+  // A path is the parent's path, then the segment's rows.
   for (int64_t i = 0; i < p.segments.num_documents; ++i) {
     const int64_t parent = p.parents[i], inherited = path_length(p, parent);
     int32_t* path = p.row_of_key + p.cu_seqlens[i];

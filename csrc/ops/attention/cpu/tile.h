@@ -1,8 +1,8 @@
 // Arithmetic on one tile: a block of query rows against a block of keys, in float or double.
 //
 // A tile holds `tokens` query tokens of the `group` query heads that share one kv head: row = token * group + head.
-// Scores lie transposed, [key][row], so that softmax runs along rows of memory: no reduction inside a vector, hence
-// the same bits however wide the vectors are used.
+// Scores are stored transposed, [key][row], so that softmax runs along rows of memory: no reduction inside a vector,
+// hence the same bits however wide the vectors are used.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// The first of `count` tokens whose visible_end lies beyond this key, or `count`.
+// The first of `count` tokens whose visible_end is beyond this key, or `count`.
 inline int64_t first_beyond(const int32_t* visible_end, int64_t count, int64_t key) {
   return std::upper_bound(visible_end, visible_end + count, key) - visible_end;
 }

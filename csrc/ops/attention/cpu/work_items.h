@@ -1,6 +1,6 @@
 // How documents are cut into tiles and items of work, and how tiles get into scratch memory.
 //
-// Everything here depends on the document's own lengths, the head geometry and the dtype alone: that is what makes
+// Everything here depends only on the document's lengths, the head geometry and the dtype: that is what makes
 // the results of a document the same to the bit in any pack, on any number of threads.
 #pragma once
 
@@ -89,7 +89,7 @@ inline Document document_of(const VarlenAttentionParams& p, int64_t i) {
 
 // The row of k and v where a tile of keys starts; document i's.
 inline int64_t first_row(const VarlenAttentionParams& p, int64_t i, const Document& document, int64_t key) {
-  static_assert(kForkAlignment % kTile == 0);  // a tile lies in one page, or in one segment of a tree
+  static_assert(kForkAlignment % kTile == 0);  // a tile is in one page, or in one segment of a tree
   if (p.pages.row_of_key != nullptr) return p.pages.row_of_key[document.k.begin + key];
   if (!p.pages.used) return document.k.begin + key;
   const int64_t page = p.pages.block_table[i * p.pages.table_stride + key / p.pages.page_size];

@@ -38,7 +38,7 @@ struct Args {
   float2* row_stats = nullptr;   // [total_q, num_heads]: lse * log2(e), rowsum(dout * out) - dlse
   float* partial_dq = nullptr;   // [plan.dq_ring_tiles, rows * head_dim of a tile]
   bool all_row_stats = false;    // of every row, not only in documents of several key tiles
-  // Forward, null where its kernel needs none: the next unit, which forward_resident.cuh or a memset sets to 0.
+  // Forward, null where its kernel does not need it: the next unit, which forward_resident.cuh or a memset sets to 0.
   // Backward, zeroed before its kernels: the next unit of each list (kWorkCounters of them), then the ticket of every
   // tile of partial_dq.
   int32_t* counters = nullptr;

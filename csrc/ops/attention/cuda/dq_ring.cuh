@@ -1,5 +1,5 @@
 // The ring buffer of partial dq (PlanView::dq_ring) and its ticket lock. In a document of several key tiles, dq of a
-// row tile is a sum over key tiles in a fixed order: each key tile waits until the slot's ticket is its own, adds, and
+// row tile is a sum over key tiles in a fixed order: each key tile waits for its ticket of the slot, adds, and
 // publishes the next ticket. The first one stores instead of adding, the last one writes dq. Units are claimed in the
 // order of their documents' ring indices, so the unit that is waited for always runs, and a slot is used again only
 // when its row tile is done. A ticket is the slot's lap (its first ring index) plus the number of key tiles that have

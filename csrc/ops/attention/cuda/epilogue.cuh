@@ -19,7 +19,7 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
 }
 
 // Row g (half 0) or g + 8 (half 1) of kBlocks accumulators [16, 8] (m16n8 layout, wgmma's too), scaled, to 16-bit
-// memory from column first_column on. Called by all lanes of the warp; row is null where there is nothing to store.
+// memory from column first_column on. Called by all lanes of the warp; row is null if there is nothing to store.
 // Lane t of a quad holds word t of each block; neighbours exchange words, so that each has two of one block and the
 // quad stores 32 bytes.
 template <class T, int kBlocks>

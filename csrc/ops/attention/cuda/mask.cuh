@@ -1,4 +1,4 @@
-// The mask inside one document: which keys are visible to which tokens, in the document's own coordinates.
+// The mask inside one document: which keys are visible to which tokens, in the document's coordinates.
 #pragma once
 
 #include "core/documents.h"

@@ -22,7 +22,7 @@ __device__ __forceinline__ int64_t row_on_path(const Args& args, const DocumentV
 }
 
 // Row of key `key` of a document. The rows after it are those of the next keys, up to the end of the document or of
-// kForkAlignment keys: a tile lies in one page, or in one segment of a tree.
+// kForkAlignment keys: a tile is in one page, or in one segment of a tree.
 __device__ __forceinline__ int64_t row_of_key(const Args& args, const DocumentView& d, int32_t key) {
   const KeyPages& pages = args.plan.pages;
   if (!pages.used) return pages.row_of_key == nullptr ? d.start_k + key : row_on_path(args, d, key);

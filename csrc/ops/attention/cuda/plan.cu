@@ -151,7 +151,7 @@ __device__ int32_t take_position(Counter* counters, int bucket, unsigned taking)
   return base + __popc(peers & ((1u << lane) - 1));
 }
 
-// f(document, its view, tile, position) for every tile; positions come from counters[bucket]. A warp takes 32
+// f(document, its view, tile, position) for every tile; positions are from counters[bucket]. A warp takes 32
 // documents, one per lane, numbers their tiles by a prefix sum, and then handles one tile per lane.
 template <class F>
 __device__ void for_each_tile(const TileLister& lister, const Documents& documents_q, const Documents& documents_k,

@@ -1,6 +1,6 @@
 // The plan of a packed batch: lists of tiles for persistent kernels, the costliest first. Built on the device once,
 // read by the forward and backward of every layer. Tiles start at each document's start, the backward's at its first
-// key's (row_tiles of mask.cuh), so a document's tiles are the same wherever it lies in the pack.
+// key's (row_tiles of mask.cuh), so a document's tiles are the same wherever it is in the pack.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct VisibleEnd {
   const int32_t* first_token;  // [total_k]: of the key's document, the first token that sees the key
 };
 
-// One unit of work and where its document lies, so that a kernel looks nothing else up.
+// One unit of work and where its document is, so that a kernel looks nothing else up.
 struct alignas(16) PlanEntry {
   int32_t document;
   union {
@@ -92,7 +92,7 @@ struct PlanView {
   PACKING_OPS_HOST_DEVICE int32_t* planned_ends() const { return const_cast<int32_t*>(ends.end); }
   PACKING_OPS_HOST_DEVICE int32_t* planned_first_tokens() const { return const_cast<int32_t*>(ends.first_token); }
 
-  // Hash of what a plan depends on beside cu_seqlens.
+  // Hash of what a plan depends on in addition to cu_seqlens.
   PACKING_OPS_HOST_DEVICE int32_t geometry() const {
     const int32_t words[] = {tiles.group,
                              tiles.forward_rows,

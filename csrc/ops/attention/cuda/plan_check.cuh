@@ -8,7 +8,7 @@
 namespace packing_ops::attention {
 
 // Called by `count` threads of the grid, which share the entries of cu_seqlens. If the plan is of others, the kernel
-// still runs, with the plan's documents (a forward of other tiles with none), and the fault flag reports
+// still runs, with the plan's documents (a forward of other tiles without them), and the fault flag reports
 // it.
 __device__ inline void check_plan(const PlanView& plan, const Documents& documents_q, const Documents& documents_k,
                                   const FaultFlag& fault, int64_t thread = thread_id(),

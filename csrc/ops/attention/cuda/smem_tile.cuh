@@ -124,7 +124,7 @@ __device__ __forceinline__ KeySpan key_span(const Args& args, const DocumentView
 template <int kThreads, int kRows, int kDim>
 __device__ __forceinline__ void load_keys(Tile<kRows, kDim> tile, const AttentionTensor& from, const KeySpan& keys,
                                           int32_t kv_head, int head_dim, int thread, int32_t rows = kRows) {
-  static_assert(kForkAlignment % kRows == 0);  // a tile lies in one page
+  static_assert(kForkAlignment % kRows == 0);  // a tile is in one page
   const int32_t valid = keys.valid;
   const int64_t step = kThreads / 8 * from.token_stride;
   const uint16_t* thread_source = static_cast<const uint16_t*>(from.data) +

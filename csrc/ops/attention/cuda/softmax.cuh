@@ -1,4 +1,4 @@
-// Scores before the softmax, and the lse after it. On a GPU, what an option does to scores is here alone.
+// Scores before the softmax, and the lse after it. On a GPU, what an option does to scores is only here.
 #pragma once
 
 #include <algorithm>

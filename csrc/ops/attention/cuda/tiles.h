@@ -23,9 +23,9 @@ struct AttentionTiles {
   int32_t resident_max_keys = 128;  // maximum keys that a resident row sees; -1: no such class
   int32_t backward_rows = 64;       // rows of a backward step
   int32_t backward_keys = 128;      // keys of a backward tile
-  int32_t small_keys = 64;          // documents with at most small_keys keys use smaller backward tiles; 0: none do
+  int32_t small_keys = 64;          // documents with at most small_keys keys use smaller backward tiles; 0: no document
   int32_t single_keys = 128;        // other documents with at most single_keys keys have one key tile and use the
-                                    // backward without partial dq; 0: none do
+                                    // backward without partial dq; 0: no document
 
   // Order of the backward in a document of several key tiles. Long: every key tile walks the row tiles from the last
   // one down, first key tile first, so that the tiles in flight read the same rows from L2. Short: from the first row
@@ -37,7 +37,7 @@ struct AttentionTiles {
   }
 };
 
-// By group, head_dims and device alone, so that a document's bits do not depend on what it is packed with.
+// Only by group, head_dims and device, so that a document's bits do not depend on what it is packed with.
 Kernels kernels_for(int64_t group, int64_t head_dim, int64_t head_dim_v, int device);
 
 // The tiles for this group and these head_dims, of q and k and of v, on this GPU. packed_tokens: total_q *
@@ -53,7 +53,7 @@ enum class SmemTier { k99KB, k163KB, k227KB };
 
 // --- forward, mma.sync ---
 
-// The instance for the head_dim of q and k, and that of v; columns above them are zeros. Instances of two widths: 192
+// The instance for the head_dim of q and k, and v's; columns above them are zeros. Instances of two widths: 192
 // and 128 (multi-head latent attention). A narrower v elsewhere, or a wider one, takes the instance of the wider of the
 // two.
 struct PaddedDims {
@@ -93,7 +93,7 @@ constexpr bool has_short_forward(int padded) {
 constexpr int kShortRows = 64;
 constexpr int kShortKeys = 32;
 
-// Resident rows see up to kResidentMaxKeys keys: all of them lie in shared memory, in a ring of key tiles, beside 16
+// Resident rows see up to kResidentMaxKeys keys: all of them are in shared memory, in a ring of key tiles, next to 16
 // rows of q for each consumer warp. Where a block may have 227 KB.
 constexpr int kResidentMaxKeys = 128;
 constexpr int kResidentRowTile = 16;
@@ -179,7 +179,7 @@ constexpr int wgmma_backward_heads(int group) {
 constexpr int wgmma_row_tiles(int dim) {  // of a step
   return dim > 128 ? 1 : 128 / dim;
 }
-// Stages: descriptions of units, k and v of units, rows of steps (by panels q alone has them all), descriptions of
+// Stages: descriptions of units, k and v of units, rows of steps (by panels only q has them all), descriptions of
 // steps.
 constexpr int kUnitStages = 2;
 constexpr int kKvStages = 1;
@@ -205,7 +205,7 @@ constexpr int backward_keys(int padded, SmemTier tier) {
   if (is_wide(padded)) return 32;
   return (padded <= 128 ? 128 : 64) / (tier == SmemTier::k99KB ? 2 : 1);
 }
-// Documents with at most backward_small_keys keys use smaller blocks, two to a multiprocessor; 0: none do. -1:
+// Documents with at most backward_small_keys keys use smaller blocks, two to a multiprocessor; 0: no document. -1:
 // documents of one key tile are treated like those of several, as wgmma treats those of more than 64 keys.
 constexpr int backward_small_keys(int padded, SmemTier tier) {
   if (is_wide(padded)) return -1;

@@ -1,4 +1,4 @@
-// The backward's instances, each in a .cu file of its own for fp16 and bf16. Their tiles are in cuda/tiles.h.
+// The backward's instances, each in a separate .cu file for fp16 and bf16. Their tiles are in cuda/tiles.h.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -15,7 +15,7 @@ __device__ __forceinline__ void for_each_partial_dq(float* sums, typename Unit::
     for (int n = 0; n < Unit::kQueryBlocks; ++n) f(at + (m * Unit::kQueryBlocks + n) * 32, dq[m][n]);
 }
 
-// Adds dq to the partial dq of the key tiles before, or stores it if there are none.
+// Adds dq to the partial dq of the key tiles before, or stores it if it is the first.
 template <class Unit>
 __device__ __forceinline__ void accumulate_partial_dq(float* sums, typename Unit::Queries& dq, bool first) {
   const auto vector = [](const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); };

@@ -1,5 +1,5 @@
 // p and ds of a step of wide rows, whose tiles are too few blocks of 16 rows and 16 keys for all warps: a warp of the
-// first half computes s and p of one block, a warp of the second half its dp, which comes by way of the shared memory
+// first half computes s and p of one block, a warp of the second half its dp, which is passed through the shared memory
 // of p and ds.
 #pragma once
 

@@ -102,7 +102,7 @@ struct BackwardUnit {
       for (int n = 0; n < 2 * kCount; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) out[m][n][i] = 0.f;
-    // Double-buffered fragments: ldmatrix of the next 16 columns runs beside mma of these.
+    // Double-buffered fragments: ldmatrix of the next 16 columns overlaps mma of these.
     uint32_t a[2][kRowTiles][4];
     uint32_t b[2][kCount][4];
     const auto load = [&](int j) {
@@ -139,7 +139,7 @@ struct BackwardUnit {
     return first_row + ((threadIdx.x & 31) >> 2) + 16 * m + 8 * half;
   }
 
-  // s becomes p, and slope that of ScoreTransform; p is 0 where the key is masked.
+  // s becomes p, and slope ScoreTransform's; p is 0 where the key is masked.
   template <int kCount>
   static __device__ __forceinline__ void weights(Scores& s, Scores& slope, const float2* stats, const Args& args,
                                                  const DocumentWithEnds& d, const PackedRows& rows,

@@ -1,9 +1,9 @@
 // Forward on mma.sync. A unit of work is (document, row tile, kv head); a persistent block takes one after the other.
-// Each warp owns its rows for the whole unit. K and V come in tiles of kKeys in ascending order, from the first visible
-// one on, so that a row's online softmax has one order wherever its document lies in the pack. cp.async runs one tile
-// ahead, across units too: the next unit's first tiles load while this one finishes. Resident rows have the kernel of
-// forward_resident.cuh, which runs first; short ones an instance with smaller tiles (kShort), which runs last. Each but
-// the first starts (programmatic dependent launch) as the blocks of the one before run out of work.
+// Each warp owns its rows for the whole unit. K and V are read in tiles of kKeys in ascending order, from the first
+// visible one on, so that a row's online softmax has one order wherever its document is in the pack. cp.async runs one
+// tile ahead, across units too: the next unit's first tiles load while this one finishes. Resident rows have the kernel
+// of forward_resident.cuh, which runs first; short ones an instance with smaller tiles (kShort), which runs last. Each
+// but the first starts (programmatic dependent launch) as the blocks of the one before run out of work.
 #pragma once
 
 #include "core/launch.cuh"

@@ -103,7 +103,7 @@ __device__ __forceinline__ void load_units(const Args& args, ResidentRing<Shape>
                            from_lane(entry.keys), args.plan.window},
                           args.plan.ends};
     static_assert(kResidentMaxKeys <= kForkAlignment);
-    d.start_k = row_of_key(args, d, 0);  // the keys that resident rows see lie in one page
+    d.start_k = row_of_key(args, d, 0);  // the keys that resident rows see are in one page
     const int32_t first_token = from_lane(entry.first_token);
     const int32_t end_token = from_lane(entry.end_token);
     const int32_t end_key = from_lane(entry.end_key);

@@ -41,7 +41,7 @@ struct WarpTile {
   bool masked;          // some of the others are hidden from some row
 };
 
-// A thread's rows: 16 b + g and 16 b + g + 8 of its warp, each with its own softmax.
+// A thread's rows: 16 b + g and 16 b + g + 8 of its warp, each with a separate softmax.
 template <int kBlocks>
 struct RowState {
   float row_max[kBlocks][2];
@@ -251,7 +251,7 @@ struct ForwardUnit {
   }
 };
 
-// q of a warp's rows, read by this warp alone.
+// q of a warp's rows, read only by this warp.
 template <class Shape>
 __device__ __forceinline__ void load_warp_rows(const Args& args, const PackedRows& rows, typename Shape::TileQ tile,
                                                int warp_row) {

@@ -110,7 +110,7 @@ struct RowsCopy {
   uint64_t* full;
 };
 
-// Of a row tile that begins before its document, at a negative token: tokens before the first lie outside of the map,
+// Of a row tile that begins before its document, at a negative token: tokens before the first are outside of the map,
 // which makes them zeros.
 template <class Shape, int kPanels>
 __device__ __forceinline__ void load_token_by_token(const BackwardArgs& args, const DocumentTokens& tokens,
@@ -258,7 +258,7 @@ __device__ __forceinline__ void load_first_tokens(const VisibleEnd& ends, const 
   }
 }
 
-// By a warp: zeros where there is no row. By panels its first lane loads dout too, which has a stage less than q.
+// By a warp: zeros for missing rows. By panels its first lane loads dout too, which has a stage less than q.
 template <class Shape>
 __device__ __forceinline__ void load_row_stats(const BackwardArgs& args, BackwardBarriers<Shape>& shared,
                                                uint32_t base) {

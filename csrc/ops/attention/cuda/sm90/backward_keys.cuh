@@ -1,7 +1,7 @@
-// What the backward's consumer warpgroups do: 64 keys each of the unit's 128. The second one's scores come after the
-// first one's, so that products of one run beside the softmax of the other. A step:
+// What the backward's consumer warpgroups do: 64 keys each of the unit's 128. The second one's scores follow the
+// first one's, so that products of one overlap the softmax of the other. A step:
 //
-//   s^T = k q^T, dp^T = v dout^T   keys are rows, so that p^T and ds^T are operands as they stand
+//   s^T = k q^T, dp^T = v dout^T   keys are rows, so that p^T and ds^T are operands as they are
 //   dv += p^T dout
 //   dq = ds k                      half of it by each warpgroup, from ds of both; it leaves while dk is summed
 //   dk += ds^T q
@@ -72,7 +72,7 @@ __device__ __forceinline__ void attend_to_keys(const BackwardArgs& args, Backwar
     Math::round(ds_half, ds);
     Math::stage_scores(ds_half, Shape::tile_ds(base, stage), 64 * w, 0);
   };
-  // Issue dV, publish dS beside it, issue dQ, dK
+  // Issue dV, publish dS meanwhile, issue dQ, dK
   const auto start_sums = [&](bool add) {
     const int row_stage = stage_of(step_idx, kRowStages);
     ptx::wgmma_fence();

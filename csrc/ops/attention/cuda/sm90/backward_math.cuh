@@ -98,7 +98,7 @@ struct BackwardMath {
     const int32_t lane_row = first_row + 2 * (static_cast<int32_t>(threadIdx.x) & 3);
     const int32_t tile_key = unit_key + static_cast<int32_t>(threadIdx.x / 32 & 3) * 16 + (threadIdx.x & 31) / 4;
     const int32_t first_key = unit.first_key + tile_key;
-    const auto row_of = [&](int32_t token) {  // of the tile's 64, where there is such a row
+    const auto row_of = [&](int32_t token) {  // of the tile's 64, if the row exists
       return (token < 0 ? 0 : token > kTileRows ? kTileRows : token) * group - lane_row;
     };
     const int32_t by_window = first_key - unit.d.shift() - unit.d.window.right;
@@ -214,7 +214,7 @@ struct BackwardMath {
     }
   }
 
-  // The last sum of a row tile: with that of other key tiles, where there is any, to memory.
+  // The last sum of a row tile: with those of other key tiles, if there are any, to memory.
   static __device__ __forceinline__ void finish_queries(const BackwardArgs& args, Queries& dq, const BackwardTile& tile,
                                                         const BackwardStep<Shape>& step, int panel) {
     const Args& common = args.common;

@@ -67,7 +67,7 @@ struct PanelMath : BackwardMath<T, Shape> {
   // p = 0 where a row does not see a key. `first_tokens`: the unit's. The scores begin at that key of the unit's.
   static __device__ __forceinline__ void mask(const BackwardArgs& args, Scores& p, const BackwardUnit& unit,
                                               const BackwardTile& tile, const int32_t* first_tokens, int unit_key) {
-    const auto row_of = [&](int32_t token) {  // of the tile's 64, where there is such a row
+    const auto row_of = [&](int32_t token) {  // of the tile's 64, if the row exists
       return (token < 0 ? 0 : token > kTileRows ? kTileRows : token) * args.common.group - lane_row();
     };
 #pragma unroll
@@ -145,7 +145,7 @@ struct BackwardPanel : SharedScores<T, Shape, kTransform> {
       ptx::fence_operands(ds);
       Math::subtract_row_sums(ds, row_sum, transform, p);
     };
-    // P to shared memory, once all have read that of the step before
+    // P to shared memory, once all have read P of the step before
     ptx::wgmma_wait_group<1>();
     ptx::fence_operands(p);
     if constexpr (kTransform) {

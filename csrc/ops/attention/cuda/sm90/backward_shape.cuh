@@ -1,4 +1,4 @@
-// What lies where in the backward's shared memory, its barriers, and what a step is.
+// The layout of the backward's shared memory, its barriers, and what a step is.
 #pragma once
 
 #include <type_traits>
@@ -31,7 +31,7 @@ struct BackwardShape : ConsumerWarpgroups<wgmma_backward_by_panels(kDim_) ? 3 : 
   static constexpr int kStoredKeys = kByPanels ? kUnitKeys : 64;  // of dk and dv, by a thread
   static constexpr int kPanels = wgmma_panels(kDim);
   static constexpr int kPanelsV = wgmma_panels(kDimV);
-  static constexpr bool kNarrowValues = kPanelsV < kPanels;  // a warpgroup has a panel of dk and none of dv
+  static constexpr bool kNarrowValues = kPanelsV < kPanels;  // a warpgroup has a panel of dk but not of dv
   static constexpr int kPanelQ = kRows * 128;                // and dout's
   static constexpr int kTileQ = kPanels * kPanelQ;           // bytes
   static constexpr int kTileDout = kPanelsV * kPanelQ;
@@ -54,7 +54,7 @@ struct BackwardShape : ConsumerWarpgroups<wgmma_backward_by_panels(kDim_) ? 3 : 
     return base + stage * (kTileK + kTileV);
   }
   static __device__ __forceinline__ uint32_t tile_v(uint32_t base, int stage) { return tile_k(base, stage) + kTileK; }
-  // A step's q and dout are beside each other, by panels all of q and then dout.
+  // A step's q and dout are next to each other, by panels all of q and then dout.
   static __device__ __forceinline__ uint32_t tile_q(uint32_t base, int stage) {
     return base + kKeyBytes + stage * (kByPanels ? kTileQ : kTileQ + kTileDout);
   }
@@ -75,7 +75,7 @@ struct BackwardUnit {
   DocumentView d;
   int32_t kv_head;
   int32_t first_key;
-  int32_t steps;            // -1: there is no such unit, and none after it
+  int32_t steps;            // -1: there is no such unit, nor one after it
   Interval<int32_t> tiles;  // of rows that attend to its keys
   uint32_t ring_index;      // of row tile 0
 };
@@ -98,7 +98,7 @@ enum class DqAction : int32_t {
 };
 
 struct BackwardTile {
-  int32_t token;  // its first, in the document or before it; the document's end where there is no row tile
+  int32_t token;  // its first, in the document or before it; the document's end without a row tile
   int32_t rows;   // up to the document's end
   DqTicket ticket;
   uint32_t next_ticket;
@@ -112,13 +112,13 @@ struct BackwardStep {
   int32_t first_head;
   int32_t opens;    // index in `units` of the unit whose first step this is; -1: not a first step
   uint32_t masked;  // bit w: some pair of rows and the unit's w-th kMaskedKeys keys is
-  bool exists;      // if not, none after it does
+  bool exists;      // if not, no later one does
 };
 
-// Barriers of one way of dividing a step alone. Not in one struct: static and dynamic shared memory fill a block's 227
+// Barriers of only one way of dividing a step. Not in one struct: static and dynamic shared memory fill a block's 227
 // KiB.
 struct PanelBarriers {
-  uint64_t dout_full;  // of dout alone, which has a stage less than q. Elsewhere q_full and q_empty are dout's too
+  uint64_t dout_full;  // of only dout, which has a stage less than q. Elsewhere q_full and q_empty are dout's too
   uint64_t dout_empty;
   __device__ void init(int warps) {
     ptx::mbarrier_init(&dout_full, 1);
@@ -144,7 +144,7 @@ struct BackwardBarriers : OwnBarriers<Shape> {
   float row_sum[kRowStages][Shape::kRows];  // rowsum(dout * out) - dlse
   BackwardStep<Shape> steps[kStepStages];
   BackwardUnit units[kUnitStages];         // as kv_full says
-  int32_t first_tokens[Shape::kUnitKeys];  // that see the unit's keys, as q_full of its steps says: where there is
+  int32_t first_tokens[Shape::kUnitKeys];  // that see the unit's keys, as q_full of its steps says: if there is
                                            // visible_end
   uint64_t kv_full[kKvStages];
   uint64_t kv_empty[kKvStages];  // dk and dv have left it

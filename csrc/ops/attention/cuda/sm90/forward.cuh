@@ -1,7 +1,7 @@
 // Forward on wgmma and TMA. A unit is (document, two or three tiles of packed rows, kv head), a tile for each consumer
 // warpgroup; a persistent block claims one unit after the other. Roles of its threads: roles.cuh. Key tiles start at
 // multiples of their size from the document's start, from the first visible one upwards, so a row's sum has one order
-// wherever its document lies.
+// wherever its document is.
 #pragma once
 
 #include "core/launch.cuh"

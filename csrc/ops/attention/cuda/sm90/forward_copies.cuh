@@ -6,7 +6,7 @@
 
 namespace packing_ops::attention::sm90 {
 
-// In the order in which they are used: keys of a step, then values of the step before, or its own.
+// In the order in which they are used: keys of a step, then values of the step before, or of this step.
 template <class Shape>
 __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, ForwardBarriers<Shape>& shared,
                                                      uint32_t base) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardArgs& args, Fo
   };
   for (uint32_t round = 0; shared.has_unit(round); ++round) {
     const ForwardUnit unit = shared.unit(round);
-    static_assert(kForkAlignment % Shape::kKeys == 0);  // a tile lies in one page
+    static_assert(kForkAlignment % Shape::kKeys == 0);  // a tile is in one page
     ptx::TmaCoords values{};                            // of the step before
 #pragma unroll 1
     for (int32_t tile = unit.first_tile; tile < unit.end_tile; ++tile) {

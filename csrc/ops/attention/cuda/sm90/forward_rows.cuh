@@ -322,13 +322,13 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
     const VisibleKeys keys = open();
     bool add = false;  // to values of steps before
     if constexpr (Shape::kScoresBesideValues) {
-      // First step: scores alone
+      // First step: only scores
       const int stage_k = next_tile();
       start_scores(stage_k);
       ptx::wgmma_wait_group<0>();
       end_scores(stage_k, keys);
       Math::to_weights(p, s);
-      // Following steps: scores of this step beside values of the step before
+      // Following steps: scores of this step overlap values of the step before
       while (++tile < end_tile) {
         const int stage_k = next_tile();
         start_scores(stage_k);
@@ -349,7 +349,7 @@ __device__ __forceinline__ void attend(const ForwardArgs& args, ForwardBarriers<
       ptx::wgmma_wait_group<0>();
       end_values(stage_v);
     } else {
-      // Steps up to the last whose keys a row sees: scores, then values. Each tile is waited for beside a product
+      // Steps up to the last whose keys a row sees: scores, then values. Each tile is waited for during a product
       int stage_k = next_tile();
       for (bool more = true; more;) {
         start_scores(stage_k);

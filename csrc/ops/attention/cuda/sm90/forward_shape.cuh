@@ -1,4 +1,4 @@
-// What lies where in the forward's shared memory, and its barriers.
+// The layout of the forward's shared memory, and its barriers.
 #pragma once
 
 #include "core/ptx/barrier.cuh"
@@ -21,7 +21,7 @@ struct ForwardShape : ConsumerWarpgroups<kTiles_> {
   static constexpr int kStagesKv = wgmma_kv_stages(kDim);
   static constexpr bool kOutThroughQ = kStagesQ == 2;  // out goes through its q tile; else from registers to memory
   static constexpr int kTiles = kTiles_;               // of a unit's rows, one for each consumer warpgroup
-  // A warpgroup's scores of a step run beside its values of the step before, where registers hold both steps.
+  // A warpgroup's scores of a step overlap its values of the step before, where registers hold both steps.
   static constexpr bool kScoresBesideValues = kTiles == 2 || kDim == 64;
   static constexpr int kPanelsK = wgmma_panels(kDim);
   static constexpr int kPanelsV = wgmma_panels(kDimV);
@@ -46,7 +46,7 @@ struct ForwardUnit {
   int32_t token;  // first of the unit, in the document
   int32_t kv_head;
   int32_t first_tile;  // of keys
-  int32_t end_tile;    // at least one tile, also where no key is seen; 0: there is no such unit, and none after it
+  int32_t end_tile;    // at least one tile, also where no key is seen; 0: there is no such unit, nor one after it
 
   __device__ __forceinline__ bool exists() const { return end_tile > 0; }
 

@@ -23,7 +23,7 @@ struct ConsumerWarpgroups {
   static constexpr int kConsumerRegisters = kCount == 2 ? 232 : 160;
 };
 
-// A role's value is its warp. Roles that issue copies alone run on the warp's first thread.
+// A role's value is its warp. Roles that only issue copies run on the warp's first thread.
 enum class Role : int {
   // forward
   kLoadKeysAndValues = 0,
