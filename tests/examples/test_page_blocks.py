@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 import torch
-from helpers import processes
+from helpers import ROOT, processes
 from helpers.pages import PAGES, ROWS, blocks_of, tiny_llama
 
 import packing_ops
@@ -342,4 +342,16 @@ def test_every_block_is_run():
         "docs/parallel.md": 4,
         "docs/prefix-trees.md": 5,
         "docs/transformers.md": 6,
+        "docs/vllm.md": 2,
     }
+
+
+def test_blocks_of_vllm_are_run_with_it():
+    """``make test-vllm`` makes the same calls: vLLM is not here."""
+    engine, record = blocks_of("docs/vllm.md")
+    cases, checks = ((ROOT / "tests" / "engines" / name).read_text() for name in ("cases.py", "check_vllm.py"))
+    assert '"attention_backend": "CUSTOM"' in cases
+    assert 'attention_backend="CUSTOM"' in engine
+    for call in ("record(llm, ", "po.check_invariance(model, rollout=rollout)"):
+        assert call in record
+        assert call in checks
