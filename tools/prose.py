@@ -28,22 +28,22 @@ DIALECT = re.compile(
 VERBS = {*re.findall(
     r"\w+",
     """
-    accept accumulate add advance align allocate allow apply ask assemble assign attach average begin bind block break
-    broadcast build cache call cast check choose clear clone close collate collect combine compare compile compute
-    concatenate confirm configure convert convolve copy correct count cover create cumulate cut declare decide decode
-    define delegate derive describe detach detect disable discard divide do download draw drop emit empty enable end
-    ensure enter estimate evaluate exchange exclude execute exit expand explain expose extend fail fetch fill filter
-    find fit flatten follow force format forward free gather generate get give group guard guess handle hash hide hold
-    identify ignore import index infer initialize insert inspect install invert iterate join keep launch leave let limit
-    list load locate log look make map mark mask match mean measure merge mix move multiply name normalize note open
-    order override pack pad parse partition pass pick place plan point pool predict prefetch prepare prevent print
-    probe process project propagate prove put quantize raise read rebuild receive recompute record reduce refer refuse
-    register reject release remember remove rename render reorder repeat replace replay report require reset reshape
-    resolve restore resume return reuse revert rotate round run sample save scale scan scatter search select send
-    separate serialize set shard shift show shuffle sign skip slice solve sort split stack start state step stop store
-    stream substitute subtract sum suppress swap switch take tell test time trace transform translate trim truncate try
-    turn undo unfuse unify unpack unpad unregister unshard unwrap update use validate verify visit wait walk warn watch
-    weigh widen wrap write yield zero
+    accept accumulate add advance align allocate allow apply ask assemble assign attach attend average begin bind
+    block break broadcast build cache call cast check choose clear clone close collate collect combine compare compile
+    compute concatenate configure confirm convert convolve copy correct count cover create cumulate cut decide declare
+    decode define delegate derive describe detach detect disable discard distribute divide do download draw drop emit
+    empty enable end ensure enter estimate evaluate even exchange exclude execute exit expand explain expose extend
+    fail fetch fill filter find fit flatten follow force format forward free fuse gather generate get give group guard
+    guess handle hash hide hold identify ignore import index infer initialize insert inspect install invert iterate
+    join keep launch lay leave let limit list load locate log look make map mark mask match mean measure merge mix
+    move multiply name normalize note open order override pack pad parse partition pass pick place plan point pool
+    predict prefetch prepare prevent print probe process project propagate prove put quantize queue raise read rebuild
+    receive recompute record reduce refer refuse register reject release remember remove rename render reorder repeat
+    replace replay report require reset reshape resolve restore restrict resume return reuse revert rotate round run
+    sample save say scale scan scatter search select send separate serialize set shard shift show shuffle sign skip
+    slice solve sort split stack start state step stop store stream substitute subtract sum suppress swap switch take
+    tell test time trace transform translate trim truncate try turn undo unfuse unify unpack unpad unregister unshard
+    unwrap update use validate verify visit wait walk warn watch weigh widen wrap write yield zero
     """,
 )}  # fmt: skip
 

@@ -17,7 +17,7 @@ INT32, INT64 = torch.int32, torch.int64
 
 
 def nothing(a: SimpleNamespace) -> None:
-    """Of an op that writes into its arguments, or checks them."""
+    """Return nothing, as an op that writes into its arguments, or checks them."""
     return None
 
 
@@ -36,12 +36,12 @@ def on_cpu(*sizes: Any, dtype: torch.dtype = INT64) -> tuple[torch.Tensor, ...]:
 
 
 def new_sizes(count: int) -> list[Any]:
-    """Sizes that only the values decide."""
+    """Make sizes that only the values decide."""
     return [torch.library.get_ctx().new_dynamic_size() for _ in range(count)]
 
 
 def unpadded(a: SimpleNamespace, total: Any, totals: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """indices, cu_seqlens, seqused and the totals of an attention_mask."""
+    """Return indices, cu_seqlens, seqused and the totals of an attention_mask."""
     mask = a.attention_mask
     return *empty(mask, total, dtype=INT64), *empty(mask, mask.shape[0] + 1, mask.shape[0], dtype=INT32), totals
 
@@ -70,7 +70,7 @@ def paths(a: SimpleNamespace) -> tuple[torch.Tensor, ...]:
 
 
 def states(a: SimpleNamespace, *sizes: Any) -> Any:
-    """The shape of the final states, one a document; of none, where the op is not asked for them."""
+    """Return the shape of the final states, one a document; empty if the op is not asked for them."""
     return (a.cu_seqlens.numel() - 1, *sizes) if a.output_final_state else (0,)
 
 

@@ -104,7 +104,7 @@ def packs_for_ranks(lengths: torch.Tensor | Sequence[int], pack_length: int, num
     Returns:
         The rows, each the indices of its sequences in ascending order: the first ``num_rows / num_ranks`` are for rank
         0, and so on. Few rows: of one rank by best fit; of several a multiple of ``num_ranks``, nearly equal in tokens.
-        Where there are too few sequences for such a multiple, no multiple.
+        With too few sequences for such a multiple, no multiple.
 
     Example:
         >>> packs_for_ranks([5, 4, 3, 2, 9], pack_length=10, num_ranks=2)
@@ -142,7 +142,7 @@ def mixing_warning(model: torch.nn.Module, batch: Mapping[str, Any]) -> str | No
             else the model takes.
 
     Returns:
-        The line, or None, also where there is one document.
+        The line, or None, also for one document.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

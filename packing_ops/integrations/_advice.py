@@ -58,7 +58,7 @@ def _advise_packing(model, call) -> None:
     if call.outer is not None or call.has_cache or not call.answers:
         return
     padding = model.__dict__.setdefault(_PADDING, Padding())
-    (batch, seqlen), (*cu_seqlens, _, _), documents = call.answers[-1]  # a vision tower's come before the text's
+    (batch, seqlen), (*cu_seqlens, _, _), documents = call.answers[-1]  # a vision tower's precede the text's
     if padding.batches < BATCHES and cu_seqlens == [None, None]:
         slots = batch * seqlen
         padding.add(model, slots, slots if documents.indices is None else documents.indices.numel())

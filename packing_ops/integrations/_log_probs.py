@@ -14,7 +14,7 @@ def log_sums_of(logits: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor |
 
     Args:
         logits: ``[rows, vocab]``.
-        dtype: of the head that they came from. token_logps sums in the order of that dtype.
+        dtype: of their head. token_logps sums in the order of that dtype.
         scales: float32 ``[rows]``, what the logits of a row are multiplied by: 1 / temperature.
     """
     sums = _log_sums(logits, scales)

@@ -1,4 +1,4 @@
-"""Show adapters for other libraries what they may use beside the public names; packing_ops.contrib has only this.
+"""Show adapters for other libraries what they may use besides the public names; packing_ops.contrib has only this.
 
 Checks of arguments with the package's errors; ``kept_with``, which finds something once a batch; and attention over the
 keys that the ranks of a group hold.

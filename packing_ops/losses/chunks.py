@@ -4,7 +4,7 @@ The chunks are of the vocabulary, not of the tokens. The gradient of weight is t
 vocabulary each of its entries is one product over all tokens, rounded once. Only the gradient of hidden is added up
 from chunk to chunk, in float32.
 
-Rows that have a target are gathered to the front, the products run on these alone, and what comes out is scattered
+Rows that have a target are gathered to the front, the products run only on these, and the results are scattered
 back.
 """
 
@@ -40,13 +40,13 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def rows_at_most(total: int, max_targets: int | None) -> int:
-    """Rows that are multiplied: whole tiles of them."""
+    """Return how many rows are multiplied: whole tiles of them."""
     return total if max_targets is None else torch.sym_min(total, round_up(max_targets, TILE))
 
 
 def chunk_of(chunk: int | None, rows: int, hidden: torch.Tensor, vocab: int) -> int:
-    """Entries of the vocabulary in a chunk: a multiple of 8, so that its rows start on 16 bytes. rows: those of all
-    heads.
+    """Return the entries of the vocabulary in a chunk: a multiple of 8, so that its rows start on 16 bytes. rows: those
+    of all heads.
     """
     if chunk is None:
         most = _LOGITS_BYTES.get(hidden.device.type, 1) // torch.sym_max(rows * hidden.element_size(), 1)
@@ -60,8 +60,8 @@ def chunk_of(chunk: int | None, rows: int, hidden: torch.Tensor, vocab: int) -> 
 def kept_shape(
     hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None, keep_logits: int, heads: int = 1
 ) -> tuple[int, int, int]:
-    """[chunks, rows, columns] of the logits that are kept of one head: as many whole chunks as fit into keep_logits
-    bytes.
+    """Return [chunks, rows, columns] of the logits that are kept of one head: as many whole chunks as fit into
+    keep_logits bytes.
     """
     if keep_logits == 0:
         return 0, 0, 0
@@ -75,7 +75,7 @@ def kept_shape(
 def check_kept(
     kept: torch.Tensor, hidden: torch.Tensor, vocab: int, chunk: int | None, max_targets: int | None, heads: int = 1
 ) -> None:
-    """ValueError where a compiled graph's forward ran in another mode than its backward: eager code makes logits
+    """Raise ValueError if a compiled graph's forward ran in another mode than its backward: eager code makes logits
     again.
     """
     if kept.numel() == 0:
@@ -92,7 +92,7 @@ def check_kept(
 
 
 class Rows:
-    # What of the rows is multiplied. index: int64, which ones, -1 where there are fewer than the bound; None: all.
+    # The rows that are multiplied. index: int64, which ones, -1 past their number; None: all.
     # allowed: ids and offsets of logps_allowed, or nothing.
 
     def __init__(self, targets: torch.Tensor, max_targets: int | None, allowed: Sequence[Any] = ()) -> None:
@@ -109,7 +109,7 @@ class Rows:
             self.targets = self.of(targets).masked_fill_(self.index < 0, -1)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """values ``[..., total]`` of these rows, contiguous. Anything where the index is -1."""
+        """Return values ``[..., total]`` of these rows, contiguous. Anything where the index is -1."""
         if self.index is None:
             return values.contiguous()
         return values.index_select(-1, self.index.clamp(min=0))
@@ -120,13 +120,13 @@ class Rows:
         return hidden if self.index is None else gate.gather_rows(hidden[None], self.index, self.index.shape[0])
 
     def back(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        """values ``[rows, ...]`` at their places of ``[total, ...]``, zeros elsewhere."""
+        """Put values ``[rows, ...]`` at their places of ``[total, ...]``, zeros elsewhere."""
         if self.index is None:
             return list(values)
         return [each[0] for each in gate.scatter_rows_many(list(values), self.index, 1, self.total)]
 
     def over_bound(self) -> torch.Tensor | None:
-        """bool ``[total]``: targets that are left out for too small a bound; None where there can be none."""
+        """Return bool ``[total]``: targets that are left out for too small a bound; None if there cannot be any."""
         if self.index is None or not self.bounded or self.index.is_cpu:
             return None
         if self.index.shape[0] == 0:
@@ -135,11 +135,13 @@ class Rows:
         return (self.all_targets >= 0) & (last >= 0) & (slots > last)
 
     def mask(self, first: int, logits: torch.Tensor) -> torch.Tensor | None:
-        """A bit for each logit of a chunk of these rows, whose entries begin at ``first``; None: all are allowed."""
+        """Return a bit for each logit of a chunk of these rows, whose entries begin at ``first``; None: all are
+        allowed.
+        """
         return gate.logps_allowed_mask(*self.allowed, self.index, first, logits.shape[1]) if self.allowed else None
 
     def scales(self, temperature: torch.Tensor | None, outer: float, dtype: torch.dtype) -> torch.Tensor:
-        """``[rows]``: what a bounded logit is multiplied by."""
+        """Return ``[rows]``: the factor of a bounded logit."""
         if temperature is None:
             return torch.full(self.targets.shape, outer, dtype=dtype, device=self.targets.device)
         scales = outer / self.of(temperature.to(dtype))
@@ -176,7 +178,7 @@ class Chunks:
         self.bias = None if bias is None else bias.to(sum_dtype(hidden.dtype)).contiguous()
         self.group = None
         if group is not None:
-            # The op's schema has a str, which torch 2.13 gives a type of its own.
+            # The op's schema has a str, which torch 2.13 gives a separate type.
             self.group = torch.distributed.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
         self.chunk, self.kept = chunk, kept
 
@@ -200,7 +202,7 @@ class Chunks:
         return None if self.bias is None else self.bias[part]
 
     def multiply(self, weight: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
-        """logits of a chunk's weight, of all rows or those in hidden."""
+        """Compute logits of a chunk's weight, of all rows or those in hidden."""
         hidden, columns = self.hidden if hidden is None else hidden, logits.shape[1]
         if logits.is_cpu:
             hidden, weight = whole_pairs(hidden, weight)
@@ -212,11 +214,11 @@ class Chunks:
             torch.mm(hidden, weight.t(), out=logits)
 
     def missing_columns(self, columns: int) -> int:
-        """Up to whole sets of COLUMNS, which products in the mode take on a GPU."""
+        """Count the columns up to whole sets of COLUMNS, which products in the mode take on a GPU."""
         return -columns % COLUMNS if self.invariant and self.hidden.is_cuda else 0
 
     def grains(self, columns: int) -> list[slice]:
-        """The columns of a chunk that one product takes."""
+        """Yield the columns of a chunk that one product takes."""
         size = GRAIN if self.invariant else max(columns, 1)
         return [slice(first, first + size) for first in range(0, columns, size)]
 
@@ -225,8 +227,8 @@ class Chunks:
 
 
 class Gradients:
-    # Of hidden, weight and bias, from d(logits) chunk by chunk. Where d(logits) stays, that of weight is made after the
-    # float32 one of hidden is gone: less memory at a time.
+    # Of hidden, weight and bias, from d(logits) chunk by chunk. Where d(logits) stays, weight's gradient is made after
+    # the float32 one of hidden is gone: less memory at a time.
 
     def __init__(self, chunks: Chunks, dtype: torch.dtype, need_hidden: bool, need_weight: bool, need_bias: bool):
         self.chunks, self.need_hidden, self.need_weight, self.need_bias = chunks, need_hidden, need_weight, need_bias
@@ -269,8 +271,8 @@ class Gradients:
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b in total's dtype, which b has on the CPU: rounded to a half type, each chunk would cost another
-    error.
+    """Add a @ b to total in total's dtype, which b has on the CPU: rounded to a half type, each chunk would cost
+    another error.
     """
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

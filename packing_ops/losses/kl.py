@@ -4,9 +4,9 @@ As in packing_ops.losses.logps the logits of all tokens are never held at once. 
 all logits of a token twice: for the sum of exponentials of both heads, then for its terms. In chunks of the vocabulary
 the products would be made twice, so the forward takes blocks of rows ``[rows, vocab]``: a product for each head, then
 one kernel, which for beta 0 and 1 reads a row once on CUDA. The backward takes chunks of the vocabulary ``[total,
-chunk]``, as that of token_logps and for its reasons: a product for each head, a kernel that turns the student's logits
+chunk]``, as in token_logps and for its reasons: a product for each head, a kernel that turns the student's logits
 into d(logits) in place, and a product for each gradient. Or the forward makes d(z) of a block of rows as soon as it has
-their sums, and keeps it: d(logits) but for the rows' own gradients, which the backward multiplies in. Both round d(z)
+their sums, and keeps it: d(logits) except the rows' gradients, which the backward multiplies in. Both round d(z)
 before that, so within packing_ops.invariant() the gradients have the same bits.
 
 Products, in all: forward one for each head, backward those again and one for each gradient, for every divergence; where
@@ -56,8 +56,8 @@ def token_kl(
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
 ) -> torch.Tensor:
-    """Divergence between a student's and a teacher's prediction of each slot's next token, for distillation.
-    Differentiable.
+    """Compute the divergence between a student's and a teacher's prediction of each slot's next token, for
+    distillation. Differentiable.
 
     With P the student's prediction, Q the teacher's and M = beta Q + (1 - beta) P:
 
@@ -101,7 +101,7 @@ def token_kl(
 
         Work: 2 * rows * vocab * (hidden + teacher's hidden) operations, in backward as many again (of what was not
             kept)
-        and 2 * rows * vocab * hidden for each gradient. Memory beside results and gradients: one chunk of logits of
+        and 2 * rows * vocab * hidden for each gradient. Memory besides results and gradients: one chunk of logits of
         each head, four numbers per slot, the gathered rows, what is kept (``rows * vocab`` elements of hidden's dtype
         for all), and in backward a float32 gradient of hidden where hidden is of a half type. At 16,384 slots in bf16
         this is 0.6 GB for hidden 1,024 and 0.8 GB for 4,096, and 5 GB more for a vocabulary of 151,936 with all kept.
@@ -125,6 +125,11 @@ def token_kl(
 
     Method: Hinton et al., distillation (2015); Agarwal et al., generalized knowledge distillation (2023), for the
         divergences.
+
+    Determinism: the same bits in every call; within packing_ops.invariant() also in any pack and chunk.
+    Synchronises: never; a wrong label on CUDA raises in a later call.
+    Memory: one chunk of logits of each head and what is kept; in backward a float32 gradient of hidden of a half type.
+    Gradients: of hidden, weight and bias of the student. No second derivative, no forward mode.
     """
     hidden, weight, bias = checked_head(hidden, weight, bias)
     try:
@@ -186,7 +191,7 @@ def _targets(
     vocab: int,
     ignore_index: int,
 ) -> torch.Tensor:
-    """int32 ``[total]``, -1 for slots that do not count."""
+    """Return int32 ``[total]``, -1 for slots that do not count."""
     total = hidden.shape[0]
     if labels is None:
         labels, ignore_index = torch.zeros(total, dtype=torch.int32, device=hidden.device), -1
@@ -203,8 +208,8 @@ def _targets(
 def _heads(
     rows: Rows, head: Head, teacher: Head, chunk: int | None, max_targets: int | None, kept: torch.Tensor
 ) -> tuple[Chunks, ...]:
-    """Chunks of both heads, over the rows that have a target. Their logits share the memory that one head's would
-    have.
+    """Return chunks of both heads, over the rows that have a target. Their logits share the memory that one head's
+    would have.
     """
     hidden, weight, _ = head
     at_most = rows_at_most(hidden.shape[0], max_targets)
@@ -215,8 +220,8 @@ def _heads(
 def _new_kept(
     hidden: torch.Tensor, weight: torch.Tensor, chunk: int | None, max_targets: int | None, keep_logits: int
 ) -> torch.Tensor:
-    """``[rows, chunks, columns]`` for d(z). Rows are first, so that a block of rows is one slice over all chunks. None
-    in float16: before the rows' own gradients are multiplied in, d(z) may be outside of its range.
+    """Allocate ``[rows, chunks, columns]`` for d(z). Rows are first, so that a block of rows is one slice over all
+    chunks. None in float16: before the rows' gradients are multiplied in, d(z) may be outside of its range.
     """
     keep_logits = 0 if hidden.dtype == torch.float16 else keep_logits
     chunks, rows, columns = kept_shape(hidden, weight.shape[0], chunk, max_targets, keep_logits, heads=2)
@@ -224,20 +229,20 @@ def _new_kept(
 
 
 def _is_finite(stats: torch.Tensor) -> torch.Tensor:
-    """bool ``[rows]``: whether d(z) is finite. The divergence, stats[0], may be inf where it is."""
+    """Return bool ``[rows]``: whether d(z) is finite. The divergence, stats[0], may be inf where it is."""
     return stats[1:].isfinite().all(0)
 
 
 def _scales(grad: torch.Tensor, targets: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """Factor of each row of d(z): grad, 0 where the row does not count, NaN where d(z) is not finite: kept, it is
-    zeros.
+    """Return the factor of each row of d(z): grad, 0 where the row does not count, NaN where d(z) is not finite: kept,
+    it is zeros.
     """
     scales = grad.masked_fill(targets < 0, 0)
     return scales.masked_fill_((scales != 0) & ~finite, torch.nan)
 
 
 def _block_of(head: Chunks) -> int:
-    """Rows of the whole vocabulary that are no more logits than a chunk has, in equal blocks."""
+    """Count the rows of the whole vocabulary that are no more logits than a chunk has, in equal blocks."""
     blocks = -(-head.rows // max(head.rows * head.chunk // head.weight.shape[0], 1))
     size = -(-head.rows // max(blocks, 1))
     return max(round_up(size, ROWS if size < TILE else TILE), ROWS)

@@ -7,7 +7,7 @@ running maximum, sum of exponentials and chosen logit (online softmax). The back
 from those that were kept, turns it in place into d(logits), and multiplies it with weight and with hidden
 (losses/op.py, losses/chunks.py).
 
-What it costs beside the products (forward: one; backward: that one again where the logits were not kept, and one for
+Its cost besides the products (forward: one; backward: the same again where the logits were not kept, and one for
 each gradient): the kernel reads the logits, and in backward writes them too. At 16,384 tokens, 151,936 entries and bf16
 these are 5 GB and 10 GB, 1.2 ms and 2.4 ms at 4.2 TB/s, where a product at 650 TFLOP/s takes 7.8 ms for hidden 1,024
 and 31 ms for 4,096.
@@ -39,7 +39,7 @@ from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
 class HeadKeywords(TypedDict, total=False):
-    """Names the options of log-probabilities where overloads take them all. Their defaults are the functions' own."""
+    """Names the options of log-probabilities where overloads take them all. Their defaults are the functions'."""
 
     temperature: float | torch.Tensor
     chunk: int | None
@@ -95,7 +95,7 @@ def token_logps(
     allowed_ids: torch.Tensor | None = None,
     allowed_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Log-probability of each slot's next token, for policy gradients and the like. Differentiable.
+    """Compute the log-probability of each slot's next token, for policy gradients and the like. Differentiable.
 
     With logits = hidden @ weight.T + bias and z = softcap * tanh(scale * logits / softcap) / temperature, without a
     softcap z = scale * logits / temperature, and p = softmax(z).
@@ -124,9 +124,9 @@ def token_logps(
         outputs: what is returned, by names, in their order: ``"logps"``; ``"lse"``, the log of the sum of exp(z);
             ``"entropy"`` in nats; ``"sum_p2"``, the sum of p squared; ``"mean_logit"``, the mean of z over the
             vocabulary (for label smoothing); ``"top1"``, int64, the entry of the largest z, the first among equals,
-            without a gradient, -1 where there is no target or no finite lse.
+            without a gradient, -1 without a target or without a finite lse.
         scale: of the logits, above 0.
-        softcap: bound of the scaled logits, 0 or inf for none. In half types on CUDA z is wrong by up to 1e-7 *
+        softcap: bound of the scaled logits, 0 or inf for no cap. In half types on CUDA z is wrong by up to 1e-7 *
             softcap.
         max_targets: slots that have a target, or an upper bound: the products take no more rows. By default
             ``cu_seqlens.num_targets``, which the collators count. On the CPU the targets themselves are counted; on
@@ -138,7 +138,7 @@ def token_logps(
             Under torch.utils.checkpoint give bytes: both forwards must keep the same. Gradients have the same bits.
         allowed_ids: int64 or int32, entries of the vocabulary, in any order: those that the sampler could draw each
             token from (its top-k, top-p, min-p), one label's after another. Softmax and all outputs are then over a
-            token's own entries, as if all other z were -inf: log p(token | its entries). One that has none is over the
+            token's entries, as if all other z were -inf: log p(token | its entries). One without entries is over the
             whole vocabulary.
         allowed_offsets: int64 or int32 ``[total + 1]``: label t was drawn from
             ``allowed_ids[allowed_offsets[t] : allowed_offsets[t + 1]]``, not shifted, as labels are not.
@@ -150,7 +150,7 @@ def token_logps(
         2 * rows * hidden * vocab operations, in backward as many again (of the logits that were not kept) and for each
         gradient; FlopCounterMode counts them after register_flop_formulas.
 
-        Logits are rounded to hidden's dtype, as in a model. Gradients have the dtypes of their tensors. Memory beside
+        Logits are rounded to hidden's dtype, as in a model. Gradients have the dtypes of their tensors. Memory besides
         results and gradients: one chunk of logits and those that are kept, some numbers per slot, the gathered rows of
         hidden, and in backward a float32 gradient of hidden where hidden is of a half type. At 16,384 slots in bf16
         this is 0.6 GB for hidden 1,024 and 0.8 GB for 4,096, and 5 GB more with all logits kept.
@@ -163,7 +163,7 @@ def token_logps(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, temperature, scale, softcap or chunk out of range, an
-            unknown name in outputs, "mean_logit" beside allowed_ids; a label or an allowed id outside of the
+            unknown name in outputs, "mean_logit" with allowed_ids; a label or an allowed id outside of the
             vocabulary, a label that is not among its allowed ids, allowed_offsets that do not start at 0, decrease, or
             do not end at the number of allowed_ids, a temperature in a tensor that is not above 0, more targets than
             max_targets (these on CUDA in a later call; the log-probability of a label that is not allowed is -inf
@@ -171,6 +171,11 @@ def token_logps(
         NotImplementedError: a device without a kernel; second derivatives and forward-mode ones (torch.func.jvp).
 
     Method: Milakov and Gimelshein, online softmax (2018); Wijmans et al., Cut Your Losses (2024), for the chunks.
+
+    Determinism: the same bits in every call; within packing_ops.invariant() also in any pack and chunk.
+    Synchronises: never; a wrong label on CUDA raises in a later call.
+    Memory: one chunk of logits and those that are kept; in backward a float32 gradient of hidden of a half type.
+    Gradients: of hidden, weight and bias. No second derivative, no forward mode.
     """
     names = output_names(entropy, outputs)
     allowed = allowed_ids, allowed_offsets
@@ -198,11 +203,11 @@ def chunked_cross_entropy(
     max_targets: int | None = None,
     keep_logits: int | Literal["auto"] = 0,
 ) -> torch.Tensor:
-    """Cross-entropy of a packed row's next tokens, from hidden states: token_logps, added up.
+    """Compute the cross-entropy of a packed row's next tokens from hidden states: token_logps, added up.
 
     Args:
-        reduction: ``"mean"`` over the slots that have a target (0 where there are none), ``"sum"``, or ``"none"``:
-            ``[total]``, 0 where there is no target.
+        reduction: ``"mean"`` over the slots that have a target (0 without any), ``"sum"``, or ``"none"``:
+            ``[total]``, 0 without a target.
         num_items_in_batch: what "mean" divides by instead: the targets of all micro-batches of all ranks of the
             optimizer step (count_target_tokens). A tensor is not read. Where it is 0 there is no target, and the loss
             is 0.
@@ -219,6 +224,11 @@ def chunked_cross_entropy(
 
     Raises:
         ValueError: as token_logps; an unknown reduction, num_items_in_batch without "mean".
+
+    Determinism: as token_logps.
+    Synchronises: as token_logps.
+    Memory: as token_logps.
+    Gradients: as token_logps.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
@@ -226,7 +236,7 @@ def chunked_cross_entropy(
         raise ValueError(f"num_items_in_batch: expected None with reduction={reduction!r}, got {num_items_in_batch}")
     options = LogpsOptions(temperature, scale, softcap, chunk, max_targets, keep_logits, group)
     (logps,), targets = _logps((hidden, weight, bias), labels, cu_seqlens, ignore_index, ("logps",), options)
-    losses = 0 - logps  # -logps would be -0.0 where there is no target
+    losses = 0 - logps  # -logps would be -0.0 without a target
     if reduction == "none":
         return losses
     loss = losses.sum()
@@ -272,7 +282,7 @@ def _logps(
     names: tuple[str, ...],
     options: LogpsOptions,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """The outputs ``names``, and the targets int32 ``[total]``."""
+    """Return the outputs ``names``, and the targets int32 ``[total]``."""
     hidden, weight, bias = checked_head(*head)
     labels = checked_labels(labels, hidden)
     cu_seqlens = cu_seqlens_of(metadata, hidden.shape[0], like="hidden")
@@ -296,7 +306,7 @@ def _logps(
 
 
 def output_names(entropy: bool, outputs: Sequence[str] | None) -> tuple[str, ...]:
-    """The names that arguments of token_logps ask for. ValueError for one that there is not."""
+    """Return the names that arguments of token_logps ask for. Raises ValueError for an unknown one."""
     if outputs is None:
         return ("logps", "entropy") if entropy else ("logps",)
     names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
@@ -309,7 +319,9 @@ def output_names(entropy: bool, outputs: Sequence[str] | None) -> tuple[str, ...
 def checked_head(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """hidden ``[total, hidden]``, weight and bias, as autocast casts them. ValueError where they do not fit."""
+    """Return hidden ``[total, hidden]``, weight and bias, as autocast casts them. Raises ValueError if they do not
+    fit.
+    """
     for name, tensor in (("hidden", hidden), ("weight", weight), *([] if bias is None else [("bias", bias)])):
         check_tensor(tensor, name)
     hidden, weight, bias = as_autocast(hidden, weight, bias)
@@ -331,7 +343,7 @@ def checked_head(
 
 
 def checked_labels(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """``[total]`` of labels ``[total]`` or ``[1, total]``. ValueError where they do not fit hidden ``[total,
+    """Return ``[total]`` of labels ``[total]`` or ``[1, total]``. Raises ValueError if they do not fit hidden ``[total,
     hidden]``.
     """
     check_tensor(labels, "labels")
@@ -344,7 +356,9 @@ def checked_labels(labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def checked_allowed(allowed: Allowed, targets: torch.Tensor, vocab: int, ahead: int) -> Allowed:
-    """As the op takes them, by row: row t predicts label t + ahead. ValueError where they do not fit targets."""
+    """Return them as the op takes them, by row: row t predicts label t + ahead. Raises ValueError if they do not fit
+    targets.
+    """
     ids, offsets = allowed
     if ids is None and offsets is None:
         return None, None
@@ -358,7 +372,9 @@ def checked_allowed(allowed: Allowed, targets: torch.Tensor, vocab: int, ahead: 
 def logps_of_targets(
     head: Head, targets: torch.Tensor, names: tuple[str, ...], options: LogpsOptions
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs ``names``, each ``[total]``, of what each row predicts: targets, int32 ``[total]``, -1 for none."""
+    """Compute the outputs ``names``, each ``[total]``, of what each row predicts: targets, int32 ``[total]``, -1 for
+    no target.
+    """
     hidden, weight, bias = head
     temperature, outer, inner = _scaling(options, hidden)
     chunk, max_targets, group = options.chunk, options.max_targets, options.group
@@ -392,7 +408,9 @@ _EXACT = 2**24  # the op holds the entry of the largest logit in float32
 
 
 def _scaling(options: LogpsOptions, hidden: torch.Tensor) -> tuple[torch.Tensor | None, float, float]:
-    """(temperature of each row or None, outer, inner): z = outer * f(logit) / temperature, as the kernels have it."""
+    """Return (temperature of each row or None, outer, inner): z = outer * f(logit) / temperature, as the kernels
+    have it.
+    """
     temperature, scale, softcap = (
         options.temperature,
         number(options.scale, "scale"),
@@ -409,7 +427,7 @@ def _scaling(options: LogpsOptions, hidden: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def check_positive(value: float, name: str, more: str = "") -> None:
-    """ValueError unless it is above 0 and, with its inverse, within float32."""
+    """Raise ValueError unless it is above 0 and, with its inverse, within float32."""
     if not 1e-37 < value < 1e37:
         raise ValueError(f"{name}: expected a number above 0{more}, got {value}")
 
@@ -427,7 +445,7 @@ def _temperatures(temperature: torch.Tensor, hidden: torch.Tensor) -> torch.Tens
 
 
 def bytes_to_keep(keep_logits: int | str, head: Head) -> int:
-    """keep_logits as bytes, 0 where no backward follows. ValueError unless it is bytes or "auto"."""
+    """Return keep_logits as bytes, 0 if no backward follows. Raises ValueError unless it is bytes or "auto"."""
     if isinstance(keep_logits, str) and keep_logits != "auto":
         raise ValueError(f"keep_logits: expected bytes or 'auto', got {keep_logits!r}")
     keep = 0 if isinstance(keep_logits, str) else at_least(keep_logits, "keep_logits", 0, "bytes")

@@ -64,7 +64,7 @@ def _token_logps(
 
 
 def _outputs(rows: Rows, state: torch.Tensor, vocab: int) -> list[torch.Tensor]:
-    """OUTPUTS ``[total]`` of the sums over the whole vocabulary; those that are not computed are empty."""
+    """Return OUTPUTS ``[total]`` of the sums over the whole vocabulary; those that are not computed are empty."""
     largest, total, chosen, *more = state
     has_target = rows.targets >= 0
     log_total = total.log()
@@ -85,9 +85,7 @@ def _outputs(rows: Rows, state: torch.Tensor, vocab: int) -> list[torch.Tensor]:
 
 
 def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", vocab: int) -> None:
-    """Each rank's sums over the largest logit of all ranks, added. Shards of other sizes give NaN where nothing
-    waits.
-    """
+    """Add each rank's sums over the largest logit of all ranks. Shards of other sizes give NaN, as nothing waits."""
     from torch.distributed import ReduceOp, all_reduce
 
     own = state[0].clone()
@@ -114,7 +112,7 @@ def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", 
 
 
 def _backward(overwrites: bool) -> Any:
-    """The backward op; with overwrites the gradient of kept logits takes their place."""
+    """Make the backward op; with overwrites the gradient of kept logits takes their place."""
 
     @without_autograd
     def token_logps_backward(
@@ -201,7 +199,7 @@ def _slopes(
     sum_p2: torch.Tensor,
     tensors: list[torch.Tensor],
 ) -> torch.Tensor:
-    """The rows of the kernel's slopes: grad, plain, and by_log, by_p, even where there are more outputs."""
+    """Return the rows of the kernel's slopes: grad, plain, and by_log, by_p, also with more outputs."""
     of_logps, of_lse, *of_more = grads[:5]
     zero = torch.zeros_like(tensors[-1])
     grad = zero if of_logps is None else of_logps

@@ -114,7 +114,7 @@ def gathered_attention(
 
     Returns:
         out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``; slots of no document
-        have 0 and -inf. The gradient of sinks is of this rank's queries only, as that of any parameter. Deterministic;
+        have 0 and -inf. The gradient of sinks is of this rank's queries only, as for any parameter. Deterministic;
         in low precision not the bits of one GPU, since keys are summed over rank after rank (in float32).
 
     Example:

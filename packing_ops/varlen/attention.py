@@ -1,12 +1,12 @@
-"""Attention over packed documents: each one attends to itself alone.
+"""Attention over packed documents: each one attends only to itself.
 
 q is ``[total_q, num_q_heads, head_dim]``, k and v are ``[total_k, num_kv_heads, head_dim]``, v and out with a head_dim
 of their own; document ``i`` owns rows ``cu_seqlens[i] : cu_seqlens[i + 1]``. Scores are ``softmax_scale * q.k``, then
-``softcap * tanh(score / softcap)``. With n queries and m keys in a document, query i stands at key i + m - n and sees
+``softcap * tanh(score / softcap)``. With n queries and m keys in a document, query i is at key i + m - n and sees
 the keys from ``left`` before to ``right`` after that position (-1: all; causal: right is 0).
 
 What holds on every device:
-    A document's out, lse and gradients are the same to the bit alone or in any pack, and from run to run.
+    A document's out, lse and gradients are the same to the bit in any pack, and from run to run.
     NaN or Inf in a document stays in it. Inside it, a key reaches only the rows that see it, and a row only the keys
     that it sees.
 In the half types on a GPU, NaN and Inf spread by blocks of 128, counted from the document's start, since 0 * NaN is
@@ -77,7 +77,7 @@ def varlen_attention(
     layout: Layout | None = None,
     **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention inside each document of a packed row. Differentiable in q, k, v, sinks and through lse.
+    """Compute softmax attention inside each document of a packed row. Differentiable in q, k, v, sinks and through lse.
 
     Args:
         q: ``[total_q, num_q_heads, head_dim]``, float32, float64, bfloat16 or float16, head_dim 1 to 512. Any strides
@@ -89,33 +89,33 @@ def varlen_attention(
         v: like k, but its head_dim may be another one, 1 to 512 (192 and 128 in multi-head latent attention). No
             copy is made for it. CUDA, half types: a multiple of 8.
         cu_seqlens_q: PackedMetadata of q's row, or its cu_seqlens, int32 ``[num_documents + 1]`` (int64 is copied in
-            each call); zero-length documents may stand anywhere.
+            each call); zero-length documents may be anywhere.
         cu_seqlens_k: the same for k and v; without it ``cu_seqlens_q``.
-        causal: a query sees no key after its own position.
+        causal: a query sees no key after its position.
         softmax_scale: without it ``head_dim ** -0.5``.
-        window_size: (left, right), how many keys are seen before and after its own position, -1 for all. A causal
-            window of w keys, its own included, is ``(w - 1, 0)``.
-        softcap: bound of the scores, 0 or inf for none.
+        window_size: (left, right), how many keys are seen before and after its position, -1 for all. A causal
+            window of w keys, the query's included, is ``(w - 1, 0)``.
+        softcap: bound of the scores, 0 or inf for no cap.
         sinks: ``[num_q_heads]``, one more score per head that takes part in the denominator only.
         plan: from attention_plan for these lengths and heads; without it one is made, and kept in the PackedMetadata or
             with cu_seqlens, so that layers called with the same ones share it.
         visible_end: int32 ``[total_q]``, for each query the end of the keys that it sees, counted in keys of its
             document: it takes the place of the causal limit. In each document: above the position of the query (key i +
             m - n, at the top), not decreasing, at most the number of keys. Values at padding are ignored. The left
-            window cuts as ever; a right one, or ``causal=False``, contradicts it. So one call serves image blocks
-            inside causal text, prefixes, documents that see all of themselves beside causal ones
+            window still applies. A right window or ``causal=False`` is an error. Use it for image blocks
+            inside causal text, prefixes, documents that see all of themselves next to causal ones
             (visible_end_from_blocks, visible_end_from_prefix_lengths, visible_end_from_causal make it). Without it that
             of the PackedMetadata, where ``cu_seqlens_k`` is left out or is the same one.
         parents: int32 ``[num_segments]``: cu_seqlens_q are the segments of a prefix tree (pack_prefix_tree), and this
-            is each one's parent, -1 for a root. A token sees the tokens of its segment's ancestors, then its own
+            is each one's parent, -1 for a root. A token sees the tokens of its segment's ancestors, then its
             segment up to itself; windows count along that path. The paths are found once for a tree; the forward reads
-            k and v where they lie, the backward gathers them along the paths. A tensor on CUDA is read on the host,
+            k and v in place, the backward gathers them along the paths. A tensor on CUDA is read on the host,
             which waits. PackedMetadata.from_prefix_tree in place of cu_seqlens_q does not wait, nor do its ``paths``
             here. Causal, without ``cu_seqlens_k``.
         block_table: int32 ``[num_documents, pages]``: k and v are pages, ``[num_pages, page_size, num_kv_heads,
             head_dim]``, page_size a multiple of 128 (any, where a document has one page), and these are the pages of
             each document. Forward only, without ``cu_seqlens_k``, ``visible_end`` and ``parents``. docs/pages.md.
-        seqused_k: int32 ``[num_documents]``, the keys of each document, beside ``block_table``. Rows after them are not
+        seqused_k: int32 ``[num_documents]``, the keys of each document, with ``block_table``. Rows after them are not
             read.
         return_lse: also return the log of each denominator, sink included.
         layout: ``"thd"`` ``[total, num_heads, head_dim]``; ``"bhsd"`` ``[1, num_heads, total, head_dim]``, heads first,
@@ -127,7 +127,7 @@ def varlen_attention(
         out like q with v's head_dim, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32
         (float64 for float64). In the layouts with a batch out is ``[1, total_q, num_q_heads, head_dim of v]``, and
         gradients have its memory order. Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf
-        (the sink, where there is one and the row belongs to a document); their gradients are 0. float32 inside, float64
+        (the sink, if there is one and the row belongs to a document); their gradients are 0. float32 inside, float64
         for float64. A row's out and lse depend, to the bit, on the keys that it sees: a prefix of its document that has
         them and a chunk of its queries give the same. No synchronisation.
         Work: 2 * (head_dim + head_dim of v) operations per visible pair of query and key and head, in backward
@@ -149,7 +149,7 @@ def varlen_attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, four dimensions that may be either layout, cu_seqlens
-            that do not start at 0, decrease or end past the rows, causal with keys to the right, visible_end beside
+            that do not start at 0, decrease or end past the rows, causal with keys to the right, visible_end with
             ``causal=False`` or a right window. The message names the argument. Values of visible_end that are too
             small, too large or decrease too: on CUDA in a later call, and then the results are zeros. The same for
             seqused_k larger than the table allows, and for page numbers outside k, where another page is read.
@@ -158,6 +158,11 @@ def varlen_attention(
             derivative with block_table.
 
     Method: Dao, FlashAttention-2 (2023): tiles, online softmax, recomputation in backward.
+
+    Determinism: the same bits in every call, backward too, and for a document in any pack.
+    Synchronises: never; with ``parents`` on CUDA the host reads them once for a tree.
+    Memory: out, lse and the plan; in backward the gradients and float32 scratch for dq.
+    Gradients: of q, k, v and sinks, through lse too. No second derivative, no forward mode; none with block_table.
     """
     refuse_misplaced(misplaced, unknown)
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
@@ -179,7 +184,7 @@ def attend(
     plan: torch.Tensor | None = None,
     layout: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse) of varlen_attention for a tensor q, its documents, keys and options that are checked."""
+    """Return (out, lse) of varlen_attention for a tensor q, its documents, keys and options that are checked."""
     # Layout
     pages, tokens_first = isinstance(keys, KeyPages), False
     if layout or q.dim() == 4:
@@ -239,13 +244,13 @@ def attention_plan(
     seqused_k: torch.Tensor | None = None,
     parents: torch.Tensor | PrefixPaths | None = None,
 ) -> torch.Tensor:
-    """The work list of a packed batch on a GPU: made once, used by the forward and backward of every layer.
+    """Make the work list of a packed batch on a GPU: once, for the forward and backward of every layer.
 
     Args:
         cu_seqlens_q, cu_seqlens_k, causal, window_size, visible_end: as varlen_attention.
         total_q, total_k: rows of q and of k; without total_k those of q.
         num_heads, num_kv_heads, head_dim: of the calls that will use it.
-        head_dim_v: head_dim of their v, where it is another than that of q and k.
+        head_dim_v: head_dim of their v, if it differs from the one of q and k.
         seqused_k: for calls with a block_table, whose values do not matter; then pass total_k = pages * page_size.
         parents: of a prefix tree, whose segments cu_seqlens_q has; total_k is then not read.
 
@@ -262,6 +267,11 @@ def attention_plan(
 
     Raises:
         ValueError: cu_seqlens, visible_end or heads that do not fit; the message names the argument.
+
+    Determinism: the same integers in every call.
+    Synchronises: never.
+    Memory: the result: it grows with total, heads and documents, not with the lengths.
+    Gradients: none: integers.
     """
     if parents is not None:
         refuse_beside("parents", cu_seqlens_k=cu_seqlens_k, visible_end=visible_end, seqused_k=seqused_k)

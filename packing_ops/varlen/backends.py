@@ -74,7 +74,7 @@ def select_attention_backend(
     visible_end: torch.Tensor | None = None,
     explain: bool = False,
 ) -> str | tuple[str, dict[str, str]]:
-    """The name of the first backend that can run a call of ``attention`` on this machine.
+    """Return the name of the first backend that can run a call of ``attention`` on this machine.
 
     In this order:
 
@@ -83,7 +83,7 @@ def select_attention_backend(
     - ``sdpa``: scaled_dot_product_attention on any device, with a mask of total_q * total_k elements.
 
     Only packing_ops has softcap, sinks, return_lse and visible_end. Only packing_ops keeps the guarantees of
-    varlen_attention: the same bits for a document alone and packed, and that a NaN stays in its document.
+    varlen_attention: the same bits for a document in any row, and that a NaN stays in its document.
 
     Args:
         q, k: as in varlen_attention; only shape, dtype and device are used. Without k, as many kv heads as q heads.
@@ -147,7 +147,7 @@ def attention(
     backend: str | None = None,
     visible_end: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """varlen_attention, or the same by another backend where packing_ops cannot run: one call for all machines.
+    """Compute varlen_attention, or the same by another backend where packing_ops cannot run: one call for all machines.
 
     Another backend than packing_ops is announced by a warning with the reason, once per reason.
 
@@ -172,6 +172,11 @@ def attention(
     Raises:
         ValueError: an unknown backend, or as varlen_attention.
         NotImplementedError: the backend cannot run this call; gives the reason.
+
+    Determinism: by packing_ops the same bits in every call; other backends as torch has them.
+    Synchronises: never; sdpa on the CPU checks values.
+    Memory: by packing_ops as varlen_attention; sdpa makes a mask of total_q * total_k.
+    Gradients: of q, k and v; by packing_ops of sinks and through lse too.
     """
     refuse_misplaced(misplaced)
     refuse_heads_first(q)
@@ -214,7 +219,7 @@ def attention(
 
 
 def _checked_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> AttentionOptions:
-    """The options, with a window that int32 can hold. The op's errors for what does not fit."""
+    """Return the options, with a window that int32 can hold. Raises the op's errors for what does not fit."""
     if not q.is_floating_point():
         raise ValueError(f"q: expected a floating dtype, got {described(q)}")
     for name, each in (("k", k), ("v", v)):
@@ -244,8 +249,8 @@ def _checked_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: At
 
 
 def _documents(cu_seqlens: torch.Tensor, name: str, rows: torch.Tensor) -> torch.Tensor:
-    """The document of each row, their number for rows past the last one. ValueError for wrong cu_seqlens where an op
-    can see it.
+    """Return the document of each row, their number for rows past the last one. Raises ValueError for wrong cu_seqlens
+    if an op can see it.
     """
     check_cu_seqlens(cu_seqlens, name)
     if not (cu_seqlens.device.type in ("cpu", "meta") or (cu_seqlens.is_cuda and _has_cuda_ops(cu_seqlens))):
@@ -273,7 +278,7 @@ def _select(
     return_lse: bool,
     tree: bool = False,
 ) -> tuple[str, dict[str, str]]:
-    """(name, {backend: why it cannot run})."""
+    """Return (name, {backend: why it cannot run})."""
     features = {
         "softcap": number(options.softcap, "softcap") != 0,
         "sinks": options.sinks is not None,
@@ -298,7 +303,9 @@ def _longest(documents: PackedMetadata | torch.Tensor, rows: torch.Tensor) -> in
 
 
 def _assume_constant_result(function: _Function) -> _Function:
-    """torch.compiler's own imports torch._dynamo, which takes as long as torch itself."""
+    """Mark a result as constant: torch.compiler's function imports torch._dynamo, which takes as long as torch
+    itself.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -337,7 +344,7 @@ def kernels_of(
     device: int,
     head_dim_v: int | None = None,
 ) -> str:
-    """Which kernels serve a call of varlen_attention; device -1 is the CPU."""
+    """Return which kernels serve a call of varlen_attention; device -1 is the CPU."""
     given = (half, num_heads, num_kv_heads, head_dim, device, head_dim_v)
     forward, _, backward = gate.attention_kernels(*given).partition(", ")
     return f"forward: {forward}, backward: {backward}"
@@ -415,7 +422,7 @@ def _torch_varlen(
 
 
 def _in_documents(documents: tuple[torch.Tensor, torch.Tensor], cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """bool ``[rows, 1, 1]`` of q and of k: False past the last document."""
+    """Return bool ``[rows, 1, 1]`` of q and of k: False past the last document."""
     return tuple((each < cu_seqlens.numel() - 1)[:, None, None] for each in documents)
 
 

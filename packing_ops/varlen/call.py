@@ -1,4 +1,4 @@
-"""What the arguments of an attention call stand for: the layout of q, k and v, cu_seqlens of the documents, Keys."""
+"""What the arguments of an attention call mean: the layout of q, k and v, cu_seqlens of the documents, Keys."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,7 +17,7 @@ LAYOUTS = get_args(Layout)  # t total, b batch of 1, s seqlen, h num_heads, d he
 
 
 def layout_of(q: torch.Tensor, k: torch.Tensor, layout: str | None, same_documents: bool) -> str:
-    """``layout``, or the one that the shapes allow; a q of a wrong shape is left for the op to refuse."""
+    """Return ``layout``, or the one that the shapes allow; a q of a wrong shape is left for the op to refuse."""
     if layout is not None:
         if layout not in LAYOUTS:
             raise ValueError(f"layout: expected 'thd', 'bhsd' or 'bshd', got {layout!r}")
@@ -42,7 +42,7 @@ def without_batch(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def refuse_heads_first(q: torch.Tensor) -> None:
-    """ValueError for a q with a batch, as scaled_dot_product_attention takes it, heads before tokens."""
+    """Raise ValueError for a q with a batch, as scaled_dot_product_attention takes it, heads before tokens."""
     check_tensor(q, "q")
     if q.dim() != 3:
         raise ValueError(f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)}")
@@ -88,7 +88,7 @@ def in_tensors(
     given: Keys | Parents | PackedMetadata,
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, Keys, AttentionOptions, BatchCache | None]:
-    """Returns cu_seqlens of q, the keys, the options and where plans are kept, of PackedMetadata, trees and pages.
+    """Return cu_seqlens of q, the keys, the options and where plans are kept, of PackedMetadata, trees and pages.
 
     Raises:
         ValueError: documents or keys that do not fit the rows, or options that these keys do not have.
@@ -125,7 +125,7 @@ def without_metadata(
     *,
     tree: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cu_seqlens of q and of k; tree: whether those of both may be a prefix tree."""
+    """Return cu_seqlens of q and of k; tree: whether those of both may be a prefix tree."""
     check_tensor(k, "k")
     for name, documents in (("cu_seqlens_q", documents_q), ("cu_seqlens_k", documents_k)):
         if isinstance(documents, int):
@@ -140,7 +140,7 @@ def without_metadata(
 
 
 def check_tree_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Returns the rows of q, which are the tree's. ValueError where k and v have others."""
+    """Return the rows of q, which are the tree's. Raises ValueError if k and v have others."""
     axis = 2 if q.dim() == 4 else 0
     rows = q.shape[axis] if q.dim() in (3, 4) else -1
     for name, tensor in (("k", k), ("v", v)):

@@ -19,7 +19,7 @@ from packing_ops.varlen.options import checked_options
 
 
 class FlashAttnKeywords(TypedDict, total=False):
-    """Names the options of flash-attn's functions that their overloads take by name alone."""
+    """Names the options of flash-attn's functions that their overloads take only by name."""
 
     window_size: tuple[int, int]
     softcap: float
@@ -81,7 +81,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """varlen_attention under flash-attn's name and signature, for code written for it.
+    """Call varlen_attention under flash-attn's name and signature, for code written for it.
 
     Args:
         q, k, v: ``[total, num_heads, head_dim]``; v may have another head_dim, which out then has.
@@ -103,8 +103,13 @@ def flash_attn_varlen_func(
         torch.Size([5, 2, 8])
 
     Raises:
-        NotImplementedError: dropout_p > 0 or alibi_slopes; a gradient beside block_table.
+        NotImplementedError: dropout_p > 0 or alibi_slopes; a gradient with block_table.
         ValueError: as varlen_attention.
+
+    Determinism: as varlen_attention, with or without ``deterministic``.
+    Synchronises: never.
+    Memory: as varlen_attention.
+    Gradients: as varlen_attention.
     """
     if dropout_p > 0:
         raise NotImplementedError(f"dropout_p: expected 0.0, dropout is not supported, got {dropout_p}")
@@ -148,7 +153,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """flash_attn_varlen_func for a dense batch, each row of it a document: the same op, the same bits.
+    """Call flash_attn_varlen_func for a dense batch, each row of it a document: the same op, the same bits.
 
     Args:
         q: ``[batch, seqlen_q, num_q_heads, head_dim]``. No copy where the rows follow each other in memory
@@ -166,6 +171,11 @@ def flash_attn_func(
     Raises:
         NotImplementedError: dropout_p > 0 or alibi_slopes.
         ValueError: as varlen_attention, and for batch * seqlen of 2**31 or more.
+
+    Determinism: as varlen_attention, with or without ``deterministic``.
+    Synchronises: never.
+    Memory: as varlen_attention.
+    Gradients: as varlen_attention.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(tensor, name)
@@ -219,7 +229,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new queries over a cache of keys and values, into which new keys may be written first. Forward only.
+    """Attend with new queries over a cache of keys and values, into which new keys may be written first. Forward only.
 
     Args:
         q: ``[batch, seqlen_q, num_q_heads, head_dim]``: the last queries of each sequence.
@@ -254,6 +264,11 @@ def flash_attn_with_kvcache(
         ValueError: shapes, dtypes or devices that do not fit; the message names the argument. A cache that is too short
             or a wrong page: seqused_k (cache_seqlens and the new keys) or block_table, on CUDA in a later call. After
             an error new keys may be in the cache.
+
+    Determinism: the same bits in every call: those of varlen_attention over the same keys end to end.
+    Synchronises: never; a wrong page or length on CUDA raises in a later call.
+    Memory: out and lse, and a plan that layers share.
+    Gradients: none: a tensor that requires one raises.
     """
     for name, given in {
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes
@@ -300,7 +315,7 @@ def _write_keys(
     block_table: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
-    """Writes k and v ``[num_documents, new, num_kv_heads, head_dim]`` into pages, after the first ``lengths`` keys.
+    """Write k and v ``[num_documents, new, num_kv_heads, head_dim]`` into pages, after the first ``lengths`` keys.
 
     Rows that have no place in their document's pages are left out: what is wrong, attention then says.
     """
@@ -331,7 +346,7 @@ def _write_keys(
 def _cache_table(
     q: torch.Tensor, k_cache: torch.Tensor, cache_batch_idx: torch.Tensor | None, block_table: torch.Tensor | None
 ) -> torch.Tensor:
-    """A block_table; a row of a cache without pages is one page."""
+    """Return a block_table; a row of a cache without pages is one page."""
     batch = q.shape[0]
     if block_table is not None:
         if cache_batch_idx is not None:
@@ -353,7 +368,7 @@ def _cache_table(
 def _cache_lengths(
     q: torch.Tensor, cache_seqlens: int | torch.Tensor | None, max_keys: int, k: torch.Tensor | None
 ) -> torch.Tensor:
-    """The keys of each sequence that are in the cache before the call, int32 ``[batch]``."""
+    """Return the keys of each sequence that are in the cache before the call, int32 ``[batch]``."""
     batch = q.shape[0]
     if cache_seqlens is None:
         if k is not None:

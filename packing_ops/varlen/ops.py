@@ -23,7 +23,7 @@ def attention_forward(
     options: AttentionOptions,
     plan: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse), by the op for these keys."""
+    """Return (out, lse), by the op for these keys."""
     if isinstance(keys, PrefixPaths):
         tree = keys.cu_seqlens, options.sinks, *keys.tensors[1:]
         return gate.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.arguments_of_tree(plan), keys.in_blocks)
@@ -41,7 +41,7 @@ def attention_backward(
     options: AttentionOptions,
     plan: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (dq, dk, dv, dsinks), by the op's backward. ``saved``: q, k, v, out and lse."""
+    """Return (dq, dk, dv, dsinks), by the op's backward. ``saved``: q, k, v, out and lse."""
     if isinstance(keys, PrefixPaths):
         tree = keys.cu_seqlens, options.sinks, *keys.tensors[1:]
         return gate.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
@@ -52,7 +52,7 @@ def attention_backward(
 
 
 def _plan_size(total_q: int, total_k: int, documents: int, group: int, visible_end: bool = False) -> int:
-    """attention_plan_size of csrc/ops/attention/attention.h."""
+    """Call attention_plan_size of csrc/ops/attention/attention.h."""
     cu_seqlens = (2 * (documents + 1) + 7) // 8
     entries = 8 * (cu_seqlens + total_q * (group + 1) // 32 + total_k // 32 + 6 * documents)
     return 16 + entries + (total_q + total_k if visible_end else 0)

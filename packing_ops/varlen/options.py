@@ -8,7 +8,7 @@ from packing_ops._runtime.arguments import check_tensor, described, refuse_gradi
 
 
 class AttentionKeywords(TypedDict, total=False):
-    """Names the options of an attention call where overloads take them all. Their defaults are the functions' own."""
+    """Names the options of an attention call where overloads take them all. Their defaults are the functions'."""
 
     causal: bool
     softmax_scale: float | None
@@ -34,20 +34,20 @@ class AttentionOptions(NamedTuple):
     visible_end: torch.Tensor | None = None
 
     def arguments(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
-        """From sinks on, what varlen_attention's op and its backward take."""
+        """Return what varlen_attention's op and its backward take, from sinks on."""
         return self.sinks, self.causal, self.softmax_scale, *self.window_size, self.softcap, plan, self.visible_end
 
     def arguments_of_pages(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
-        """From sinks on, what paged_attention's op takes."""
+        """Return what paged_attention's op takes, from sinks on."""
         return self.sinks, self.causal, self.softmax_scale, *self.window_size, self.softcap, plan
 
     def arguments_of_tree(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
-        """After the tensors of the tree, what prefix_attention's op and its backward take: a tree is causal."""
+        """Return what prefix_attention's op and its backward take after the tensors of the tree: a tree is causal."""
         return self.softmax_scale, self.window_size[0], self.softcap, plan
 
 
 def wide_sinks(sinks: torch.Tensor) -> torch.Tensor:
-    """As float32, unless float64; a complex one is left for the op to refuse."""
+    """Return sinks as float32, unless float64; a complex one is left for the op to refuse."""
     check_tensor(sinks, "sinks")
     return sinks if sinks.dtype == torch.float64 or sinks.is_complex() else sinks.float()
 
@@ -60,8 +60,8 @@ def checked_options(
     sinks: torch.Tensor | None = None,
     visible_end: torch.Tensor | None = None,
 ) -> AttentionOptions:
-    """AttentionOptions whose window_size is a pair, whose sinks are float32 or float64, and whose scalars want no
-    gradient.
+    """Return AttentionOptions whose window_size is a pair, whose sinks are float32 or float64, and whose scalars want
+    no gradient.
     """
     for name, scalar in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if isinstance(scalar, torch.Tensor):
@@ -72,7 +72,7 @@ def checked_options(
 
 
 def refuse_in_tree(options: AttentionOptions) -> None:
-    """ValueError for options that a prefix tree does not have."""
+    """Raise ValueError for options that a prefix tree does not have."""
     if not options.causal or options.window_size[1] > 0:
         given = f"causal={options.causal}, window_size={options.window_size}"
         raise ValueError(f"causal, window_size: expected a causal call for a prefix tree, got {given}")
@@ -82,5 +82,5 @@ def refuse_in_tree(options: AttentionOptions) -> None:
 
 
 def of_heads(options: AttentionOptions, heads: slice) -> AttentionOptions:
-    """The options for some of the query heads."""
+    """Return the options for some of the query heads."""
     return options if options.sinks is None else options._replace(sinks=options.sinks[heads])

@@ -1,12 +1,12 @@
-"""Attention over prefix trees: samples that share a prefix, whose shared tokens stand in the row once.
+"""Attention over prefix trees: samples that share a prefix, whose shared tokens are in the row once.
 
 A tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then its
 own. varlen_attention's kernels run on the paths: queries of a segment are the last ones of a document. The forward
-reads k and v where they lie, by the row of each tile's first key. Paths whose rows do not follow each other in every
+reads k and v in place, by the row of each tile's first key. Paths whose rows do not follow each other in every
 128 keys (forks that another library puts anywhere), and the backward, gather k and v along the paths.
 
-A row's out and lse depend on the keys that it sees alone. Gradients of a document's last queries do not depend on how
-many of them a call has. So sharing changes no bit of out and lse, nor of the gradients of rows that one sample alone
+A row's out and lse depend only on the keys that it sees. Gradients of a document's last queries do not depend on how
+many of them a call has. So sharing changes no bit of out and lse, nor of the gradients of rows that only one sample
 holds. dk and dv of a shared row are sums over the segments that see it, in their order.
 """
 
@@ -21,7 +21,9 @@ from packing_ops.keys import FORK_ALIGNMENT
 
 
 def token_major(rows: torch.Tensor) -> torch.Tensor:
-    """``[1, num_heads, total, head_dim]`` as ``[1, total, num_heads, head_dim]`` and back; three dimensions stay."""
+    """Return ``[1, num_heads, total, head_dim]`` as ``[1, total, num_heads, head_dim]`` and back; three dimensions
+    stay.
+    """
     return rows if rows.dim() == 3 else rows.transpose(1, 2)
 
 
@@ -30,7 +32,7 @@ def _along_paths(rows: torch.Tensor, row_of_key: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_by_row(grad: torch.Tensor, key_offsets: torch.Tensor, keys_of_row: torch.Tensor) -> torch.Tensor:
-    """Adds up the gradients of the keys of each row, in ascending order."""
+    """Add up the gradients of the keys of each row, in ascending order."""
     by_token = token_major(grad)
     flat = by_token.reshape(keys_of_row.shape[0], by_token.shape[-2] * by_token.shape[-1])
     summed = F.embedding_bag(keys_of_row, flat, key_offsets, mode="sum", include_last_offset=True)
@@ -66,7 +68,7 @@ def _prefix_attention_backward(
 def _as_varlen(
     sinks: torch.Tensor | None, softmax_scale: float | None, left: int, *others: Any
 ) -> tuple[tuple[Any, ...], bool]:
-    """Returns the options as varlen_attention's op takes them, causal and without visible_end, and in_blocks.
+    """Return the options as varlen_attention's op takes them, causal and without visible_end, and in_blocks.
 
     others: softcap and the plan, the same in both ops, then in_blocks unless it is None.
     """

@@ -13,11 +13,11 @@ from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
 def visible_end_from_blocks(block_ids: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor) -> torch.Tensor:
-    """Causal but for blocks whose tokens see each other: the images of token_type_ids, say.
+    """Return visible_end of causal rows with blocks whose tokens see each other: the images of token_type_ids, say.
 
     Args:
         block_ids: integer or bool ``[total]`` or ``[1, total]``. A token with 0 only sees back. Neighbours of one
-            document with the same other number are a block. Each of them sees the whole block and what lies before it.
+            document with the same other number are a block. Each of them sees the whole block and what is before it.
         cu_seqlens: int32 ``[num_documents + 1]``, or the PackedMetadata of the row.
 
     Returns:
@@ -30,6 +30,11 @@ def visible_end_from_blocks(block_ids: torch.Tensor, cu_seqlens: PackedMetadata 
 
     Raises:
         ValueError: block_ids that are floating, of another shape, or of another total than a PackedMetadata.
+
+    Determinism: the same integers in every call.
+    Synchronises: never.
+    Memory: some integers per slot.
+    Gradients: none: integers.
     """
     check_real(block_ids, "block_ids")
     if block_ids.is_floating_point():
@@ -47,13 +52,13 @@ def visible_end_from_blocks(block_ids: torch.Tensor, cu_seqlens: PackedMetadata 
 def visible_end_from_prefix_lengths(
     prefix_lengths: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, total: int | None = None
 ) -> torch.Tensor:
-    """Prefix language models: the first tokens of a document see each other, the others see back.
+    """Return visible_end of prefix language models: the first tokens of a document see each other, the others see back.
 
     Args:
         prefix_lengths: int32 or int64 ``[num_documents]``; 0 or less is a causal document, and a longer prefix than its
             document is all of it.
         cu_seqlens: int32 ``[num_documents + 1]``, or the PackedMetadata of the row.
-        total: slots of the row, needed beside a tensor.
+        total: slots of the row, needed with a tensor.
 
     Returns:
         int32 ``[total]``. No synchronisation.
@@ -66,6 +71,11 @@ def visible_end_from_prefix_lengths(
     Raises:
         ValueError: prefix_lengths of another dtype or shape.
         TypeError: a tensor of cu_seqlens without ``total``.
+
+    Determinism: the same integers in every call.
+    Synchronises: never.
+    Memory: some integers per slot.
+    Gradients: none: integers.
     """
     check_tensor(prefix_lengths, "prefix_lengths")
     positions, document, lengths = _slots(cu_seqlens, total)
@@ -81,12 +91,13 @@ def visible_end_from_prefix_lengths(
 def visible_end_from_causal(
     causal: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor, total: int | None = None
 ) -> torch.Tensor:
-    """Causal documents beside documents whose tokens all see each other: of decoders and of encoders, say.
+    """Return visible_end of causal documents next to documents whose tokens all see each other: of decoders and of
+    encoders, say.
 
     Args:
         causal: bool ``[num_documents]``; False: every token sees the whole document.
         cu_seqlens: int32 ``[num_documents + 1]``, or the PackedMetadata of the row.
-        total: slots of the row, needed beside a tensor.
+        total: slots of the row, needed with a tensor.
 
     Returns:
         int32 ``[total]``. No synchronisation.
@@ -99,6 +110,11 @@ def visible_end_from_causal(
     Raises:
         ValueError: causal of another shape.
         TypeError: a tensor of cu_seqlens without ``total``.
+
+    Determinism: the same integers in every call.
+    Synchronises: never.
+    Memory: some integers per slot.
+    Gradients: none: integers.
     """
     check_tensor(causal, "causal")
     positions, document, lengths = _slots(cu_seqlens, total)
@@ -112,7 +128,7 @@ def visible_end_from_causal(
 def _slots(
     documents: PackedMetadata | torch.Tensor, total: int | None = None, like: str = "total"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each slot its position and its document, int64 ``[total]``; and the documents' lengths, the padding's last."""
+    """Return each slot's position and document, int64 ``[total]``; and the documents' lengths, the padding's last."""
     if isinstance(documents, PackedMetadata):
         cu_seqlens = cu_seqlens_of(documents, documents.total if total is None else total, like)
         positions, document = documents.position_ids, documents.seq_idx

@@ -80,7 +80,7 @@ def prefix_attention(
         softmax_scale: 1 / sqrt(head_dim) by default.
 
     Returns:
-        ``[1, total, num_heads, head_dim]``: a token sees the prompt of its group and its own answer up to itself.
+        ``[1, total, num_heads, head_dim]``: a token sees the prompt of its group and its answer up to itself.
 
     Example:
         >>> from packing_ops import prefix_tree_metadata

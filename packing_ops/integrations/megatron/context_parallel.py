@@ -32,7 +32,7 @@ def context_parallel_attention(
         causal, softmax_scale, window_size, sinks: as varlen_attention; a window needs causal.
 
     Returns:
-        out like q, contiguous; padding has 0. The gradient of sinks is of this rank's queries only, as that of any
+        out like q, contiguous; padding has 0. The gradient of sinks is of this rank's queries only, as for any
         parameter.
 
     Example:

@@ -18,7 +18,7 @@ apply_packing_ops(model):
     advice_callback.py      The line of the log on padding, for runs without this attention.
     sequence_group.py       A model whose rows are spread over several ranks, by packing_ops.parallel.
     rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model.
-    _rope_trial.py, one folder up: which rotation a module's functions compute: they are run beside ours.
+    _rope_trial.py, one folder up: which rotation a module's functions compute: they are run next to ours.
     _advice.py, one folder up: lines of the log on padding and logits.
     _router_replay.py, one folder up: replay_routing, experts that another program has chosen.
 """

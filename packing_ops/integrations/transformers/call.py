@@ -436,7 +436,7 @@ class _Now(_State, threading.local):
 
 
 class _Traced(_State):
-    """Stands for _now while torch.compile before 2.13 traces.
+    """Replace ``_now`` while torch.compile (< 2.13) traces.
 
     Its trace reads the class attributes of a threading.local in place of what the thread has set. This object is one
     for all threads: two of them that call compiled models at the same time may find each other's call.

@@ -107,7 +107,7 @@ def _apart(documents, *args):
 
 
 def _with_states(run, documents, inputs, shape, dtype, **given):
-    """Returns (out, final state or None), over the ranks of a sequence group where the documents lie on several."""
+    """Return (out, final state or None), over the ranks of a sequence group where the documents lie on several."""
     if documents is None or documents.ranks is None:
         return run(**given)
     if given.get("initial_state") is not None or given.get("output_final_state"):
@@ -116,7 +116,7 @@ def _with_states(run, documents, inputs, shape, dtype, **given):
 
 
 def _of_rows(state, documents):
-    """Returns the state after each row's last document, as a cache holds one a row."""
+    """Return the state after each row's last document, as a cache holds one a row."""
     if state is None or documents is None:
         return state
     return state[documents.seq_idx[:, -1].clamp(min=0).long()]
@@ -137,7 +137,7 @@ _SEQUENTIAL = re.compile(r"causal_conv1d\w*|\w*(delta_rule|delta_attention|_kda|
 
 
 def _packed(tensors, documents, batch, seqlen):
-    """Returns ``[batch, seqlen, ...]`` tensors as packed rows, without padding, and cu_seqlens."""
+    """Return ``[batch, seqlen, ...]`` tensors as packed rows, without padding, and cu_seqlens."""
     if documents is not None and documents.seq_idx.shape != (batch, seqlen):
         raise ValueError(
             f"hidden_states: expected the {list(documents.seq_idx.shape)} tokens of the batch, whose rows hold several "
@@ -154,7 +154,7 @@ def _packed(tensors, documents, batch, seqlen):
 
 
 def _unpacked(rows, documents, batch, seqlen):
-    """Returns packed rows ``[total, ...]`` as ``[batch, seqlen, ...]``, zeros at padding."""
+    """Return packed rows ``[total, ...]`` as ``[batch, seqlen, ...]``, zeros at padding."""
     if documents is None or documents.indices is None:
         return rows.unflatten(0, (batch, seqlen))
     return gate.scatter_rows(rows, documents.indices.to(rows.device), batch, seqlen)
@@ -162,7 +162,7 @@ def _unpacked(rows, documents, batch, seqlen):
 
 @functools.cache
 def patches_of(module_name: str) -> dict[str, Patch]:
-    """Returns {function: its Patch} of a modelling module, of the functions that ours agree with."""
+    """Return {function: its Patch} of a modelling module, of the functions that ours agree with."""
     module = importlib.import_module(module_name)
     found = {name: ours for name, ours in _SERVED.items() if hasattr(module, name)}
     return {name: _patch(module, name, ours) for name, ours in found.items() if _agrees(vars(module)[name], ours)}
@@ -190,7 +190,7 @@ def _patch(module, name, ours) -> Patch:
 @kept_with_class
 @torch.compiler.disable
 def _agrees(stock, ours) -> bool:
-    """Returns whether ours has the results and gradients of a stock function, without a library that stands in for
+    """Return whether ours has the results and gradients of a stock function, without a library that stands in for
     it.
     """
     stock = inspect.unwrap(stock)
@@ -220,7 +220,7 @@ def _agrees(stock, ours) -> bool:
 
 
 def _results(function, names, options, *inputs):
-    """Returns the tensors that came, in the inputs' dtype: of bfloat16 some functions make float32."""
+    """Return the tensors that came, in the inputs' dtype: of bfloat16 some functions make float32."""
     result = attempt(function, inputs[0], **dict(zip(names, inputs[1:], strict=False)), **options)
     found = result if isinstance(result, tuple) else (result,)
     return tuple(each.to(inputs[0].dtype) for each in found if isinstance(each, torch.Tensor))
@@ -231,14 +231,14 @@ def _first_of(call):
 
 
 def _convolutions():
-    """Returns [(inputs, options)]: two rows, with and without a bias and silu, of 2 to 4 taps."""
+    """Return [(inputs, options)]: two rows, with and without a bias and silu, of 2 to 4 taps."""
     for taps, bias, activation in ((4, False, "silu"), (3, True, None), (2, True, "silu")):
         inputs = [numbers(2, 8, 11), numbers(8, taps, start=1.0)] + [numbers(8, start=2.0)] * bias
         yield inputs, {"activation": activation}
 
 
 def _delta_rules():
-    """Returns [(inputs, options)]: rows of more than a chunk; grouped heads; norms inside; a state before and after."""
+    """Return [(inputs, options)]: rows of more than a chunk; grouped heads; norms inside; a state before and after."""
     for heads, tokens, options in (
         (2, 70, {"use_qk_l2norm_in_kernel": True}),
         (1, 5, {"use_qk_l2norm_in_kernel": True, "output_final_state": True, "initial_state": numbers(2, 2, 16, 8)}),
@@ -249,7 +249,7 @@ def _delta_rules():
 
 
 def _mamba2_scans():
-    """Returns [(inputs, options)]: rows of several chunks, groups and limits; a state before and after."""
+    """Return [(inputs, options)]: rows of several chunks, groups and limits; a state before and after."""
     for groups, tokens, options in (
         (2, 21, {"D": numbers(4, start=5.0), "dt_softplus": True, "dt_limit": (0.1, 0.9)}),
         (1, 5, {"return_final_states": True, "initial_states": numbers(2, 4, 8, 16), "dt_softplus": True}),
@@ -267,7 +267,7 @@ _CASES = {_convolution: _convolutions, _delta_rule: _delta_rules, _mamba2: _mamb
 
 
 def layers_in(model: torch.nn.Module) -> dict[torch.nn.Module, str | None]:
-    """Returns {layer: why it cannot be swapped, or None}, of the layers that call functions which carry a state."""
+    """Return {layer: why it cannot be swapped, or None}, of the layers that call functions which carry a state."""
     found = {}
     for module in model.modules():
         if functions_called(cls := unwrapped(type(module))):
@@ -277,7 +277,7 @@ def layers_in(model: torch.nn.Module) -> dict[torch.nn.Module, str | None]:
 
 @kept_with_class
 def functions_called(cls: type) -> tuple[str, ...]:
-    """Returns the names of functions that carry a state from token to token, of those that this layer's forward
+    """Return the names of functions that carry a state from token to token, of those that this layer's forward
     calls.
     """
     if not cls.__module__.startswith(_HOST) or issubclass(cls, PreTrainedModel):
@@ -298,12 +298,12 @@ def why_not_class(cls: type) -> str | None:
 
 
 def why_not(model: torch.nn.Module) -> str | None:
-    """Returns why layers of this model are not swapped; None if all are that could be, or there are none."""
+    """Return why layers of this model are not swapped; None if all are that could be, or there are none."""
     return "; ".join(dict.fromkeys(reason for reason in layers_in(model).values() if reason)) or None
 
 
 def counts(model: torch.nn.Module) -> tuple[int, int]:
-    """Returns (layers that run ours, those that can)."""
+    """Return (layers that run ours, those that can)."""
     found = [layer for layer, reason in layers_in(model).items() if reason is None]
     return sum(is_swapped(layer) for layer in found), len(found)
 
@@ -321,7 +321,7 @@ def apply_to_model(model: torch.nn.Module) -> None:
 
 
 def release(model: torch.nn.Module) -> None:
-    """Put back the functions of modelling modules that this model alone needed."""
+    """Put back the functions of modelling modules that only this model needed."""
     users = {*model.modules()}
     for module_name in {_home(user) for user in users if functions_called(unwrapped(type(user)))}:
         for patch in patches_of(module_name).values():
@@ -344,7 +344,7 @@ def _dispatch_for(layer: torch.nn.Module) -> None:
 
 
 def _swapped_in(model) -> tuple[torch.nn.Module, ...]:
-    """Returns the swapped layers in this model, without those in models inside of it."""
+    """Return the swapped layers in this model, without those in models inside of it."""
     return tuple(layer for layer in _of(model) if is_swapped(layer))
 
 
@@ -370,7 +370,7 @@ def _of(module):
 
 
 def with_documents(model, call, kwargs):
-    """Returns the keyword arguments of a call, with DOCUMENTS where layers of this model read it."""
+    """Return the keyword arguments of a call, with DOCUMENTS where layers of this model read it."""
     if not (_serve_in_graph(model) if torch.compiler.is_compiling() else _serve(_kept_swapped_in(call, model))):
         return kwargs
     documents = call.row_documents

@@ -52,8 +52,8 @@ _ALONG_THE_ROW = re.compile(r"torch\.arange\(hidden_states\.shape\[1\].*\) \+ pa
 
 class _Found:
     """takes_none: class of a module that counts along the row and takes no positions. needs: of one that counts where
-    it is given none. by_length: of a rotary embedding whose angles depend on the largest position. has_axes: whether
-    the model makes positions of several axes. first: the position of a document's first token.
+    it is given no positions. by_length: of a rotary embedding whose angles depend on the largest position. has_axes:
+    whether the model makes positions of several axes. first: the position of a document's first token.
     """
 
     def __init__(self):
