@@ -137,7 +137,31 @@ def _begin(model, call, args, kwargs):
     return args, linear_attention.with_documents(model, call, kwargs)
 
 
-_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin, _advice.advise))
+def _end(model, call, kwargs, outputs):
+    """Look at what the model returned."""
+    _without_pooled_rows(model, call, outputs)
+    _advice.advise(model, call, kwargs, outputs)
+
+
+def _without_pooled_rows(model, call, outputs):
+    """Set pooler_output to None where a row has several documents: it is made of the row's first token (BERT).
+
+    A model around this one, whose head reads it, is refused by name at its own end.
+    """
+    if call.outer is not None or call.seen is None:
+        return
+    if call.seen.documents <= call.seen.rows or getattr(model, "pooler", None) is None:
+        return
+    pooled = getattr(outputs, "pooler_output", None)
+    if isinstance(pooled, torch.Tensor) and pooled.dim() == 2 and len(pooled) == call.seen.rows:
+        outputs["pooler_output"] = None
+        versions.log_once(
+            f"pooler_output of {call.name} is None: expected one document in each row, got several, and it is made of the "
+            "row's first token; take last_hidden_state where documents start"
+        )
+
+
+_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin, _end))
 
 
 def packing_ops_attention(

@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 
 import packing_ops as po  # noqa: E402
+from packing_ops._runtime import arguments  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, register  # noqa: E402
 
 LENGTHS = [5, 3, 7]
@@ -279,3 +280,26 @@ def test_in_a_graph(fresh_compile):
     with pytest.raises((ValueError, RuntimeError), match="scores one token of each row"):
         compiled(IDS, use_cache=False, **FORMS["position_ids"])
     assert compiled(IDS, use_cache=False, position_ids=torch.arange(15)[None]).logits.shape == (1, 3)
+
+
+# --- a result of the row's first token beside those of all tokens ---
+
+_BERT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize("form", ["position_ids", "both"])  # BERT counts positions by itself, and refuses the others
+@torch.no_grad()
+def test_pooled_rows_of_several_documents_are_none(form, caplog):
+    arguments.warned.clear()
+    transformers.utils.logging.enable_propagation()
+    model = applied("BertModel", "BertConfig", **_BERT)
+    alone = [model(each) for each in IDS.split(LENGTHS, 1)]
+    assert all(each.pooler_output.shape == (1, 32) for each in alone)
+    rows, mask = torch.cat([IDS, IDS.flip(1)]), torch.ones(2, IDS.shape[1], dtype=torch.long)
+    mask[0, 9:] = 0
+    assert model(rows, attention_mask=mask).pooler_output.shape == (2, 32)
+    packed = model(IDS, **FORMS[form])
+    assert packed.pooler_output is packed["pooler_output"] is None
+    assert "pooler_output of BertModel is None" in caplog.text
+    wanted = torch.cat([each.last_hidden_state for each in alone], 1)
+    torch.testing.assert_close(packed.last_hidden_state, wanted, rtol=1e-4, atol=1e-5)
