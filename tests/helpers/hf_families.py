@@ -76,7 +76,9 @@ MORE = {  # what the recipe does not guess
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "blt_local_encoder": {"hidden_size_global": 32},
     "blt_local_decoder": {"hidden_size_global": 32},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    },
     "dbrx": _DBRX,
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 32},
     "dots3_note_audio_encoder": {"adapter_input_size": 32},
