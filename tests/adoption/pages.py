@@ -106,7 +106,13 @@ def merges(tried: dict) -> str:
     for name, commits in tried.items():
         for each in commits:
             at = f"[{each['commit'][:12]}](https://github.com/{PROJECTS[name].repository}/tree/{each['commit']})"
-            conflicts = ", ".join(f"`{hunk}`" for hunk in each["conflicts"]) or "none"
+            lines: dict[str, list[str]] = {}
+            for hunk in each["conflicts"]:
+                path, _, line = hunk.rpartition(":")
+                lines.setdefault(path, []).append(line)
+            conflicts = (
+                "; ".join(f"`{path.split('/')[-1]}` {', '.join(found)}" for path, found in lines.items()) or "none"
+            )
             fit = f"{each['hunks'] - len(each['conflicts'])} of {each['hunks']}"
             rows.append(f"| {name} | {at} | {each['committed']} | {fit} | {conflicts} | {of_tests(each)} |")
     return "\n".join(rows)
