@@ -1,9 +1,8 @@
 """The short causal convolution of hybrid models: each channel of a packed row, each document by itself."""
 
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, overload
 
 import torch
-from typing_extensions import Unpack
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_tensor
@@ -11,22 +10,17 @@ from packing_ops._runtime.autograd import call_below_autograd, register_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
-class ConvKeywords(TypedDict, total=False):
-    """Names the options of causal_conv1d for its overloads."""
-
-    activation: str | None
-    initial_state: torch.Tensor | None
-
-
 @overload
 def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cu_seqlens: PackedMetadata | torch.Tensor, *,
-    output_final_state: Literal[False] = False, **options: Unpack[ConvKeywords],
+    activation: str | None = None, initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[False] = False,
 ) -> tuple[torch.Tensor, None]: ...  # fmt: skip
 @overload
 def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cu_seqlens: PackedMetadata | torch.Tensor, *,
-    output_final_state: Literal[True], **options: Unpack[ConvKeywords],
+    activation: str | None = None, initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def causal_conv1d(
     x: torch.Tensor,

@@ -17,24 +17,17 @@ KERNEL_DIMS = (64, 128, 256)  # of heads, on CUDA
 CHUNK = 64  # tokens that are multiplied together, counted from a document's first
 
 
-class DeltaKeywords(TypedDict, total=False):
-    """Names the options of gated_delta_rule for its overloads."""
-
-    scale: float | None
-    initial_state: torch.Tensor | None
-    use_qk_l2norm: bool
-
-
 @overload
 def gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    cu_seqlens: PackedMetadata | torch.Tensor, *, output_final_state: Literal[False] = False,
-    **options: Unpack[DeltaKeywords],
+    cu_seqlens: PackedMetadata | torch.Tensor, *, scale: float | None = None, initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[False] = False, use_qk_l2norm: bool = False,
 ) -> tuple[torch.Tensor, None]: ...  # fmt: skip
 @overload
 def gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    cu_seqlens: PackedMetadata | torch.Tensor, *, output_final_state: Literal[True], **options: Unpack[DeltaKeywords],
+    cu_seqlens: PackedMetadata | torch.Tensor, *, scale: float | None = None, initial_state: torch.Tensor | None = None,
+    output_final_state: Literal[True], use_qk_l2norm: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def gated_delta_rule(
     q: torch.Tensor,

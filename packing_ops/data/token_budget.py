@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
-from typing_extensions import Unpack
 
 from packing_ops._runtime.arguments import at_least, described, index_tensor, integer
 from packing_ops.data._examples import check_examples, sequences
@@ -28,24 +27,15 @@ class MicrobatchStatistics(NamedTuple):
     balance: float
 
 
-class BudgetKeywords(TypedDict, total=False):
-    """Names the options of token_budget_microbatches for its overloads."""
-
-    cost: Cost
-    sp_size: int
-    document_multiple: int
-    row_multiple: int
-
-
 @overload
 def token_budget_microbatches(
-    lengths: torch.Tensor | Sequence[int], capacity: int, *, dp_size: int, return_statistics: Literal[False] = False,
-    **options: Unpack[BudgetKeywords],
+    lengths: torch.Tensor | Sequence[int], capacity: int, *, dp_size: int, cost: Cost = "tokens", sp_size: int = 1,
+    document_multiple: int = 1, row_multiple: int = 1, return_statistics: Literal[False] = False,
 ) -> list[list[list[int]]]: ...  # fmt: skip
 @overload
 def token_budget_microbatches(
-    lengths: torch.Tensor | Sequence[int], capacity: int, *, dp_size: int, return_statistics: Literal[True],
-    **options: Unpack[BudgetKeywords],
+    lengths: torch.Tensor | Sequence[int], capacity: int, *, dp_size: int, cost: Cost = "tokens", sp_size: int = 1,
+    document_multiple: int = 1, row_multiple: int = 1, return_statistics: Literal[True],
 ) -> tuple[list[list[list[int]]], MicrobatchStatistics]: ...  # fmt: skip
 def token_budget_microbatches(
     lengths: torch.Tensor | Sequence[int],
