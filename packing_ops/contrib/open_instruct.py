@@ -116,6 +116,11 @@ def packs_for_ranks(lengths: torch.Tensor | Sequence[int], pack_length: int, num
         ValueError: pack_length or num_ranks below 1, a negative length.
 
     Deterministic; see pack_sequences, strategies "bfd" and "balanced".
+
+    Determinism: the same packs in every call and on every rank.
+    Synchronises: once for a CUDA tensor, which is copied.
+    Memory: grows with the number of sequences, on the CPU.
+    Gradients: none: integers.
     """
     lengths = index_tensor(lengths, "lengths")
     capacity, ranks = at_least(pack_length, "pack_length", 1, "token"), at_least(num_ranks, "num_ranks", 1)

@@ -46,6 +46,11 @@ def packed_attention(
     Raises:
         NotImplementedError: dropout.
         ValueError: shapes that do not fit, documents that are longer than the row.
+
+    Determinism: as varlen_attention.
+    Synchronises: as packed_metadata, in the first layer.
+    Memory: as varlen_attention.
+    Gradients: of Q, K and V.
     """
     if dropout_p:
         raise NotImplementedError(f"dropout_p: expected 0.0, dropout in attention is not supported, got {dropout_p}")

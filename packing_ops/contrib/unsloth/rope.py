@@ -41,6 +41,11 @@ def fast_rope_embedding(
 
     Raises:
         ValueError: shapes that do not fit; a position outside of cos.
+
+    Determinism: as apply_rotary_qk.
+    Synchronises: never.
+    Memory: the results; with ``inplace`` nothing.
+    Gradients: of Q and K.
     """
     if Q.dim() != 4:
         raise ValueError(f"Q: expected [batch, num_heads, seqlen, head_dim], got {list(Q.shape)}")

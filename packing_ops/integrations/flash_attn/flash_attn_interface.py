@@ -25,6 +25,11 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> A
     Example:
         >>> flash_attn_qkvpacked_func(torch.zeros(2, 5, 3, 4, 64), causal=True).shape
         torch.Size([2, 5, 4, 64])
+
+    Determinism: as varlen_attention.
+    Synchronises: never.
+    Memory: as varlen_attention; qkv is not copied.
+    Gradients: of qkv.
     """
     q, k, v = _parts("qkv", qkv, 5, 2, 3)
     return flash_attn_func(q, k, v, *args, **kwargs)
@@ -36,6 +41,11 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kw
     Example:
         >>> flash_attn_kvpacked_func(torch.zeros(2, 5, 4, 64), torch.zeros(2, 7, 2, 1, 64)).shape
         torch.Size([2, 5, 4, 64])
+
+    Determinism: as varlen_attention.
+    Synchronises: never.
+    Memory: as varlen_attention; kv is not copied.
+    Gradients: of q and kv.
     """
     k, v = _parts("kv", kv, 5, 2, 2)
     return flash_attn_func(q, k, v, *args, **kwargs)
@@ -50,6 +60,11 @@ def flash_attn_varlen_qkvpacked_func(
         >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
         >>> flash_attn_varlen_qkvpacked_func(torch.zeros(5, 3, 4, 64), cu_seqlens, 3, causal=True).shape
         torch.Size([5, 4, 64])
+
+    Determinism: as varlen_attention.
+    Synchronises: never.
+    Memory: as varlen_attention; qkv is not copied.
+    Gradients: of qkv.
     """
     q, k, v = _parts("qkv", qkv, 4, 1, 3)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
@@ -63,6 +78,11 @@ def flash_attn_varlen_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: An
         >>> q, kv = torch.zeros(5, 4, 64), torch.zeros(5, 2, 1, 64)
         >>> flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, 3, 3).shape
         torch.Size([5, 4, 64])
+
+    Determinism: as varlen_attention.
+    Synchronises: never.
+    Memory: as varlen_attention; kv is not copied.
+    Gradients: of q and kv.
     """
     k, v = _parts("kv", kv, 4, 1, 2)
     return flash_attn_varlen_func(q, k, v, *args, **kwargs)

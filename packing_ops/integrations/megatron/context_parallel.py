@@ -46,6 +46,11 @@ def context_parallel_attention(
         ValueError: as varlen_attention.
 
     Method: Llama Team, The Llama 3 Herd of Models (2024): gathered keys and values, 2 * cp_size chunks.
+
+    Determinism: as packing_ops.parallel.gathered_attention.
+    Synchronises: never, except once per batch for the check of the lengths.
+    Memory: as packing_ops.parallel.gathered_attention.
+    Gradients: of q, k, v and sinks. No second derivative, no forward mode.
     """
     options = checked_options(causal, softmax_scale, window_size, sinks=sinks)
     refuse_window(options)

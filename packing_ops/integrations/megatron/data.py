@@ -33,6 +33,11 @@ def packed_seq_params(metadata: po.PackedMetadata) -> PackedSeqParams:
 
     Raises:
         ImportError: a megatron-core whose PackedSeqParams lacks a field that is needed; names it.
+
+    Determinism: the same fields in every call.
+    Synchronises: never.
+    Memory: cu_seqlens; PackedMetadata's where they fit.
+    Gradients: none: integers.
     """
     fields = metadata.to_megatron()
     parents = fields.pop("segment_parents", None)
@@ -86,6 +91,11 @@ def preprocess_packed_seqs(
 
     Source:
         The contract of SkyRL's function of this name.
+
+    Determinism: the same slots in every call.
+    Synchronises: once on CUDA; with ``sub_seq_lengths`` never.
+    Memory: this rank's part of the row and some integers per slot.
+    Gradients: of floating tensors, by torch's indexing.
     """
     _check_padded("input_ids", input_ids, attention_mask)
     alignment = packed_alignment(tp_size, cp_size, fp8)
@@ -137,6 +147,11 @@ def next_token_targets(
 
     Raises:
         ValueError: as preprocess_packed_seqs; packed_seq_params without cu_seqlens, or of other documents.
+
+    Determinism: the same integers in every call.
+    Synchronises: once on CUDA without ``total``; with it never.
+    Memory: the results and some integers per slot.
+    Gradients: none: integers.
     """
     _check_padded("labels", labels, attention_mask)
     cu_seqlens = spans_of(packed_seq_params).q_slots
@@ -182,6 +197,11 @@ def postprocess_packed_seqs(
 
     Source:
         The contract of SkyRL's function of this name.
+
+    Determinism: the same bits in every call.
+    Synchronises: never the host; with context parallelism the ranks meet in one all-gather.
+    Memory: the whole row and the padded batch.
+    Gradients: each rank's is its part's, so that ranks with the same loss add up to it once.
     """
     cp_size = 1 if cp_group is None else cp_group.size()
     if values.dim() < 2 or values.shape[0] != 1:

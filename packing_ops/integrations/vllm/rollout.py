@@ -31,6 +31,7 @@ def record(llm: object, documents: Sequence[Sequence[int]], logps: Sequence[Sequ
     Determinism: no token is sampled that counts.
     Synchronises: often: the bits go to the host.
     Memory: an integer for each token and layer.
+    Gradients: none.
     """
     from vllm import SamplingParams
 
