@@ -10,13 +10,14 @@ import functools
 import importlib
 import inspect
 import re
+from typing import NamedTuple
 
 import torch
 from transformers.activations import ACT2FN
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import sum_dtype
-from packing_ops._runtime.batch_cache import dense_cu_seqlens
+from packing_ops._runtime.batch_cache import dense_cu_seqlens, kept_with
 from packing_ops.conv import causal_conv1d
 from packing_ops.integrations._patching import Patch, kept_with_class, revert_left
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
@@ -39,9 +40,12 @@ def _convolution(documents, hidden_states, weight, bias=None, activation=None):
     rows = hidden_states.to(weight.dtype).transpose(1, 2)
     (rows,), cu_seqlens = _packed([rows], documents, batch, seqlen)
     inside = activation in (None, "silu", "swish")
-    run = functools.partial(causal_conv1d, rows, weight, bias, cu_seqlens, activation=activation if inside else None)
-    state = rows.shape[1], weight.shape[1] - 1
-    out, _ = _with_states(run, documents, [rows, weight, bias], state, rows.dtype)
+    state = State((rows.shape[1], weight.shape[1] - 1), rows.dtype)
+
+    def scan(rows, cu_seqlens, **states):
+        return causal_conv1d(rows, weight, bias, cu_seqlens, activation=activation if inside else None, **states)
+
+    out, _ = _with_states(scan, [rows], cu_seqlens, documents, [weight, bias], state)
     out = _unpacked(out if inside else ACT2FN[activation](out), documents, batch, seqlen)
     return out.transpose(1, 2).to(dtype)
 
@@ -63,10 +67,10 @@ def _delta_rule(
     if initial_state is not None:
         initial_state = initial_state.float()
     rows, cu_seqlens = _packed([query, key, value.to(query.dtype), g, beta], documents, batch, seqlen)
-    run = functools.partial(gated_delta_rule, *rows, cu_seqlens, use_qk_l2norm=use_qk_l2norm_in_kernel)
-    shape = value.shape[2], query.shape[3], value.shape[3]
+    scan = functools.partial(gated_delta_rule, use_qk_l2norm=use_qk_l2norm_in_kernel)
+    state = State((value.shape[2], query.shape[3], value.shape[3]), sum_dtype(query.dtype))
     given = {"initial_state": initial_state, "output_final_state": output_final_state}
-    out, state = _with_states(run, documents, rows, shape, sum_dtype(query.dtype), **given)
+    out, state = _with_states(scan, rows, cu_seqlens, documents, [], state, **given)
     return _unpacked(out, documents, batch, seqlen), _of_rows(state, documents)
 
 
@@ -89,15 +93,15 @@ def _mamba2(
     batch, seqlen = hidden_states.shape[:2]
     B, C = (each.to(hidden_states.dtype) for each in (B, C))
     (x, dt, B, C), cu_seqlens = _packed([hidden_states, dt, B, C], documents, batch, seqlen)
-    run = functools.partial(
-        mamba2_scan, x, dt, A, B, C, cu_seqlens, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
-    )
-    given = {
-        "initial_state": None if initial_states is None else initial_states.float(),
-        "output_final_state": return_final_states,
-    }
-    inputs = [x, dt, A, B, C, D, dt_bias]
-    out, state = _with_states(run, documents, inputs, (*x.shape[1:], B.shape[2]), sum_dtype(x.dtype), **given)
+    initial_state = None if initial_states is None else initial_states.float()
+    given = {"initial_state": initial_state, "output_final_state": return_final_states}
+    state = State((*x.shape[1:], B.shape[2]), sum_dtype(x.dtype))
+    options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+
+    def scan(x, dt, B, C, cu_seqlens, **states):
+        return mamba2_scan(x, dt, A, B, C, cu_seqlens, **options, **states)
+
+    out, state = _with_states(scan, [x, dt, B, C], cu_seqlens, documents, [A, D, dt_bias], state, **given)
     out = _unpacked(out, documents, batch, seqlen)
     return (out, _of_rows(state, documents)) if return_final_states else out
 
@@ -106,13 +110,66 @@ def _apart(documents, *args):
     """mamba2_split_conv1d_scan_combined of transformers: None has the layer call the convolution and the scan."""
 
 
-def _with_states(run, documents, inputs, shape, dtype, **given):
-    """Return (out, final state or None), over the ranks of a sequence group where the documents lie on several."""
+class State(NamedTuple):
+    """One document's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _with_states(scan, rows, cu_seqlens, documents, constants, state, **given):
+    """Return (out, final state or None) of ``scan(*rows, cu_seqlens, initial_state=..., ...)``.
+
+    A branch of a prefix tree begins with its parent's state, a document that goes on on this rank with the one that
+    the rank before sends.
+    """
+    if documents is not None and documents.paths is not None:
+        return _over_tree(scan, rows, documents.paths)
     if documents is None or documents.ranks is None:
-        return run(**given)
+        return scan(*rows, cu_seqlens, **given)
     if given.get("initial_state") is not None or given.get("output_final_state"):
         raise ValueError("use_cache: expected False with a sequence_group, whose documents end on other ranks")
-    return documents.ranks.scanned(run, inputs, shape, dtype), None
+    scan = functools.partial(scan, *rows, cu_seqlens)
+    return documents.ranks.scanned(scan, [*rows, *constants], *state), None
+
+
+@torch.compiler.disable(reason="packing_ops: how many levels a tree has is known when the layer runs")
+def _over_tree(scan, rows, paths):
+    """Return (out, the states after each segment): segments level by level, each from the state after its parent."""
+    levels, segments = kept_with((paths.row_of_key,), ("levels",), lambda: _levels(paths))
+    outs, states = [], []
+    for slots, level_cu_seqlens, before in levels:
+        initial = states[-1].index_select(0, before) if states else None
+        of_level = (each.index_select(0, slots) for each in rows)
+        out, final = scan(*of_level, level_cu_seqlens, initial_state=initial, output_final_state=True)
+        outs.append(out)
+        states.append(final)
+    slots = torch.cat([slots for slots, _, _ in levels]).argsort()
+    return torch.cat(outs).index_select(0, slots), torch.cat(states).index_select(0, segments)
+
+
+def _levels(paths):
+    """Return [(rows, cu_seqlens, parents in the level above)] by depth, and where each segment is among all levels'."""
+    device, edges = paths.segments.device, paths.segments.cpu().long()
+    ends, lengths = paths.cu_seqlens.cpu().long()[1:], edges.diff()
+    before = paths.row_of_key.cpu().long()[(ends - lengths - 1).clamp(min=0)]  # on the path to a segment
+    parents = torch.searchsorted(edges, before, right=True) - 1
+    parents = parents.masked_fill(paths.cu_seqlens.diff().cpu() == lengths, -1).tolist()
+    edges = edges.tolist()
+    levels, depths, place, found = [], [], [], []
+    for segment, parent in enumerate(parents):
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        if depths[-1] == len(levels):
+            levels.append([])
+        place.append(len(levels[depths[-1]]))
+        levels[depths[-1]].append(segment)
+    for chosen in levels:
+        slots = torch.cat([torch.arange(edges[i], edges[i + 1], device="cpu") for i in chosen])
+        lengths = torch.tensor([0, *(edges[i + 1] - edges[i] for i in chosen)], device="cpu")
+        before = torch.tensor([place[parents[i]] for i in chosen], dtype=torch.int64, device="cpu")  # roots: not read
+        found.append(tuple(each.to(device) for each in (slots, lengths.cumsum(0).int(), before)))
+    order = [segment for chosen in levels for segment in chosen]
+    return found, torch.tensor(order, dtype=torch.int64, device="cpu").argsort().to(device)
 
 
 def _of_rows(state, documents):

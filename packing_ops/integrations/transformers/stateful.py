@@ -305,7 +305,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
     # Layers that cannot have several documents in a row.
     refuse_one_result(model, call, kwargs, position_ids, batch)
     refuse_own_positions(model, call, position_ids, batch)
-    stateful, has_attention, unknown = prepare(call, model, call.padding is not None, call.segment_parents is not None)
+    stateful, has_attention, unknown = prepare(call, model, call.padding is not None)
     if unknown:
         refuse_where(
             call.several(batch, position_ids),
@@ -345,19 +345,18 @@ _prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules who
 
 
 @kept_with_model
-def prepare(model, masked=False, is_tree=False) -> tuple[bool, bool, str]:
+def prepare(model, masked=False) -> tuple[bool, bool, str]:
     """Put ours into its layers with a state, until revert. Return (whether there are any and attention next to them,
     UNKNOWN ones).
 
-    Layers that linear_attention has swapped get their documents as an argument. They run as rows only for a prefix
-    tree.
+    Layers that linear_attention has swapped get their documents as an argument.
     """
     layers = layers_of(model)
     unknown = dict.fromkeys(class_name(layer) for layer, kind in layers.items() if kind is StateKind.UNKNOWN)
     stateful = [layer for layer, kind in layers.items() if kind is not StateKind.UNKNOWN]
     # An attention of transformers reads a mask, or the call is refused at its end.
     stateful = [layer for layer in stateful if not (masked and _has_own_attention(type(layer)))]
-    in_rows = [layer for layer in stateful if is_tree or not linear_attention.is_swapped(layer)]
+    in_rows = [layer for layer in stateful if not linear_attention.is_swapped(layer)]
     for layer in in_rows:
         put_around(layer, "forward", _forward, {})
         _prepared.add(layer)
@@ -409,7 +408,7 @@ def _forward(layer, stock, isolations, *args, **kwargs):
     """
     found = _current_documents()
     run = functools.partial(type(layer).forward, layer) if stock is None else stock
-    if linear_attention.DOCUMENTS in kwargs and (found is None or found.paths is None):
+    if linear_attention.DOCUMENTS in kwargs:
         return run(*args, **kwargs)
     return run(*args, **kwargs) if found is None else _apart(layer, run, isolations, found, args, kwargs)
 

@@ -3,6 +3,7 @@ the layers.
 """
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from helpers import cu_seqlens_of  # noqa: E402
 from stateful_case import CLOSE, LENGTHS, alone, assert_apart, logits, packed  # noqa: E402
 from stateful_models import COMMON, MORE_HYBRIDS, stateful_model  # noqa: E402
 
+import packing_ops as po  # noqa: E402
 from packing_ops.integrations._trial import attempt  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
@@ -21,6 +24,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     revert_packing_ops,
     stateful,
 )
+from packing_ops.keys import prefix_paths  # noqa: E402
 
 MAMBA2 = ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2"]
 WITHOUT_ROPE = {"granitemoehybrid", "nemotron_h", "zamba2", "mamba2"}  # that is ours
@@ -107,6 +111,59 @@ def test_compiled_without_a_break(family, whole, device, fresh_compile):
     for part in [model] if whole else getattr(model, model.base_model_prefix).layers:
         part.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     torch.testing.assert_close(logits(model, ids, **forms(device)[1]), alone(stock, ids), **CLOSE)
+
+
+# Segments, their parents, and the paths from a root to each leaf: those with children have a multiple of 128 tokens.
+SEGMENTS, PARENTS, PATHS = [128, 128, 4, 70, 1, 128, 6], [-1, 0, 1, 1, 0, -1, 5], [(0, 1, 2), (0, 1, 3), (0, 4), (5, 6)]
+
+
+def tree_of(device):
+    """(ids, what a call is given, the slots of each path)."""
+    ids = torch.randint(3, 60, (1, sum(SEGMENTS)), generator=torch.Generator().manual_seed(1)).to(device)
+    slots = torch.arange(sum(SEGMENTS), device=device).split(SEGMENTS)
+    paths = [torch.cat([slots[i] for i in path]) for path in PATHS]
+    positions = torch.zeros_like(ids)
+    for path in paths:
+        positions[0, path] = torch.arange(len(path), device=device)
+    cu_seqlens = cu_seqlens_of(SEGMENTS, device)
+    parents = torch.tensor(PARENTS, dtype=torch.int32, device=device)
+    given = {"position_ids": positions, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return ids, {**given, "segment_parents": parents}, paths
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpointing", "reentrant"])
+def test_branches_of_a_tree_begin_with_the_state_of_their_parent(family, checkpointing, device, monkeypatch):
+    model, stock = hybrid(family, device)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    monkeypatch.setattr(stateful, "_apart", None)  # it would run whole paths
+    ids, given, paths = tree_of(device)
+    weights = torch.randn(1, ids.shape[1], 61, device=device)
+    found = model(ids, use_cache=False, **given).logits
+    wanted = torch.empty_like(found)
+    for path in paths:
+        wanted[:, path] = stock(ids[:, path], use_cache=False).logits
+    assert (found - wanted).norm() <= 1e-4 * wanted.norm()
+    for outputs in (found, wanted):
+        (outputs * weights).sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert (ours.grad - theirs.grad).norm() <= 1e-3 * theirs.grad.norm() + 1e-6, name
+
+
+def test_bits_of_a_branch_are_those_of_its_path_alone(device):
+    total, (_, given, paths) = sum(SEGMENTS), tree_of(device)
+    q, k, v = (torch.randn(total, 1, 64, device=device) for _ in range(3))
+    rows = [q, k, v, -torch.rand(total, 1, device=device), torch.rand(total, 1, device=device)]
+    tree = prefix_paths(given["cu_seq_lens_q"], given["segment_parents"], total)
+    rule = functools.partial(po.gated_delta_rule, use_qk_l2norm=True)
+    out, states = linear_attention._over_tree(rule, rows, tree)
+    for path, segments in zip(paths, PATHS, strict=True):
+        ends = cu_seqlens_of([len(path)], device)
+        wanted, state = rule(*(each[path] for each in rows), ends, output_final_state=True)
+        assert torch.equal(out[path], wanted)
+        assert torch.equal(states[segments[-1]], state[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -155,8 +155,9 @@ STATEFUL = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("config", ["LlamaConfig", "Qwen3_5TextConfig", "Lfm2Config"])
-def test_a_stream_that_forks_inside_of_a_tile(config, device):
+def test_a_stream_that_forks_inside_of_a_tile(config, swapped, device):
     """Of a prompt and its answers, as another library has laid it out."""
     if not hasattr(transformers, config):
         pytest.skip("not in this transformers")
@@ -165,6 +166,8 @@ def test_a_stream_that_forks_inside_of_a_tile(config, device):
     model = transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, config)(**options), attn_implementation="packing_ops"
     ).to(device)
+    if swapped:
+        apply_packing_ops(model)
     groups = torch.arange(1 + len(ANSWERS)).repeat_interleave(torch.tensor([PROMPT, *ANSWERS]))
     stream = torch.randint(3, 61, groups.shape, device=device)
     metadata = po.prefix_tree_metadata(groups, torch.zeros_like(groups), device=device)
