@@ -27,8 +27,10 @@ def _modules():
         process_weights_after_loading = apply
 
     class Rotary(Layer):
-        def _match_cos_sin_cache_dtype(self, query):
-            return self.cos_sin_cache.to(query.dtype)
+        base = 10_000.0
+
+        def _compute_inv_freq(self, base):
+            return base ** -(torch.arange(0, self.rotary_dim, 2, dtype=torch.float) / self.rotary_dim)
 
     class Sampler(torch.nn.Module):
         """It samples the largest logit."""

@@ -53,9 +53,9 @@ class Qwen3:
         self.tables = (1 + torch.randperm(sequences * pages)).view(sequences, pages).tolist()
         self.caches = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.attention]
         self.builder = vllm.backend.Builder(types.SimpleNamespace(block_size=BLOCK), [], config(), self.device)
-        angles = torch.arange(longest, device=self.device)[:, None].float() * model.model.rotary_emb.inv_freq
-        table = torch.cat([angles.cos(), angles.sin()], -1).to(self.dtype)
-        of_rope = {"head_size": c.head_dim, "rotary_dim": c.head_dim, "is_neox_style": True, "cos_sin_cache": table}
+        of_rope = {"head_size": c.head_dim, "rotary_dim": c.head_dim, "is_neox_style": True}
+        of_rope |= {"cos_sin_cache": torch.empty(longest, c.head_dim), "_compute_inv_freq": lambda _: frequencies}
+        frequencies = model.model.rotary_emb.inv_freq.cpu()
         self.rope = layer(vllm.layers.RotaryEmbedding, **of_rope)
         self.fused = [self._fused(each) for each in model.model.layers]
 

@@ -62,13 +62,28 @@ def _rotary(stock):
     def forward(self, positions, query, key=None):
         if type(self).__name__ not in ROTARY or not self.is_neox_style:
             raise NotImplementedError(f"rope: expected one of {', '.join(ROTARY)}, got {type(self).__name__}")
-        cos, sin = self._match_cos_sin_cache_dtype(query).chunk(2, -1)
+        cos, sin = _table(self, query).chunk(2, -1)
         tokens = positions.numel()
         q, k = (each if each is None else each.view(tokens, -1, self.head_size) for each in (query, key))
         apply_rotary_qk(q, k, cos, sin, positions.flatten(), rotary_dim=self.rotary_dim, inplace=True)
         return query, key
 
     return forward
+
+
+def _table(rope, like):
+    """cos next to sin for each position, as transformers makes them: frequencies on the CPU, angles on the device.
+
+    vLLM takes powers on a GPU, which rounds some frequencies otherwise.
+    """
+    table = vars(rope).get(PRIVATE + "table")
+    if table is None or (table.device, table.dtype) != (like.device, like.dtype):
+        with torch.device("cpu"):
+            frequencies = rope._compute_inv_freq(rope.base)
+        positions = torch.arange(rope.cos_sin_cache.shape[0], device=like.device)
+        angles = positions[:, None].float() * frequencies.to(like.device)
+        table = vars(rope)[PRIVATE + "table"] = torch.cat([angles.cos(), angles.sin()], -1).to(like.dtype)
+    return table
 
 
 # --- products ---

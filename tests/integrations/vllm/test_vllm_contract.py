@@ -83,12 +83,12 @@ def test_activations_and_rope(patched):
     assert torch.equal(run(layer(patched.layers.SiluAndMul), x), F.silu(gate) * up)
     gelu = layer(patched.layers.GeluAndMul, approximate="tanh")
     assert torch.equal(run(gelu, x), F.gelu(gate, approximate="tanh") * up)
-    angles = torch.arange(50.0)[:, None] / torch.arange(1, 9)
-    table = torch.cat([angles.cos(), angles.sin()], -1)
-    rope = layer(patched.layers.RotaryEmbedding, cos_sin_cache=table, head_size=DIM, rotary_dim=DIM, is_neox_style=True)
+    cache = torch.full((50, DIM), float("nan"))  # vLLM's own table, of which the length counts
+    rope = layer(patched.layers.RotaryEmbedding, cos_sin_cache=cache, head_size=DIM, rotary_dim=DIM, is_neox_style=True)
     qkv, positions = torch.randn(5, (HEADS + 2) * DIM).bfloat16(), torch.tensor([3, 4, 0, 49, 7])
     q, k = qkv[:, : HEADS * DIM], qkv[:, HEADS * DIM :]
-    cos, sin = table.bfloat16().chunk(2, -1)
+    angles = torch.arange(50.0)[:, None] * 10_000.0 ** -(torch.arange(0, DIM, 2, dtype=torch.float) / DIM)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     wanted = po.apply_rotary_qk(q.reshape(5, HEADS, DIM), k.reshape(5, 2, DIM), cos, sin, positions)
     for found, right in zip(run(rope, positions, q, k), wanted, strict=True):
         assert torch.equal(found.reshape_as(right), right)
