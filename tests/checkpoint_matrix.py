@@ -346,11 +346,10 @@ def main():
         lines.append(f"| {setting} | {found[-1]} |")
         if rank == 0:
             print(lines[-1], flush=True)
-    lines += ["", *summary(found, len(chosen))]
+        if rank == 0 and options.out:  # after each: a process that is ended keeps its rows
+            options.out.write_text("\n".join([*lines, "", *summary(found, len(chosen))]) + "\n")
     if rank == 0:
-        print("\n".join(lines[len(found) + 5 :]))
-        if options.out:
-            options.out.write_text("\n".join(lines) + "\n")
+        print("\n".join(summary(found, len(chosen))))
     if options.around:
         dist.barrier()  # or the rank that ends first ends the others
         dist.destroy_process_group()
