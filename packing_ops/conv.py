@@ -34,24 +34,24 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Convolve each channel of a document with its taps, looking back. Differentiable.
 
-    Row t of a document becomes ``act(bias + weight[:, W - 1] * x[t] + weight[:, W - 2] * x[t - 1] + ...)``; terms of
-    rows before the document are left out, or taken from ``initial_state``.
+    Token t of a document becomes ``act(bias + weight[:, W - 1] * x[t] + weight[:, W - 2] * x[t - 1] + ...)``; terms of
+    tokens before the document are left out, or taken from ``initial_state``.
 
     Args:
         x: float32, float64 (CPU), bfloat16 or float16 ``[total, channels]``, channels next to each other, any stride
-            between rows.
-        weight: ``[channels, W]``, W from 1 to 8, the tap of the row itself last (``conv1d.weight.squeeze(1)``).
+            between tokens.
+        weight: ``[channels, W]``, W from 1 to 8, the tap of the token itself last (``conv1d.weight.squeeze(1)``).
         bias: ``[channels]`` or None.
         cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
         activation: "silu" (or its other name "swish"), or None.
-        initial_state: ``[num_documents, channels, W - 1]``, the rows before each document's first, the newest last.
-        output_final_state: also return the last W - 1 rows of each document, in the layout of ``initial_state``.
+        initial_state: ``[num_documents, channels, W - 1]``, the tokens before each document's first, the newest last.
+        output_final_state: also return the last W - 1 tokens of each document, in the layout of ``initial_state``.
 
     Returns:
         (out, final_state or None). out is ``[total, channels]``, 0 in the padding after the last document. Sums are
-        float32 (float64 for float64). A row's bits depend only on its document's rows up to it: they are the same in
-        any pack, and if a document is passed in several calls, each with the final state of the one before. So one row
-        for each document, with its state, is the step of decoding.
+        float32 (float64 for float64). A token's bits depend only on its document's tokens up to it: they are the same
+        in any pack, and if a document is passed in several calls, each with the final state of the one before. So one
+        row for each document, with its state, is the step of decoding.
 
     Cost:
         Reads x and writes out once. No synchronisation.
@@ -79,7 +79,7 @@ def causal_conv1d(
         ValueError: tensors of another dtype, device or shape than x asks for; a width over 8; another activation;
             cu_seqlens past the end of x.
 
-    Determinism: the same bits in every call, backward too, and for a row in any pack.
+    Determinism: the same bits in every call, backward too, and for a document in any pack.
     Synchronises: never.
     Memory: the results; in backward the gradients and their partial sums.
     Gradients: of x, weight, bias and initial_state, also through final_state. No second derivative, no forward mode.

@@ -67,10 +67,10 @@ def gated_delta_rule(
         (out, final_state or None). out is ``[total, num_v_heads, head_dim_v]`` in the dtype of v, 0 in the padding
         after the last document; final_state is like initial_state. States and sums are float32 (float64 for float64).
 
-        On CUDA a document is walked in chunks of 64 tokens, counted from its first. A row's bits depend only on its
+        On CUDA a document is walked in chunks of 64 tokens, counted from its first. A token's bits depend only on its
         document's tokens up to it: they are the same in any pack, and if a document is passed in several calls that
         begin at multiples of 64, each with the final state of the one before. To decode with these bits, keep the state
-        at the start of the open chunk, and run the rows since then again. NaN and infinity stay in their document.
+        at the start of the open chunk, and run the tokens since then again. NaN and infinity stay in their document.
 
     Cost:
         Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds

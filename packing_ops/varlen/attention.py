@@ -1,18 +1,18 @@
 """Attention over packed documents: each one attends only to itself.
 
 q is ``[total_q, num_q_heads, head_dim]``, k and v are ``[total_k, num_kv_heads, head_dim]``, v and out with a head_dim
-of their own; document ``i`` owns rows ``cu_seqlens[i] : cu_seqlens[i + 1]``. Scores are ``softmax_scale * q.k``, then
-``softcap * tanh(score / softcap)``. With n queries and m keys in a document, query i is at key i + m - n and sees
+of another size; document ``i`` owns tokens ``cu_seqlens[i] : cu_seqlens[i + 1]``. Scores are ``softmax_scale * q.k``,
+then ``softcap * tanh(score / softcap)``. With n queries and m keys in a document, query i is at key i + m - n and sees
 the keys from ``left`` before to ``right`` after that position (-1: all; causal: right is 0).
 
 What holds on every device:
     A document's out, lse and gradients are the same to the bit in any pack, and from run to run.
-    NaN or Inf in a document stays in it. Inside it, a key reaches only the rows that see it, and a row only the keys
-    that it sees.
+    NaN or Inf in a document stays in it. Inside it, a key reaches only the tokens that see it, and a token only the
+    keys that it sees.
 In the half types on a GPU, NaN and Inf spread by blocks of 128, counted from the document's start, since 0 * NaN is
-added for hidden pairs. A key also reaches rows less than 192 rows from one that sees some key of its block, and a row
-reaches keys likewise. Under a causal mask over as many keys as queries, rows before key // 128 * 128 - 191 stay clean.
-lse is exact.
+added for hidden pairs. A key also reaches tokens less than 192 from one that sees some key of its block, and a token
+reaches keys likewise. Under a causal mask over as many keys as queries, tokens before key // 128 * 128 - 191 stay
+clean. lse is exact.
     Memory grows with the tokens, never with their square.
 """
 
@@ -126,10 +126,10 @@ def varlen_attention(
     Returns:
         out like q with v's head_dim, contiguous, and with ``return_lse`` lse ``[num_q_heads, total_q]``, float32
         (float64 for float64). In the layouts with a batch out is ``[1, total_q, num_q_heads, head_dim of v]``, and
-        gradients have its memory order. Rows past ``cu_seqlens_q[-1]`` and rows that see no key have out 0 and lse -inf
-        (the sink, if there is one and the row belongs to a document); their gradients are 0. float32 inside, float64
-        for float64. A row's out and lse depend, to the bit, on the keys that it sees: a prefix of its document that has
-        them and a chunk of its queries give the same. No synchronisation.
+        gradients have its memory order. Tokens past ``cu_seqlens_q[-1]`` and tokens that see no key have out 0 and lse
+        -inf (the sink, if there is one and the token belongs to a document); their gradients are 0. float32 inside,
+        float64 for float64. A token's out and lse depend, to the bit, on the keys that it sees: a prefix of its
+        document that has them and a chunk of its queries give the same. No synchronisation.
         Work: 2 * (head_dim + head_dim of v) operations per visible pair of query and key and head, in backward
         6 * head_dim + 4 * head_dim of v (in documents of more than 4096 keys 8 and 6). register_flop_formulas lets
         torch's FlopCounterMode count these, 6 and 4 in backward, document by document, which synchronises; fake tensors
@@ -149,7 +149,7 @@ def varlen_attention(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, four dimensions that may be either layout, cu_seqlens
-            that do not start at 0, decrease or end past the rows, causal with keys to the right, visible_end with
+            that do not start at 0, decrease or end past the tokens, causal with keys to the right, visible_end with
             ``causal=False`` or a right window. The message names the argument. Values of visible_end that are too
             small, too large or decrease too: on CUDA in a later call, and then the results are zeros. The same for
             seqused_k larger than the table allows, and for page numbers outside k, where another page is read.
@@ -248,7 +248,7 @@ def attention_plan(
 
     Args:
         cu_seqlens_q, cu_seqlens_k, causal, window_size, visible_end: as varlen_attention.
-        total_q, total_k: rows of q and of k; without total_k those of q.
+        total_q, total_k: tokens of q and of k; without total_k those of q.
         num_heads, num_kv_heads, head_dim: of the calls that will use it.
         head_dim_v: head_dim of their v, if it differs from the one of q and k.
         seqused_k: for calls with a block_table, whose values do not matter; then pass total_k = pages * page_size.

@@ -155,13 +155,13 @@ def attention(
         q, k, v: ``[total, num_heads, head_dim]``, for k and v ``[total_k, num_kv_heads, head_dim]``; v may have another
             head_dim.
         max_seqlen_q, max_seqlen_k: length of the longest document, or an upper bound; used by torch_varlen only.
-            Default: the number of rows of q and of k.
+            Default: the number of tokens of q and of k.
         backend: ``"packing_ops"``, ``"torch_varlen"`` or ``"sdpa"``; by default what select_attention_backend returns.
         Others: as in varlen_attention.
 
     Returns:
-        As varlen_attention. With every backend, rows past the last document and rows without a visible key are 0. sdpa
-        allocates a mask of total_q * total_k elements. It checks values of cu_seqlens on the CPU and, as
+        As varlen_attention. With every backend, tokens past the last document and tokens without a visible key are 0.
+        sdpa allocates a mask of total_q * total_k elements. It checks values of cu_seqlens on the CPU and, as
         varlen_attention does, on CUDA from sm_80 on; on other devices they are not checked.
 
     Example:
