@@ -51,8 +51,9 @@ __device__ __forceinline__ void load_rows(Tile<T, kColumns> tile, const T* from,
   constexpr int kPieces = kColumns / kPiece;
   constexpr int kAtOnce = kThreads / kPieces;  // rows
   static_assert(kThreads % kPieces == 0);
-  const int first = static_cast<int>(threadIdx.x) / kPieces;
-  const int column = static_cast<int>(threadIdx.x) % kPieces * kPiece;
+  const int thread = static_cast<int>(threadIdx.x) % kThreads;
+  const int first = thread / kPieces;
+  const int column = thread % kPieces * kPiece;
   const T* source = from + first * step + column;
   uint32_t to = ptx::shared_address(tile.at(first, column));
 #pragma unroll
@@ -68,7 +69,7 @@ __device__ __forceinline__ void load_rows(Tile<T, kColumns> tile, const T* from,
 // `bytes`, a multiple of 16, one after the other.
 template <int kThreads>
 __device__ __forceinline__ void load_bytes(void* to, const void* from, int bytes) {
-  for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += kThreads * 16) {
+  for (int i = static_cast<int>(threadIdx.x) % kThreads * 16; i < bytes; i += kThreads * 16) {
     ptx::cp_async_16(ptx::shared_address(static_cast<uint8_t*>(to) + i), static_cast<const uint8_t*>(from) + i);
   }
 }

@@ -171,21 +171,34 @@ struct WalkShared {
   }
 };
 
+// Half of a block's warps copy, so that those with columns do nothing else.
+template <class T, int kDim>
+constexpr int walk_threads() {
+  return 2 * walk_warps<T, kDim>() * 32;
+}
+__device__ __forceinline__ bool has_columns() {
+  return threadIdx.x < blockDim.x / 2;
+}
+
 // step(chunk, stage) for the chunks `first`, first + kStep, ... With two stages the next chunk is copied meanwhile.
 template <int kStages, int kStep, class Shared, class Load, class Step>
 __device__ __forceinline__ void for_each_chunk(const Shared& shared, int first, int chunks, const Load& load,
                                                const Step& step) {
-  if (kStages == 2 && chunks > 0) load(shared.stage(0), first);
+  const bool computes = has_columns();
+  if (kStages == 2 && chunks > 0 && !computes) load(shared.stage(0), first);
   for (int i = 0; i < chunks; ++i) {
     const int chunk = first + i * kStep;
     if constexpr (kStages == 1) {
       __syncthreads();  // the stage has been read
-      load(shared.stage(0), chunk);
+      if (!computes) load(shared.stage(0), chunk);
     }
     ptx::cp_async_wait<0>();
     __syncthreads();
-    if (kStages == 2 && i + 1 < chunks) load(shared.stage((i + 1) % 2), chunk + kStep);
-    step(chunk, shared.stage(i % kStages));
+    if (computes) {
+      step(chunk, shared.stage(i % kStages));
+    } else if (kStages == 2 && i + 1 < chunks) {
+      load(shared.stage((i + 1) % 2), chunk + kStep);
+    }
   }
 }
 

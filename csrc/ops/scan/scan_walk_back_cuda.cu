@@ -58,18 +58,18 @@ struct StepBack {
 };
 
 template <class T, int kDim, int kStages, bool kCorrects>
-__global__ void __launch_bounds__(walk_warps<T, kDim>() * 32, 1) walk_back_kernel(ScanBackwardParams p, Chunks chunks) {
+__global__ void __launch_bounds__(walk_threads<T, kDim>(), 1) walk_back_kernel(ScanBackwardParams p, Chunks chunks) {
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr int kColumns = Stage<T, kDim, kCorrects>::kColumns;
   const Slice slice(p, kColumns);
   if (slice.is_padding(p)) return zero_padding<T, kColumns>(p, slice, p.dv);
   const WalkShared<T, kDim, kCorrects> own{shared};
   State<kDim, kCorrects> dstate;
-  dstate.load(p, p.dfinal_state, slice.state_offset(p));
+  if (has_columns()) dstate.load(p, p.dfinal_state, slice.state_offset(p));
   const StepBack<T, kDim, kCorrects> step{p, chunks, slice, dstate, own.scratch()};
   const auto load = [&](const auto& stage, int chunk) { stage.template load<true>(p, chunks, p.dout, slice, chunk); };
   for_each_chunk<kStages, -1>(own, slice.chunks - 1, slice.chunks, load, step);
-  if (p.dinitial_state) dstate.store(p, p.dinitial_state, slice.state_offset(p));
+  if (p.dinitial_state && has_columns()) dstate.store(p, p.dinitial_state, slice.state_offset(p));
 }
 
 }  // namespace
@@ -81,7 +81,7 @@ void launch_walk_back(const ScanBackwardParams& p, const Chunks& chunks, const C
     constexpr int kBytes = WalkShared<T, dim, corrects>::bytes(stages);
     const auto kernel = walk_back_kernel<T, dim, stages, corrects>;
     allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
-    kernel<<<walk_grid(p, Sizes::kColumns), Sizes::kThreads, kBytes, stream_of(launch)>>>(p, chunks);
+    kernel<<<walk_grid(p, Sizes::kColumns), walk_threads<T, dim>(), kBytes, stream_of(launch)>>>(p, chunks);
     check_launch("walk_back_kernel");
   });
 }

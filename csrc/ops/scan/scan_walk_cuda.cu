@@ -70,7 +70,7 @@ struct Step {
 };
 
 template <class T, int kDim, int kStages, bool kKeep, bool kCorrects>
-__global__ void __launch_bounds__(walk_warps<T, kDim>() * 32, 1) walk_kernel(ScanParams p, Chunks chunks) {
+__global__ void __launch_bounds__(walk_threads<T, kDim>(), 1) walk_kernel(ScanParams p, Chunks chunks) {
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr int kColumns = Stage<T, kDim, kCorrects>::kColumns;
   const Slice slice(p, kColumns);
@@ -80,11 +80,11 @@ __global__ void __launch_bounds__(walk_warps<T, kDim>() * 32, 1) walk_kernel(Sca
   }
   const WalkShared<T, kDim, kCorrects> own{shared};
   State<kDim, kCorrects> state;
-  state.load(p, p.initial_state, slice.state_offset(p));
+  if (has_columns()) state.load(p, p.initial_state, slice.state_offset(p));
   const Step<T, kDim, kKeep, kCorrects> step{p, chunks, slice, state, own.scratch()};
   const auto load = [&](const auto& stage, int chunk) { stage.template load<!kKeep>(p, chunks, p.v, slice, chunk); };
   for_each_chunk<kStages, 1>(own, 0, slice.chunks, load, step);
-  if (!kKeep && p.final_state) state.store(p, p.final_state, slice.state_offset(p));
+  if (!kKeep && p.final_state && has_columns()) state.store(p, p.final_state, slice.state_offset(p));
 }
 
 }  // namespace
@@ -97,7 +97,7 @@ void launch_walk(const ScanParams& p, const Chunks& chunks, bool keep, const Cud
     const auto kernel =
         keep ? walk_kernel<T, dim, stages, true, corrects> : walk_kernel<T, dim, stages, false, corrects>;
     allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
-    kernel<<<walk_grid(p, Sizes::kColumns), Sizes::kThreads, kBytes, stream_of(launch)>>>(p, chunks);
+    kernel<<<walk_grid(p, Sizes::kColumns), walk_threads<T, dim>(), kBytes, stream_of(launch)>>>(p, chunks);
     check_launch("walk_kernel");
   });
 }
