@@ -126,7 +126,12 @@ def main():
     shape, row = MODELS[arguments.model][arguments.tiny], TINY_ROW if arguments.tiny else ROW
     name = "hybrid" if arguments.model == "qwen3_5_text" else f"hybrid_{arguments.model}"
     documents, reference, path = documents_of(row, row, shape["vocab_size"]), [], arguments.out / f"{name}_{device}.csv"
-    chosen = {provider: how for provider, how in PROVIDERS.items() if arguments.only in provider}
+    skipped = "fused_loss" if arguments.model == "bamba" else None  # its forward scales the logits
+    chosen = {
+        provider: how
+        for provider, how in PROVIDERS.items()
+        if arguments.only in provider and not (skipped and skipped in how[0])
+    }
     rows = (
         [each for each in read_rows(path) if each["provider"] not in chosen] if arguments.only and path.exists() else []
     )

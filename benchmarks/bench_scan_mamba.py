@@ -64,9 +64,10 @@ def cases_of(device, name, lengths, heads, dims, dtype, with_formula=False):
     tensors, dout, metadata = inputs_of(device, lengths, heads, dims, dtype)
     x, dt, A, B, C, D, dt_bias = tensors
     shape = f"T={sum(lengths)} {name} G={heads[0]} H={heads[1]} N={dims[0]} P={dims[1]}"
-    options = metadata.cu_seqlens, None, True, 0.0, float("inf")
     forward = {"packing_ops": lambda: po.mamba2_scan(x, dt, A, B, C, metadata, D=D, dt_bias=dt_bias, dt_softplus=True)}
-    backward = {"packing_ops": lambda: torch.ops.packing_ops.mamba2_scan_backward(dout, None, *tensors, *options)}
+    given = [each.clone().requires_grad_() for each in tensors]
+    out, _ = po.mamba2_scan(*given[:5], metadata, D=given[5], dt_bias=given[6], dt_softplus=True)
+    backward = {"packing_ops": lambda: torch.autograd.grad(out, given, dout, retain_graph=True)}
     scan = formula() if with_formula else None
     if scan is not None:
         peers = {"torch formula": scan, "torch formula, torch.compile": torch.compile(scan)}

@@ -306,7 +306,7 @@ STATEMENTS = {
     "_runtime": 1100,
     "contrib": 430,  # mixing_warning, prefix_attention
     "data": 2250,
-    "integrations": 5600,  # vLLM came
+    "integrations": 5630,  # vLLM, states over ranks and trees came
     "invariance": 740,  # rollouts came
     "losses": 620,
     "parallel": 1040,  # states over ranks came

@@ -413,6 +413,8 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
         on_cpu = any(t.dim() > 1 and t.is_cpu for t in module.parameters(recurse=False))
         if on_cpu and not isinstance(module, torch.nn.Embedding):
             put_around(module, "forward", _by_blocks)
+        elif rms_norm_patch.is_gated(module):
+            put_around(module, "forward", rms_norm_patch.in_enough_rows)
     by_hand, held.unclaimed = "call packing_ops.check_invariance(model, run)", ""
     if sequence_group is not None:
         held.unclaimed = f"rows lie on several ranks: {by_hand} with rows of shard_packed"
@@ -429,7 +431,8 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
                 return None
             mode.release(vars(model).pop(HELD))
             for module in model.modules():
-                take_out_function(module, _by_blocks)
+                for ours in (_by_blocks, rms_norm_patch.in_enough_rows):
+                    take_out_function(module, ours)
             return found.why_not()[0]
     return held.unclaimed
 

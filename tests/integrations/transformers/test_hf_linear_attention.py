@@ -22,6 +22,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     info,
     linear_attention,
     revert_packing_ops,
+    rms_norm,
     stateful,
 )
 from packing_ops.keys import prefix_paths  # noqa: E402
@@ -300,3 +301,34 @@ def test_layers_of_another_recurrence_say_why(device):
     applied = apply_packing_ops(model, rope=False)
     assert applied.linear_attention == 0
     assert "which no op of packing_ops computes" in info(model)
+
+
+@pytest.mark.parametrize("family", ["bamba", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2", "qwen3_5_text"])
+@pytest.mark.parametrize("rows", [1, 5, 15, 16, 40])
+def test_gated_norms_have_16_rows_in_the_mode(family, rows, device, monkeypatch):
+    """With fewer, torch sums in another order on a GPU."""
+    model = stateful_model(family, attn_implementation="eager", device=device)
+    norm = next(each for each in model.modules() if rms_norm.is_gated(each))
+    width, cls, seen = norm.weight.shape[0], type(norm), []
+    hidden, gate = (torch.randn(1, rows, width, device=device, requires_grad=True) for _ in range(2))
+    wanted = norm(hidden, gate)
+    stock = cls.forward
+    monkeypatch.setattr(
+        cls, "forward", lambda self, x, *args, **given: seen.append(x) or stock(self, x, *args, **given)
+    )
+    found = rms_norm.in_enough_rows(norm, None, hidden, gate)
+    assert seen[0].numel() // width >= rms_norm.LEAST_ROWS
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn_like(found)
+    gradients = [torch.autograd.grad((out * weights).sum(), [hidden, gate]) for out in (found, wanted)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("family", ["bamba", "granitemoehybrid", "nemotron_h"])
+def test_the_mode_is_claimed_and_reverted(family, device):
+    model = stateful_model(family, attn_implementation="sdpa", device=device, intermediate_size=64)
+    assert "invariant" not in apply_packing_ops(model, invariant=True, rope=family not in WITHOUT_ROPE).skipped
+    assert any(rms_norm.is_gated(each) for each in model.modules())
+    revert_packing_ops(model)
+    assert not any("_packing_ops" in name for module in model.modules() for name in vars(module))
+    assert not any("forward" in vars(module) for module in model.modules())
