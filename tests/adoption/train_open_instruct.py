@@ -15,6 +15,7 @@ from open_instruct.data_loader import prepare_collated_data_for_workers
 from open_instruct.padding_free_collator import TensorDataCollatorWithFlattening
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from packing_ops.data import PackedBatchSampler
 from packing_ops.integrations.transformers import register
 
 STEPS, VOCABULARY, PACK, RANKS = 4, 64, 40, 3
@@ -46,6 +47,21 @@ def sft_packed():
     examples = [{"input_ids": ids, "labels": ids.clone()} for ids in documents()]
     batch = TensorDataCollatorWithFlattening()(examples)
     return train("packing_ops", lambda model: model(**batch).loss)
+
+
+def sft_rows():
+    """Rows of at most PACK tokens, as --pack_to_max_seq_length makes them; the mean over all targets."""
+    examples = [{"input_ids": ids, "labels": ids.clone()} for ids in documents()]
+    rows = list(PackedBatchSampler(LENGTHS, PACK, seed=0))
+    batches = [TensorDataCollatorWithFlattening()([examples[i] for i in row]) for row in rows]
+    assert len(rows) > 1
+    assert all(batch["input_ids"].shape[1] <= PACK for batch in batches)
+    targets = [(batch["labels"] != -100).sum() for batch in batches]
+
+    def loss_of(model):
+        return sum(model(**batch).loss * count for batch, count in zip(batches, targets, strict=True)) / sum(targets)
+
+    return train("packing_ops", loss_of)
 
 
 def sft_padded():
@@ -109,7 +125,7 @@ def grpo_by_document():
 def main():
     assert os.environ["OPEN_INSTRUCT_PACKING_OPS"] == "1"
     register()
-    sft = {"padded": sft_padded(), "packed": sft_packed()}
+    sft = {"padded": sft_padded(), "packed": sft_packed(), f"rows of up to {PACK} tokens": sft_rows()}
     packs, losses = grpo(flag=True)
     assert packs % RANKS == 0
     ways = {"by document": grpo_by_document(), f"{packs} packs for {RANKS} ranks": losses}
