@@ -105,6 +105,41 @@ __device__ __forceinline__ void load_stage(const Work<T>& work, const Stage<T, k
   ptx::cp_async_commit();
 }
 
+// The steps of the passes: what a step reads is copied during the one before, if there are two stages.
+template <class T, int kDim, int kStages, bool kCorrects>
+struct Steps {
+  static constexpr int kPiece = piece_of<T, kDim>();
+  const Work<T>& work;
+  const Shared<T, kDim, kCorrects>& shared;
+  int pieces;
+  int done = 0;
+
+  __device__ __forceinline__ void load(Pass pass, int piece, int step) const {
+    load_stage<T, kDim, kCorrects>(work, shared.stage(step % kStages), pass, piece * kPiece);
+  }
+  // call(stage, column) for each piece of a pass.
+  template <Pass kPass, class Call>
+  __device__ __forceinline__ void each(const Call& call) {
+    constexpr Pass kNext = kCorrects && kPass == kDout ? kDcorrected : kCorrected;
+    for (int piece = 0; piece < pieces; ++piece, ++done) {
+      if constexpr (kStages == 1) {
+        __syncthreads();  // the stage has been read
+        load(kPass, piece, done);
+      }
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if constexpr (kStages == 2) {
+        if (piece + 1 < pieces) {
+          load(kPass, piece + 1, done + 1);
+        } else if (kPass != kCorrected) {
+          load(kNext, 0, done + 1);
+        }
+      }
+      call(shared.stage(done % kStages), piece * kPiece);
+    }
+  }
+};
+
 // The sums of two rows over a warp's columns, to where the other half's are next to them.
 __device__ __forceinline__ void store_row_sums(float upper, float lower, int row, float (&to)[2][kChunk]) {
   for (int offset = 1; offset < 4; offset *= 2) {

@@ -52,7 +52,7 @@ struct Gradients {
   __device__ __forceinline__ void through_states(const Work<T>& work, float (&of_scores)[kPairTiles][4],
                                                  float (&of_corrections)[kPairTiles][4]) {
     const RowScales& scales = shared.sums->scales;
-    Steps<kStages> steps{work, shared, static_cast<int>(work.p.head_dim_v) / kPiece};
+    Steps<T, kDim, kStages, kCorrects> steps{work, shared, static_cast<int>(work.p.head_dim_v) / kPiece};
     float products[kTiles][4] = {};
     float dot_values = 0.0f;
     float dot_states = 0.0f;
@@ -81,40 +81,6 @@ struct Gradients {
     add(products, shared.keys, dk, kOfEnd, scales.to_end, 1.0f, kCorrects ? nullptr : scales.beta);
     store_dots(dot_values, dot_states);
   }
-
-  // The steps of the passes: what a step reads is copied during the one before, if there are two stages.
-  template <int kStages>
-  struct Steps {
-    const Work<T>& work;
-    const Shared<T, kDim, kCorrects>& shared;
-    int pieces;
-    int done = 0;
-
-    __device__ __forceinline__ void load(Pass pass, int piece, int step) const {
-      load_stage<T, kDim, kCorrects>(work, shared.stage(step % kStages), pass, piece * kPiece);
-    }
-    // call(stage, column) for each piece of a pass.
-    template <Pass kPass, class Call>
-    __device__ __forceinline__ void each(const Call& call) {
-      constexpr Pass kNext = kCorrects && kPass == kDout ? kDcorrected : kCorrected;
-      for (int piece = 0; piece < pieces; ++piece, ++done) {
-        if constexpr (kStages == 1) {
-          __syncthreads();  // the stage has been read
-          load(kPass, piece, done);
-        }
-        ptx::cp_async_wait<0>();
-        __syncthreads();
-        if constexpr (kStages == 2) {
-          if (piece + 1 < pieces) {
-            load(kPass, piece + 1, done + 1);
-          } else if (kPass != kCorrected) {
-            load(kNext, 0, done + 1);
-          }
-        }
-        call(shared.stage(done % kStages), piece * kPiece);
-      }
-    }
-  };
 
   __device__ __forceinline__ void multiply_pairs(float (&pairs)[kPairTiles][4], const Stage<T, kDim>& stage) const {
     multiply<Order::kPlain, Order::kTransposed>(pairs, stage.rows, row, stage.corrected, pair_column, 0, kPiece);
