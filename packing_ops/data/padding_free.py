@@ -221,9 +221,9 @@ class PaddingFreeCollator:
 
         Example:
             >>> examples = [{"input_ids": [7] * length} for length in (2, 7, 2)]
-            >>> PaddingFreeCollator(capacity=6, overlong="drop").selection(examples)
-            BatchSelection(kept=[0, 2], truncated=[], own=[], dropped=[1], carried=[], num_tokens=4, lost_tokens=7,
-            carried_tokens=0)
+            >>> selection = PaddingFreeCollator(capacity=6, overlong="drop").selection(examples)
+            >>> selection.kept, selection.dropped, selection.num_tokens, selection.lost_tokens
+            ([0, 2], [1], 4, 7)
 
         Raises:
             ValueError, TypeError: as the collator for these input_ids and attention_mask.
