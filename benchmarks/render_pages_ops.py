@@ -225,5 +225,9 @@ def scan_mamba() -> str:
     return by_provider("scan_mamba_cuda")
 
 
-TABLES = {"conv": conv, "scan": scan, "scan_mamba": scan_mamba, "ops": ops, "cpu": cpu, "pages": pages, "generate": generate, "logps-masked": logps_masked,
+def rope_unsloth() -> str:
+    return by_provider("rope_unsloth_cuda")
+
+
+TABLES = {"rope_unsloth": rope_unsloth, "conv": conv, "scan": scan, "scan_mamba": scan_mamba, "ops": ops, "cpu": cpu, "pages": pages, "generate": generate, "logps-masked": logps_masked,
           "logps-8192": logps_8192, "kl": kl, "trees": trees}  # fmt: skip
