@@ -159,7 +159,7 @@ def mixing_warning(model: torch.nn.Module, batch: Mapping[str, Any]) -> str | No
         'LlamaForCausalLM mixes the documents of a packed row'
 
     Raises:
-        ValueError: neither cu_seq_lens_q nor position_ids.
+        ValueError: neither cu_seq_lens_q nor position_ids; several rows.
 
     Determinism: as the model's.
     Synchronises: twice on CUDA. It is for the first batch of a run.
@@ -167,27 +167,34 @@ def mixing_warning(model: torch.nn.Module, batch: Mapping[str, Any]) -> str | No
     Gradients: none.
     """
     ids = batch["input_ids"]
+    if ids.dim() != 2 or ids.shape[0] != 1:
+        raise ValueError(f"input_ids: expected a row [1, total], got {list(ids.shape)}")
     if (cu_seqlens := batch.get("cu_seq_lens_q")) is not None:
-        start = int(cu_seqlens[-2]) if len(cu_seqlens) > 1 else 0
+        edges = cu_seqlens.unique().tolist()  # without documents of no tokens
     elif (position_ids := batch.get("position_ids")) is not None:
-        start = int((position_ids[0] == 0).nonzero()[-1])
+        edges = [*(position_ids.flatten(0, -2)[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
     else:
         raise ValueError(f"batch: expected cu_seq_lens_q or position_ids, got {sorted(batch)}")
-    if not start:
+    if len(edges) < 3:
         return None
+    start, end = edges[-2:]  # what is behind cu_seqlens is padding, whose logits may be anything
+    # Each token becomes the next greater one of the row, 0 and 1, so that none stays
+    known = torch.cat([ids[0], ids.new_tensor([0, 1])]).unique()
     others = ids.clone()
-    others[:, :start] = ids[:, :start].flip(1)
-    others[:, 0] = ids[:, -1]
+    others[:, :start] = known[(torch.searchsorted(known, ids[:, :start]) + 1) % known.numel()]
     inputs = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         first, second = (
-            model(**inputs, input_ids=each, use_cache=False).logits[:, start:].float() for each in (ids, others)
+            model(**inputs, input_ids=each, use_cache=False).logits[:, start:end].float() for each in (ids, others)
         )
     finally:
-        model.train(training)
-    moved = float((first - second).abs().max() / first.abs().max())
+        for module, training in modes:
+            module.training = training
+    finite = first.isfinite() & second.isfinite()  # a vocabulary's padding may have -inf
+    largest = float(first[finite].abs().amax()) if finite.any() else 0.0
+    moved = float((first - second)[finite].abs().amax()) / largest if largest else 0.0
     if moved < 2.0**-10:
         return None
     name = type(model).__name__

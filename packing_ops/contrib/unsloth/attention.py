@@ -108,7 +108,6 @@ def prefix_attention(
     total = Q.shape[2]
 
     def layout() -> PackedMetadata:
-        labels = (prefix_seg_info.group_of_kv, prefix_seg_info.is_prefix, prefix_seg_info.suffix_of_kv)
         group, is_prefix, suffix = (each[:total].cpu() for each in labels)
         prompts = -1 - group  # no answer has these numbers
         return prefix_tree_metadata(prompts.where(is_prefix, suffix), prompts, device=Q.device)
@@ -116,7 +115,8 @@ def prefix_attention(
     if isinstance(prefix_seg_info, PackedMetadata):
         metadata = prefix_seg_info
     else:
-        metadata = kept_with([prefix_seg_info.group_of_kv], ("unsloth prefixes", total, Q.device), layout)
+        labels = [prefix_seg_info.group_of_kv, prefix_seg_info.is_prefix, prefix_seg_info.suffix_of_kv]
+        metadata = kept_with(labels, ("unsloth prefixes", total, Q.device), layout)
     if metadata.total != total:
         raise ValueError(f"prefix_seg_info: expected a stream of {total} tokens like Q, got {metadata.total}")
     q, k, v = (t.transpose(1, 2)[0] for t in (Q, K, V))

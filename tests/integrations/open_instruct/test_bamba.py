@@ -1,6 +1,7 @@
 """open-instruct's test of padding-free training with Bamba, without mamba_ssm: packed, padded and mixed."""
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,3 +88,48 @@ def test_one_document_and_no_documents(device):
     assert mixing_warning(model, alone) is None
     with pytest.raises(ValueError, match=r"batch: expected cu_seq_lens_q or position_ids, got \['input_ids'\]"):
         mixing_warning(model, {"input_ids": torch.zeros(1, 4, dtype=torch.int64)})
+
+
+def test_a_warning_does_not_hang_on_the_tokens(device):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device)
+    for first in ([8], [8, 6, 8], [7, 7, 8]):  # the last token of the row begins and ends a document
+        batch = TensorDataCollatorWithFlattening()([{"input_ids": first}, {"input_ids": [7, 8]}])
+        batch = {name: batch[name].to(device) for name in ("input_ids", "cu_seq_lens_q", "position_ids")}
+        ones = torch.ones_like(batch["input_ids"])
+        assert "mixes" in mixing_warning(model, {**batch, "attention_mask": ones})
+        empty_last = {
+            **batch,
+            "cu_seq_lens_q": torch.nn.functional.pad(batch["cu_seq_lens_q"], (0, 1), value=ones.numel()),
+        }
+        assert "mixes" in mixing_warning(model, {**empty_last, "attention_mask": ones})
+
+
+def test_a_warning_leaves_frozen_parts_in_evaluation(device):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device).train()
+    model.model.layers[0].eval()
+    mixing_warning(model, packed_batch(device))
+    assert [module.training for module in (model, model.model.layers[0].mlp, model.model.layers[1].mlp)] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_padding_and_infinite_logits_are_no_reason_to_warn():
+    class Undefined(torch.nn.Module):
+        """A model whose padding has whatever was in memory, and -inf for ids that no token has."""
+
+        def forward(self, input_ids, cu_seq_lens_q, **_):
+            logits = torch.nn.functional.one_hot(input_ids, 12).float()
+            logits[:, int(cu_seq_lens_q[-1]) :] += torch.randn(1)
+            logits[..., 10:] = -torch.inf
+            return SimpleNamespace(logits=logits)
+
+    batch = TensorDataCollatorWithFlattening(max_seq_length=9)([{"input_ids": [5, 6]}, {"input_ids": [7, 8]}])
+    assert mixing_warning(Undefined(), batch) is None
+
+
+def test_several_rows_are_no_packed_row():
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "position_ids": torch.zeros(2, 4, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=r"input_ids: expected a row \[1, total\], got \[2, 4\]"):
+        mixing_warning(torch.nn.Identity(), batch)

@@ -75,3 +75,15 @@ def test_what_is_no_stream_is_named(device):
     shorter = [t[:, :, 1:] for t in (Q, K, V)]
     with pytest.raises(ValueError, match=r"prefix_seg_info: expected a stream of 22 tokens like Q, got 23"):
         prefix_attention(*shorter, prefix_tree_metadata([0] * 23, [0] * 23))
+
+
+def test_labels_that_change_beside_the_same_groups_are_seen(device):
+    total, labels = stream(device)
+    Q, K, V = inputs(total, device)
+    before = prefix_attention(Q, K, V, labels)
+    longer = labels.suffix_of_kv.clone()
+    longer[8] = 0  # of answer 1
+    labels.suffix_of_kv = longer
+    expected = prefix_attention(Q, K, V, SimpleNamespace(**{n: t.clone() for n, t in vars(labels).items()}))
+    assert_same(prefix_attention(Q, K, V, labels), expected)
+    assert not torch.equal(before, expected)
