@@ -112,6 +112,12 @@ def measured(swaps: dict | None, way: str, documents: list, shape: dict, device:
     }
 
 
+def providers_of(model: str, only: str) -> dict:
+    """Return those whose name contains only. Bamba's forward scales the logits, which a fused loss does not."""
+    without = {"fused_loss"} if model == "bamba" else set()
+    return {name: how for name, how in PROVIDERS.items() if only in name and without.isdisjoint(how[0] or ())}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
@@ -126,12 +132,7 @@ def main():
     shape, row = MODELS[arguments.model][arguments.tiny], TINY_ROW if arguments.tiny else ROW
     name = "hybrid" if arguments.model == "qwen3_5_text" else f"hybrid_{arguments.model}"
     documents, reference, path = documents_of(row, row, shape["vocab_size"]), [], arguments.out / f"{name}_{device}.csv"
-    skipped = "fused_loss" if arguments.model == "bamba" else None  # its forward scales the logits
-    chosen = {
-        provider: how
-        for provider, how in PROVIDERS.items()
-        if arguments.only in provider and not (skipped and skipped in how[0])
-    }
+    chosen = providers_of(arguments.model, arguments.only)
     rows = (
         [each for each in read_rows(path) if each["provider"] not in chosen] if arguments.only and path.exists() else []
     )
