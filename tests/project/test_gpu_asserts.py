@@ -41,6 +41,9 @@ def test_what_the_gpu_prints_is_the_refusal(gpu, capfd):
     with pytest.raises(AssertionError), gpu_asserts.refused("rows: expected 4", capfd):
         os.write(2, b"kernel.cu:109: Assertion `index out of bounds` failed.\n")
     with gpu_asserts.refused("rows: expected 4", capfd):
+        os.write(2, b"kernel.cu:109: Assertion `rows: expected 4, got 5` failed.\n")
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    with gpu_asserts.refused("rows: expected 4", capfd):
         raise ValueError("rows: expected 4, got 5")
 
 
