@@ -310,8 +310,8 @@ def find_documents_of(model, call, args, kwargs) -> None:
         refuse_where(
             call.several(batch, position_ids),
             f"{call.named_by()}: expected one document in each row, got several, and nothing says whether {unknown} "
-            "mixes tokens along the sequence; call packing_ops.integrations.transformers.declare(cls, mixes=...) with "
-            f"the class (mixes=False: each token by itself), or {ROW_EACH}",
+            "mixes tokens; call packing_ops.integrations.transformers.declare(cls, mixes=...) (False: each token by "
+            f"itself), or {ROW_EACH}",
         )
     if not stateful:
         return

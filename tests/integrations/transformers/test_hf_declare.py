@@ -1,6 +1,7 @@
 """Layers whose code says nothing of a state: packed rows are refused until declare() says whether tokens mix."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from stateful_case import (  # noqa: E402
     packed,
 )
 
-from packing_ops.integrations.transformers import apply_packing_ops, declare, register, stateful  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, declare, documents, register, stateful  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +34,9 @@ def registered():
 def refused(layer, argument="position_ids"):
     """The whole sentence, for pytest.raises."""
     return (
-        rf"{argument}: expected one document in each row, got several, and nothing says whether {layer} mixes tokens "
-        r"along the sequence; call packing_ops\.integrations\.transformers\.declare\(cls, mixes=\.\.\.\) with the class "
-        r"\(mixes=False: each token by itself\), or give each document a row of its own"
+        rf"{argument}: expected one document in each row, got several, and nothing says whether {layer} mixes tokens; "
+        r"call packing_ops\.integrations\.transformers\.declare\(cls, mixes=\.\.\.\) \(False: each token by itself\), "
+        r"or give each document a row of its own"
     )
 
 
@@ -86,6 +87,12 @@ def test_a_layer_that_mixes(device):
     assert_refused(model, device)
     declare(cls, mixes=True)
     assert_served(model, device)
+
+
+def test_the_advice_fits_an_assertion_on_cuda():
+    with pytest.raises(ValueError) as caught:
+        logits(in_llama(of_its_own()(), "cpu"), packed("cpu")[0], position_ids=packed("cpu")[1])
+    assert re.match(refused("Own"), str(caught.value)[: documents.LONGEST_ASSERTION])
 
 
 def test_a_layer_that_does_not(device):
