@@ -66,12 +66,11 @@ def check_experts(routed_experts) -> None:
 
 def of_layer(experts, choice, device):
     """Return the experts ``[tokens, k]`` of one router, checked."""
-    experts = experts.to(device)
     if experts.shape[1] != choice.k:
         raise ValueError(f"routed_experts: expected k={choice.k} experts of a token, got {experts.shape[1]}")
     if experts.is_cpu and experts.numel() and not -1 <= experts.min() <= experts.max() < choice.num_experts:
         raise ValueError(f"routed_experts: expected -1 to {choice.num_experts - 1}, got {experts.aminmax()}")
-    return experts
+    return experts.to(device)
 
 
 @contextlib.contextmanager

@@ -54,8 +54,8 @@ def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iter
     Raises:
         NotImplementedError: no router is found: PhiMoE chooses by other means than a topk. A layer with two of them, as
             JetMoE's.
-        ValueError: another shape, another number of layers or of experts, an expert that the router does not have (on
-            the CPU), other tokens than the model gets.
+        ValueError: another shape, another number of layers or of experts, an expert that the router does not have (read
+            where routed_experts are on the CPU), other tokens than the model gets.
     """
     check_tensor(routed_experts, "routed_experts")
     check_experts(routed_experts)

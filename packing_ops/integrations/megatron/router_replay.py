@@ -34,8 +34,8 @@ def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iter
     Raises:
         NotImplementedError: no router; sinkhorn, or a fused router, which choose by no topk of torch; multi-token
             prediction.
-        ValueError: another shape, another number of layers or of experts, an expert that the router does not have (on
-            the CPU), other tokens than the model gets.
+        ValueError: another shape, another number of layers or of experts, an expert that the router does not have (read
+            where routed_experts are on the CPU), other tokens than the model gets.
     """
     check_tensor(routed_experts, "routed_experts")
     check_experts(routed_experts)

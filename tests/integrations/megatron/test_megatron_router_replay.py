@@ -172,7 +172,7 @@ def test_what_is_refused(megatron, device):
     for given, message in (
         (experts[:, :1], f"routed_experts: expected all {LAYERS} layers, got 1"),
         (experts[..., :1], "routed_experts: expected k=2 experts of a token, got 1"),
-        (experts + EXPERTS, "routed_experts: expected -1 to 5, got"),
+        (experts.cpu() + EXPERTS, "routed_experts: expected -1 to 5, got"),
         (experts[0], r"routed_experts: expected integers \[1, total, layers, k\]"),
         (experts.float(), "routed_experts: expected integers"),
     ):

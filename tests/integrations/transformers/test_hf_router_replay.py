@@ -240,6 +240,12 @@ def test_families(family, monkeypatch):
     assert not torch.equal(logits, wanted)
 
 
+def test_experts_on_the_cpu_are_checked_for_routers_of_any_device():
+    choice = _chosen_experts.Choice(EXPERTS, K, 2)
+    with pytest.raises(ValueError, match=r"^routed_experts: expected -1 to 7, got"):
+        _chosen_experts.of_layer(torch.full((TOKENS, K), EXPERTS), choice, "meta")
+
+
 def test_what_is_refused():
     model, _ = made("Mixtral")
     tokens = tokens_on("cpu")
