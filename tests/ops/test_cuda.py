@@ -62,7 +62,7 @@ def step(x):
     ops.logps_chunk_(logits, None, targets, 0, scales, 0.0, state)
     ops.logps_chunk_backward_(logits, None, targets, 0, scales, 0.0, state[1].log(), slopes)
     label_of_next = targets.clamp(min=0)
-    allowed = ops.logps_allowed(label_of_next, torch.arange(1025, device="cuda"), targets, 99, 0)
+    allowed = ops.logps_allowed(label_of_next, torch.arange(1025, device=targets.device), targets, 99, 0)
     mask = ops.logps_allowed_mask(*allowed, None, 0, 99)
     of_allowed = torch.zeros_like(state)
     ops.logps_chunk_(logits, None, targets, 0, scales, 0.0, of_allowed, mask)

@@ -194,6 +194,6 @@ def test_compiled(device, fresh_compile):
 def test_in_a_cuda_graph():
     metadata = po.prefix_tree_metadata(*ids_of(ART), device="cuda")
     heads = torch.randn(3, metadata.total, 2, 64, dtype=torch.bfloat16, device="cuda")
-    replay, result = captured(lambda: po.varlen_attention(*heads, metadata))
-    replay()
+    graph, result = captured(lambda: po.varlen_attention(*heads, metadata))
+    graph.replay()
     assert torch.equal(result, po.varlen_attention(*heads, metadata))

@@ -102,12 +102,13 @@ def test_attention_reaches_few_modules():
 NEIGHBOURS = re.compile(
     r"(?<!shape)\[([^\[\]]*, )?1:\]|\.diff\(|\bcumm(ax|in)\(|\broll\(|\bunique_consecutive\(|\bsearchsorted\(|cu_seqlens_from_position_ids"
 )
-# Those that compare and find no documents: images in a mask, lengths of pages, names of arguments, and rows of
-# documents that were found.
+# Those that compare and find no documents: images in a mask, lengths of pages, names of arguments, segments of a prefix
+# tree, and rows of documents that were found.
 OTHERS = {
     "masks.ends_of_blocks",
     "continuous_batching.pages_of_requests",
     "linear_attention._agrees",
+    "linear_attention._levels",
     "positions._axes_one_by_one",
     "positions.with_axes_of_images",
     "stateful_rows.__init__",
