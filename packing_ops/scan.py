@@ -358,7 +358,7 @@ def _missing(*sizes: int) -> list[int]:
 
 def _widened(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the op for heads that its kernels do not have, with columns of zeros up to those that they have: they add
-    nothing.
+    nothing. Results are contiguous: layers of transformers take views of them.
     """
     g, beta, cu_seqlens, initial_state, *options = rest
     dim, dim_v = q.shape[-1], v.shape[-1]
@@ -368,8 +368,8 @@ def _widened(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> t
         initial_state = None if initial_state is None else pad(initial_state, (0, more_v, 0, more))
     out, final_state = gate.gated_delta_rule(q, k, v, g, beta, cu_seqlens, initial_state, *options)
     if more or more_v:
-        out = out[..., :dim_v]
-        final_state = final_state[..., :dim, :dim_v] if options[-1] else final_state
+        out = out[..., :dim_v].contiguous()
+        final_state = final_state[..., :dim, :dim_v].contiguous() if options[-1] else final_state
     return out, final_state
 
 
@@ -383,8 +383,8 @@ def _widened_mamba(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Ten
         initial_state = None if initial_state is None else pad(initial_state, (0, more_s, 0, more))
     out, final_state = gate.mamba2_scan(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options)
     if more or more_s:
-        out = out[..., :dim]
-        final_state = final_state[..., :dim, :dim_s] if options[-1] else final_state
+        out = out[..., :dim].contiguous()
+        final_state = final_state[..., :dim, :dim_s].contiguous() if options[-1] else final_state
     return out, final_state
 
 

@@ -361,11 +361,13 @@ def test_what_is_no_tensor_is_named(name):
 def test_other_dims_are_padded(device, dims):
     """The rows that are added to a state add nothing. On the CPU, which has any dims, the sums are of other lengths."""
     tensors, cu_seqlens = inputs_of(device, torch.float32, dims=dims, lengths=[70, 3])
-    assert_right(tensors, cu_seqlens)
+    # With one column B has 73 gradients, each a sum of 400 terms: which of two orders of it errs least is luck.
+    assert_right(tensors, cu_seqlens, factor=6.0 if dims[0] == 1 else 2.0)
     *given, state = tensors.values()
     found = po.scan._widened_mamba(*given, cu_seqlens, state, True, 0.0, INFINITY, True)
     wanted = ours(tensors, cu_seqlens)
     torch.testing.assert_close(found, wanted)
+    assert all(each.is_contiguous() for each in (*found, *wanted))
     if dims == (64, 64):
         assert_same(found, wanted)
 
