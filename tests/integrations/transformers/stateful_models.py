@@ -75,6 +75,11 @@ MORE_HYBRIDS = {  # with the layers of qwen3_next and of bamba
 SERVED = [name for name in FAMILIES if name in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES]
 
 
+def passes_keywords(family):
+    """Whether its layers pass keywords on to their functions: those of LFM2 do from transformers 5.22 on."""
+    return family != "lfm2" or tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 22)
+
+
 def stateful_model(family, *, attn_implementation="packing_ops", device="cpu", seed=0, **more):
     config = transformers.AutoConfig.for_model(family, **{**COMMON, **(FAMILIES | MORE_HYBRIDS)[family], **more})
     torch.manual_seed(seed)

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from helpers import cu_seqlens_of  # noqa: E402
 from stateful_case import CLOSE, LENGTHS, alone, assert_apart, logits, packed  # noqa: E402
-from stateful_models import COMMON, MORE_HYBRIDS, stateful_model  # noqa: E402
+from stateful_models import COMMON, MORE_HYBRIDS, passes_keywords, stateful_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations._trial import attempt  # noqa: E402
@@ -34,7 +34,7 @@ FAMILIES = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", *MAMBA2]
 
 def hybrid(family, device="cpu", **more):
     """(a model with ours, the stock model with the same weights)."""
-    if family == "lfm2" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22):
+    if not passes_keywords(family):
         pytest.skip("its layers pass no keywords on")
     model, stock = (stateful_model(family, attn_implementation="eager", device=device, **more) for _ in range(2))
     applied = apply_packing_ops(model, rope=family not in WITHOUT_ROPE)
@@ -325,8 +325,9 @@ def test_gated_norms_have_16_rows_in_the_mode(family, rows, device, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["bamba", "granitemoehybrid", "nemotron_h"])
-def test_the_mode_is_claimed_and_reverted(family, device):
-    model = stateful_model(family, attn_implementation="sdpa", device=device, intermediate_size=64)
+def test_the_mode_is_claimed_and_reverted(family):
+    """On a GPU it is not claimed in float32, whose products of few rows have other bits."""
+    model = stateful_model(family, attn_implementation="sdpa", intermediate_size=64)
     assert "invariant" not in apply_packing_ops(model, invariant=True, rope=family not in WITHOUT_ROPE).skipped
     assert any(rms_norm.is_gated(each) for each in model.modules())
     revert_packing_ops(model)
