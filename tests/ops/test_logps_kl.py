@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import assert_error_within, assert_same, cu_seqlens_of, lengths_strategy, non_contiguous
 from helpers.logps_case import LENGTHS, LOW, batch, leaves
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import packing_ops as po
@@ -301,6 +301,8 @@ packs = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @given(packs=packs, chunk=st.sampled_from([None, 1, 4096, 5000]), beta=st.sampled_from(BETAS), masked=st.booleans())
+@example(packs=[[10], [3, 32, 24], [1]], chunk=None, beta=0.0, masked=False)  # products of few rows
+@example(packs=[[35, 33], [21, 32]], chunk=5000, beta=0.3, masked=False)
 @settings(max_examples=8, deadline=None)
 def test_the_same_bits_in_any_pack_and_chunk(device, dtype, packs, chunk, beta, masked):
     lengths = [n for pack in packs for n in pack]
@@ -313,14 +315,9 @@ def test_the_same_bits_in_any_pack_and_chunk(device, dtype, packs, chunk, beta, 
         slots = torch.arange(sum(lengths)).split(lengths)[first:last][::-1]
         index, sizes = torch.cat(slots).to(device), [len(s) for s in slots]
         hidden = student[0][index].requires_grad_()
-        kl = ours(
-            (hidden, *student[1:]),
-            (teacher[0][index], *teacher[1:]),
-            None if labels is None else labels[index],
-            cu_seqlens_of(sizes, device),
-            beta=beta,
-            chunk=chunk,
-        )
+        heads = (hidden, *student[1:]), (teacher[0][index], *teacher[1:])
+        counted = None if labels is None else labels[index]
+        kl = ours(*heads, counted, cu_seqlens_of(sizes, device), beta=beta, chunk=chunk)
         scale = torch.cat([torch.arange(n, device=device) - 3.0 for n in sizes])
         (kl * scale).sum().backward()
         return [*zip(kl.detach().split(sizes), hidden.grad.split(sizes), strict=True)][::-1]
