@@ -428,7 +428,8 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
             held.unclaimed = f"it could not be run on random text ({failed}): {by_hand}"
         else:
             if found.packs:
-                return None
+                held.unclaimed = linear_attention_patch.why_by_place(model) or ""
+                return held.unclaimed or None
             mode.release(vars(model).pop(HELD))
             for module in model.modules():
                 for ours in (_by_blocks, rms_norm_patch.in_enough_rows):

@@ -323,6 +323,18 @@ _CASES = {_convolution: _convolutions, _delta_rule: _delta_rules, _mamba2: _mamb
 # --- the layers of a model ---
 
 
+def why_by_place(model: torch.nn.Module) -> str | None:
+    """Return why bits of a delta rule may depend on a token's place: on the CPU; None on other devices."""
+    for name, module in model.named_modules():
+        on_cpu = any(parameter.is_cpu for parameter in module.parameters(recurse=False))
+        if on_cpu and "torch_chunk_gated_delta_rule" in functions_called(unwrapped(type(module))):
+            return (
+                f"{name}: rows that were tried agree, but torch's softplus and sigmoid of its heads round otherwise in "
+                "the last elements of a row on the CPU"
+            )
+    return None
+
+
 def layers_in(model: torch.nn.Module) -> dict[torch.nn.Module, str | None]:
     """Return {layer: why it cannot be swapped, or None}, of the layers that call functions which carry a state."""
     found = {}

@@ -5,6 +5,7 @@ the layers.
 import copy
 import functools
 import pickle
+import types
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from stateful_models import COMMON, MORE_HYBRIDS, passes_keywords, stateful_mode
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations._trial import attempt  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
+    apply,
     apply_packing_ops,
     info,
     linear_attention,
@@ -333,3 +335,15 @@ def test_the_mode_is_claimed_and_reverted(family):
     revert_packing_ops(model)
     assert not any("_packing_ops" in name for module in model.modules() for name in vars(module))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid"])
+def test_the_mode_of_a_delta_rule_is_not_claimed_on_the_cpu(family, monkeypatch):
+    """softplus and sigmoid there have other bits by an element's place, which a trial of a few rows may not meet."""
+    monkeypatch.setattr(apply, "check_invariance", lambda *_, **__: types.SimpleNamespace(packs=True))
+    model = stateful_model(family, attn_implementation="sdpa")
+    with pytest.warns(UserWarning, match="is not claimed: .*linear_attn"):
+        applied = apply_packing_ops(model, invariant=True)
+    assert "linear_attn: rows that were tried agree" in applied.skipped["invariant"]
+    assert "invariant: on, but not claimed" in info(model)
+    revert_packing_ops(model)
