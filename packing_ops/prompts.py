@@ -115,6 +115,7 @@ def compute_prompt_mini_batch_boundaries(
 
     Raises:
         ValueError: ends that do not grow, mini_batch_size < 1, uids that are not as the arguments say.
+        TypeError: a size that is no integer.
 
     Determinism: the same integers in every call.
     Synchronises: once for a tensor on CUDA; a list never.
@@ -130,7 +131,7 @@ def compute_prompt_mini_batch_boundaries(
     else:
         found = compute_prompt_end_indices(prompts)
         ends = found.tolist() if isinstance(found, torch.Tensor) else found
-        if len(ends) != train_batch_size:
+        if len(ends) != integer(train_batch_size, "train_batch_size"):
             raise ValueError(f"uids: expected train_batch_size={train_batch_size} prompts, got {len(ends)}")
         if train_batch_size % mini_batch_size:
             raise ValueError(

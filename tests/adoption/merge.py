@@ -122,8 +122,10 @@ def main() -> int:
     parser.add_argument("--checkouts", type=Path)
     parser.add_argument("--fetch", action="store_true")
     parser.add_argument("--onto", default="HEAD")
-    parser.add_argument("names", nargs="*", default=[])
+    parser.add_argument("names", nargs="*", default=[], help=f"of {', '.join(PROJECTS)}; all by default")
     args = parser.parse_args()
+    if unknown := {*args.names} - {*PROJECTS}:
+        parser.error(f"expected some of {', '.join(PROJECTS)}, got {', '.join(sorted(unknown))}")
     folder = args.checkouts.resolve() if args.checkouts else None
     worst = 0
     for name in args.names or PROJECTS:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packing_ops import compute_prompt_mini_batch_boundaries
 from packing_ops.data import stage_chunks, validate_batch_sizes
 
 
@@ -49,3 +50,9 @@ def test_a_size_that_does_not_fit_is_named(sizes, named):
 
 def test_steps_of_any_number_need_no_rows_that_divide():
     assert validate_batch_sizes(12, 4, dp_size=7, micro_batch_size=5, is_stepwise=True) == 3
+
+
+@pytest.mark.parametrize("size", ["2", 2.0])
+def test_a_number_of_prompts_that_is_no_integer_is_named(size):
+    with pytest.raises(TypeError, match=r"train_batch_size: expected an integer, got "):
+        compute_prompt_mini_batch_boundaries(["a", "b"], 1, size, True)
