@@ -170,8 +170,8 @@ def test_the_snippet_of_the_ops_runs():
 
 
 def test_the_other_snippets_of_the_ops_run():
-    _, _, state, allowed = blocks("ops.md")
-    exec(state, {"torch": torch, "po": po})  # it compares by itself
+    _, _, state, decoding, allowed = blocks("ops.md")
+    exec(f"{state}\n{decoding}", {"torch": torch, "po": po})  # they compare by themselves
     names = {"torch": torch, "po": po}
     exec(allowed, names)
     assert (names["logps"] == 0).nonzero().flatten().tolist() == [6, 11]  # the last tokens of the documents
