@@ -32,7 +32,8 @@ def test_a_hybrid_beside_rows_of_other_models(tmp_path, monkeypatch):
     rows = {(row["model"], row["mode"]): row for row in csv.DictReader(path.open())}
     assert rows["tiny", "invariant"]["compared"] == "4000"
     found = rows["tiny hybrid", "invariant"]
-    assert (found["compared"], found["differ"], found["claimed"]) == ("400", "0", "yes")
+    assert found["compared"] == "400"
+    assert found["claimed"].startswith("no: model.layers.0.linear_attn: rows that were")
     assert int(rows["tiny hybrid", "without"]["differ"]) > 0
 
 
