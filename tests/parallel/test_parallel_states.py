@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 sys.path.append(str(Path(__file__).resolve().parents[1] / "integrations" / "transformers"))
 
 from stateful_models import passes_keywords, stateful_model
-from test_parallel_transformers import batch_of, difference, gradients_of, loss_of
+from test_parallel_transformers import batch_of, from_one_process, loss_of
 from torch.distributed.fsdp import fully_shard
 
 from packing_ops.integrations.transformers import apply_packing_ops
@@ -46,15 +46,7 @@ def trained(family, lengths, *, around="nothing", checkpointing=None):
             fully_shard(layer)
         fully_shard(model)
     loss = loss_of(model, shard_packed(batch, group), group)
-    loss.backward()
-    gradients = gradients_of(model)
-    if around == "nothing":
-        for gradient in gradients.values():
-            dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
-            gradient /= group.size()
-    loss = loss.detach().clone()
-    dist.all_reduce(loss)
-    return (loss / group.size() - expected).abs().item(), difference(gradients, gradients_of(one))
+    return from_one_process(model, loss, one, expected, group, averaged=around != "nothing")
 
 
 def all_families():

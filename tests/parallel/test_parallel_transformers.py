@@ -88,9 +88,16 @@ def trained(family, *, scheme="contiguous", around="nothing", checkpointing=Fals
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     loss = loss_of(model, shard_packed(batch_of(), group, scheme=scheme), group)
+    return from_one_process(model, loss, one, expected, group, averaged=around != "nothing")
+
+
+def from_one_process(model, loss, one, expected, group, *, averaged):
+    """(difference of the loss, of the gradients) of ranks from the model of one process. averaged: gradients, by DDP or
+    FSDP2.
+    """
     loss.backward()
     gradients = gradients_of(model)
-    if around == "nothing":
+    if not averaged:
         for gradient in gradients.values():
             dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
             gradient /= group.size()

@@ -31,12 +31,17 @@ def prompts_of_modules():
 PROMPTS = prompts_of_modules()
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_function_has_an_example(name):
+def functions_of(name):
+    """{name: public function} of a module. A test whose module needs what is not installed is skipped."""
     for host, needed in NEEDS.items():
         if name.endswith(host):
             pytest.importorskip(needed)
-    functions = {n: value for n, value in public_names(name).items() if inspect.isfunction(value)}
+    return {n: value for n, value in public_names(name).items() if inspect.isfunction(value)}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_function_has_an_example(name):
+    functions = functions_of(name)
     without = [n for n, function in functions.items() if ">>> " not in (function.__doc__ or "")]
     assert [n for n in without if n not in UNDO] == []
     calls = [line for prompts, _ in PROMPTS.values() for line in prompts]
@@ -82,9 +87,6 @@ BLOCK = re.compile(r"\n\nDeterminism: .+\nSynchronises: .+\nMemory: .+\nGradient
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_functions_end_with_their_promises(name):
     """Determinism, Synchronises, Memory, Gradients: the last four lines, so that a reader finds them."""
-    for host, needed in NEEDS.items():
-        if name.endswith(host):
-            pytest.importorskip(needed)
-    functions = {n: value for n, value in public_names(name).items() if inspect.isfunction(value)}
+    functions = functions_of(name)
     without = {n for n, function in functions.items() if not BLOCK.search(inspect.getdoc(function))}
     assert {n for n in without if not SETS_UP.match(n)} == WITHOUT_BLOCK & {*functions}

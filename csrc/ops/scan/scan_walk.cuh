@@ -113,7 +113,7 @@ struct State {
 // What a walk reads of a chunk. `values` are rows of v or of dout; rows of results leave through them.
 template <class T, int kDim, bool kCorrects>
 struct Stage {
-  static constexpr int kThreads = walk_warps<T, kDim>() * 32;
+  static constexpr int kThreads = walk_warps<T, kDim>() * 32;  // that copy
   static constexpr int kColumns = walk_warps<T, kDim>() * kWarpColumns;
   Tile<T, kDim> keys, queries;
   Tile<T, kChunk> inverse, scores;
