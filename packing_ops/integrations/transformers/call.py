@@ -143,7 +143,7 @@ class PackedCall:
             return  # attention says what is wrong with cu_seqlens; axes of images are no depths
         total = position_ids.shape[1]
         paths = cached_paths(self.cu_seqlens, self.segment_parents, total, None)
-        depths = kept_with([paths.segments], ("depths", total), lambda: positions_of_paths(paths, total))
+        depths = kept_with(paths[:2], ("depths", total), lambda: positions_of_paths(paths, total))
         check_same(position_ids[0].long().to(depths.device), depths, "depths")
 
     def with_ones(self, args, kwargs):

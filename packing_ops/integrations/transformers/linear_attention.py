@@ -136,7 +136,7 @@ def _with_states(scan, rows, cu_seqlens, documents, constants, state, **given):
 @torch.compiler.disable(reason="packing_ops: how many levels a tree has is known when the layer runs")
 def _over_tree(scan, rows, paths):
     """Return (out, the states after each segment): segments level by level, each from the state after its parent."""
-    levels, segments = kept_with((paths.row_of_key,), ("levels",), lambda: _levels(paths))
+    levels, segments = kept_with(paths[:3], ("levels",), lambda: _levels(paths))
     outs, states = [], []
     for slots, level_cu_seqlens, before in levels:
         initial = states[-1].index_select(0, before) if states else None

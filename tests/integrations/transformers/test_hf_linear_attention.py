@@ -169,6 +169,19 @@ def test_bits_of_a_branch_are_those_of_its_path_alone(device):
         assert torch.equal(states[segments[-1]], state[0])
 
 
+def test_levels_are_of_all_tensors_of_the_paths(device):
+    rows = [torch.randn(9, 4, device=device), torch.randn(4, 3, device=device)]
+    paths = prefix_paths(cu_seqlens_of([5, 4], device), torch.tensor([-1, -1], dtype=torch.int32, device=device), 9)
+    other = cu_seqlens_of([3, 6], device)
+
+    def conv(x, cu_seqlens, **states):
+        return po.causal_conv1d(x, rows[1], None, cu_seqlens, **states)
+
+    for each in (paths, paths._replace(segments=other, cu_seqlens=other)):
+        found, _ = linear_attention._over_tree(conv, rows[:1], each)
+        assert torch.equal(found, conv(rows[0], each.segments)[0])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_of_padded_rows_and_generate_as_before(family, device):
     model, stock = hybrid(family, device)
