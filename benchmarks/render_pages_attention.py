@@ -43,31 +43,19 @@ def workload(shape: str) -> str:
     return f"{name}: {len(lengths)}, median {statistics.median(lengths):.0f}, longest {max(lengths):,}"
 
 
-def attention_table(cases: dict, first: str, label) -> str:
-    """Ours in ms, the others as multiples of it."""
-    columns = [
-        (direction, peer)
-        for direction in ("forward", "backward")
-        for peer in PEERS
-        if any(peer in case[direction] for case in cases.values())
-    ]
-    header, rows = [first], []
+def attention_table(cases: dict, first: str, label, peers: dict[str, str] = PEERS) -> str:
+    """Returns two tables, forward and backward: our time, and the speedup over each peer that was measured."""
+    tables = []
     for direction in ("forward", "backward"):
-        header += [
-            f"{direction} of ours, ms",
-            *(f"{PEERS[peer]} / ours" for where, peer in columns if where == direction),
-        ]
-    for shape, case in cases.items():
-        row = [label(shape)]
-        for direction in ("forward", "backward"):
-            row.append(f"{float(case[direction][OURS]['p50_us']) / 1000:.2f}")
-            for where, peer in columns:
-                if where == direction:
-                    row.append(
-                        times(case[direction][peer]["ratio_to_ours"]) if peer in case[direction] else NOT_MEASURED
-                    )
-        rows.append(row)
-    return markdown(header, rows)
+        measured = [peer for peer in peers if any(peer in case[direction] for case in cases.values())]
+        header = [f"{direction}, {first}", "packing_ops, ms", *(f"speedup over {peers[peer]}" for peer in measured)]
+        rows = []
+        for shape, case in cases.items():
+            providers = case[direction]
+            speedups = [times(providers[p]["ratio_to_ours"]) if p in providers else NOT_MEASURED for p in measured]
+            rows.append([label(shape), f"{float(providers[OURS]['p50_us']) / 1000:.2f}", *speedups])
+        tables.append(markdown(header, rows))
+    return "\n\n".join(tables)
 
 
 def is_main(shape: str) -> bool:
@@ -89,7 +77,7 @@ def attention() -> str:
     clocks = [int(row["sm_mhz"]) for row in used if row.get("sm_mhz")]
     legend = [text for peer, text in LEGEND.items() if any(row["provider"] == peer for row in used)]
     at = f", multiprocessors at {min(clocks):,} to {max(clocks):,} MHz" if clocks else ""
-    table = attention_table(cases, "documents (65,536 tokens, 32/8 heads, D=128)", workload)
+    table = attention_table(cases, "65,536 tokens, 32/8 heads, D=128", workload)
     return f"{table}\n\n{prose(' '.join([*legend, f'{origin(used)}{at}.']))}"
 
 
@@ -106,7 +94,7 @@ def attention_slower() -> str:
     }
     if not cases:
         return prose("In none of the other cases measured is a FlashAttention ahead.")
-    return attention_table(cases, "where a FlashAttention is ahead", label)
+    return attention_table(cases, "small batches", label)
 
 
 def attention_memory() -> str:
@@ -130,31 +118,10 @@ def attention_dims() -> str:
     found, rows = {}, rows_of("attention_widths_cuda")
     for (op, shape, _), providers in cases_of(rows).items():
         found.setdefault(shape, {})["backward" if "backward" in op else "forward"] = providers
-    lines = []
-    for shape, case in found.items():
-        line = [label(shape)]
-        for direction in ("forward", "backward"):
-            providers = case[direction]
-            line.append(f"{float(providers[OURS]['p50_us']) / 1000:.2f}")
-            line += [
-                times(providers[peer]["ratio_to_ours"]) if peer in providers else NOT_MEASURED
-                for peer in (PADDED, FLASH_3, FLEX, MASK)
-                if (direction, peer) != ("backward", FLASH_3)
-            ]
-        lines.append(line)
-    names = ["Flex / ours", "SDPA, mask / ours"]
-    header = [
-        "head_dim of q and k / of v",
-        "forward of ours, ms",
-        "v padded / ours",
-        "FA3 / ours",
-        *names,
-        "backward of ours, ms",
-        "v padded / ours",
-        *names,
-    ]
-    told = f"v padded: the same call with v padded to the head_dim of q and k, and out cut. {origin(rows)}."
-    return f"{table}\n\n{markdown(header, lines)}\n\n{prose(told)}"
+    peers = {PADDED: "padding v", FLASH_3: "FA3", FLEX: "Flex", MASK: "SDPA, a mask"}
+    widths = attention_table(found, "head_dim of q and k / of v", label, peers)
+    said = f"Padding v: the same call with v padded to the head_dim of q and k, and out cut. {origin(rows)}."
+    return f"{table}\n\n{widths}\n\n{prose(said)}"
 
 
 def attention_images() -> str:
@@ -180,9 +147,9 @@ def attention_softcap() -> str:
     header = [
         "softcap 50, as in Gemma 2",
         "forward, ms",
-        "with softcap / without",
+        "times that without softcap",
         "backward, ms",
-        "with softcap / without",
+        "times that without softcap",
     ]
     return f"{markdown(header, list(lines.values()))}\n\n{origin(rows)}."
 
@@ -194,7 +161,9 @@ def vision() -> str:
         for (op, shape, _), providers in cases_of(rows).items()
     ]
     told = f"Forward and backward of Qwen2.5-VL's vision tower on images of mixed size, bfloat16, {origin(rows)}."
-    table = markdown(["vision tower", "shape", "ms", "a call of SDPA for each image or window"], lines)
+    table = markdown(
+        ["vision tower", "shape", "packing_ops, ms", "speedup over a call of SDPA for each image or window"], lines
+    )
     return f"{table}\n\n{prose(told)}"
 
 

@@ -41,8 +41,7 @@ GPU_OPS = [  # label, file, (op, shape, dtype), others
     ("seq_idx, int32", "boundaries", ("seq_idx_from_cu_seqlens", SLOTS, "int32"), EAGER),
     ("mask_boundary_labels, int64", "boundaries", ("mask_boundary_labels", SLOTS, "int64"), EAGER),
     ("segment_sum, float32", "boundaries", ("segment_sum", SLOTS, "float32"), EAGER),
-    ("gae, 1,048,576 tokens in 2,321 documents, float32", "boundaries", ("gae", f"{SLOTS} padded to 5986", "float32"),
-     {"padded loop in torch": "a loop over padded rows in torch"}),
+    ("gae, 1,048,576 tokens in 2,321 documents, float32", "boundaries", ("gae", f"{SLOTS} padded to 5986", "float32"), {}),
     ("gae, one document of 100,000", "boundaries", ("gae", "T=100000 docs=1", "float32"), {}),
     ("pack_ffd on the device, 4,096 lengths", "packing", ("pack_ffd", "n=4096", "int64"), HOST),
     ("pack_ffd on the device, 65,536 lengths", "packing", ("pack_ffd", "n=65536", "int64"), HOST),
@@ -63,7 +62,7 @@ def ops() -> str:
             [label, duration(found[OURS]), NOT_MEASURED if percent is None else f"{percent:.0f}%", ", ".join(others)]
         )
         used.append(found[OURS])
-    header = ["op (bf16 unless said)", "time", "percent of copy", "time of others / ours"]
+    header = ["op (bf16 unless said)", "time", "percent of copy", "speedup over"]
     goal = "Rows below 80% are short of our goal: " if short else ""
     profile = f"[profile_cuda.csv](benchmarks/results/profile_cuda.csv), taken at {commits(rows_of('profile_cuda'))},"
     note = f"{PERCENT_OF_COPY} {origin(used)}. {goal}{profile} says what the kernels wait for."
@@ -80,9 +79,7 @@ def ops() -> str:
 
 ATTENTION_CPU = ("attention forward + backward", "T=8192 docs=32 heads=4/4 D=64", "float32")
 CPU_OPS = [  # label, file, patterns of (op, shape, dtype) of its cases, {provider: label}
-    ("pack_sequences, 100,000 lengths, bfd", "packing", ("pack_sequences", "n=100000 bfd"),
-     {"trl's tree in a plain loop": "trl's best-fit tree over only the lengths, in a plain loop"}),
-    ("pack_dataset, the same documents", "packing", ("pack_dataset", "n=100000*"),
+    ("pack_dataset, 100,000 documents", "packing", ("pack_dataset", "n=100000*"),
      {"trl pack_dataset": "trl's pack_dataset, in batches of 1,000 rows and all at once"}),
     ("pack_prefix_tree, 1,024 samples of 9,216 tokens, 8 answers to a prompt of 8,192, one core", "prefix_tree",
      ("pack_prefix_tree", "8 answers of 1/8 of the prompt, samples=1024*"),
@@ -93,8 +90,7 @@ CPU_OPS = [  # label, file, patterns of (op, shape, dtype) of its cases, {provid
     ("apply_rotary_qk, 4,096 tokens, 32+8 heads, D=128, float32", "rope",
      ("forward", "S=4096 H=32+8 D=128", "float32"), {"transformers formula": "the transformers formula"}),
     ("varlen_attention, 32 documents of 256, forward + backward, float32", "attention", ATTENTION_CPU,
-     {"plain loop of torch SDPA": "a plain loop of scaled_dot_product_attention",
-      "torch SDPA block mask": "one block-masked call"}),
+     {"plain loop of torch SDPA": "a call of scaled_dot_product_attention for each document"}),
     ("PackedCollator, 1,024 examples, 8 ranks", "data", ("PackedCollator", "n=1024*"),
      {"plain loop over documents, rows already packed": "a plain loop over documents, rows already packed"}),
     ("PaddingFreeCollator, 8 and 64 examples", "data", ("PaddingFreeCollator",),
@@ -138,34 +134,34 @@ def cpu() -> str:
                 )
                 rows.append([name, " to ".join(spans), shown, " to ".join(spread)])
                 used += ours
-    return f"{markdown(['on two CPU cores', 'time', 'compared with', 'times ours'], rows)}\n\n{prose(origin(used))}."
+    return (
+        f"{markdown(['on two CPU cores', 'time', 'compared with', 'speedup over it'], rows)}\n\n{prose(origin(used))}."
+    )
 
 
-def by_provider(
-    family: str, part: str = "", label: Callable[[str, str], str] = "{}, {}".format, ours: str = "ours"
-) -> str:
-    """Our time and memory, and those of the others, whose times are multiples of ours.
+def by_provider(family: str, part: str = "", label: Callable[[str, str], str] = "{}, {}".format) -> str:
+    """Returns a table of time and memory: a row for each case, a column for each provider.
 
     part: of the ops and shapes that are shown. label: of an op and a shape; cases of one label run one after the other.
     """
     if not is_measured(family):
         return f"Not run yet: `benchmarks/bench_{family.removesuffix('_cuda')}.py`."
     rows = [row for row in rows_of(family) if part in f"{row['op']} {row['shape']}"]
-    others = [name for name in dict.fromkeys(row["provider"] for row in rows) if name != OURS]
+    names = list(dict.fromkeys([OURS, *(row["provider"] for row in rows)]))
     found = {}
     for (op, shape, _), providers in cases_of(rows).items():
         found.setdefault(label(op, shape), []).append(providers)
     cells = []
-    for name, cases in found.items():
-        took = {provider: sum(float(case[provider]["p50_us"]) for case in cases) for provider in cases[0]}
-        mib = {
-            provider: f"{max(float(case[provider]['peak_mib']) for case in cases):,.0f} MiB" for provider in cases[0]
-        }
-        shown = [f"{times(took[other] / took[OURS])}, {mib[other]}" if other in took else "" for other in others]
-        cells.append([name, f"{duration({'p50_us': took[OURS]})}, {mib[OURS]}", *shown])
-    header = ["", f"{ours}: time, memory", *(f"{name.removeprefix('packing_ops, ')} / ours" for name in others)]
-    said = "/ ours: the time of the other over ours, below 1 where the other is faster. MiB: the most beyond what was there before a call."
-    return f"{markdown(header, cells)}\n\n{prose(f'{origin(rows)}. {said}')}"
+    for case, runs in found.items():
+        shown = []
+        for name in names:
+            took = sum(float(run[name]["p50_us"]) for run in runs if name in run)
+            mib = max((float(run[name]["peak_mib"]) for run in runs if name in run), default=0)
+            shown.append(f"{duration({'p50_us': took})}, {mib:,.0f} MiB" if took else NOT_MEASURED)
+        cells.append([case, *shown])
+    header = ["case", *(name if name == OURS else name.removeprefix(f"{OURS}, ") for name in names)]
+    said = "In each cell: the time, and the most memory beyond what was there before the call."
+    return f"{markdown(header, cells)}\n\n{prose(f'{said} {origin(rows)}.')}"
 
 
 def pages() -> str:
@@ -187,7 +183,7 @@ def generate() -> str:
         for row in rows
     ]
     size = "{requests} prompts of {prompt_tokens} tokens together, {new_tokens} new tokens".format(**rows[0])
-    header = ["", "attention", "tokens per second", "time / ours"]
+    header = ["call", "attention", "tokens per second", "time over packing_ops'"]
     return f"{markdown(header, cells)}\n\n{prose(f'{size}. {origin(rows)}.')}"
 
 
@@ -200,7 +196,13 @@ def logps_8192() -> str:
 
 
 def kl() -> str:
-    return by_provider("kl_cuda", "backward", label=lambda op, shape: f"{op}, {shape.partition('hidden=')[2]}")
+    """Returns the table of token_kl, by divergence and by the hidden sizes of student and teacher."""
+
+    def label(op: str, shape: str) -> str:
+        sizes = [f"{int(size):,}" for size in shape.partition("hidden=")[2].split(", ")]
+        return f"{op.removeprefix('token_kl, ').removesuffix(', forward and backward')}, hidden {' and '.join(sizes)}"
+
+    return by_provider("kl_cuda", "backward", label=label)
 
 
 def trees() -> str:
@@ -210,7 +212,7 @@ def trees() -> str:
         work = "training step" if op == "training_step" else "attention"
         return f"{work}, {shape.split(' heads')[0].split(' hidden')[0]}"
 
-    return by_provider("trees_cuda", label=label, ours="as a tree")
+    return by_provider("trees_cuda", label=label)
 
 
 def conv() -> str:

@@ -7,7 +7,6 @@ from result_rows import (
     OURS,
     RESULTS,
     cases_of,
-    duration,
     is_measured,
     markdown,
     origin,
@@ -74,59 +73,56 @@ def report_speed() -> str:
 # --- a whole model ---
 
 LAYERS, FLASH = "torch.compile of each layer", "packed, torch FlashAttention-2"
-CHECKPOINTING = "gradient checkpointing"
-MODELS = [  # label, row, the row of ours that it is compared with
-    ("packing_ops, `rms_norm=False`, rows of 8,192", OURS, ""),
-    ("the same with RMSNorm swapped, the default", f"{OURS}, rms_norm=True", ""),
-    ("the first, rows of 16,384", f"{OURS}, rows of twice the capacity", ""),
-    ("the first, gradient checkpointing", f"{OURS}, {CHECKPOINTING}", ""),
-    ("padded batches of 8, SDPA", "padded batches of 8, sdpa", OURS),
-    ("packed, SDPA with a mask", "packed, sdpa mask", OURS),
-    ("packed, FlexAttention", "packed, flex_attention", OURS),
-    ("packed, torch's FlashAttention-2", FLASH, OURS),
-    ("the same, gradient checkpointing", f"{FLASH}, {CHECKPOINTING}", f"{OURS}, {CHECKPOINTING}"),
-    ("FlashAttention-2, RoPE under torch.compile", f"{FLASH}, compiled rope", OURS),
-    ("the same and torch's rms_norm", f"{FLASH}, compiled rope, F.rms_norm", f"{OURS}, rms_norm=True"),
-    ("**each layer under torch.compile:** packing_ops", f"{OURS}, {LAYERS}", ""),
-    ("packed, torch's FlashAttention-2", f"{FLASH}, {LAYERS}", f"{OURS}, {LAYERS}"),
-    ("the same and torch's rms_norm", f"{FLASH}, F.rms_norm, {LAYERS}", f"{OURS}, {LAYERS}"),
-]
-AGAINST = {OURS: "", f"{OURS}, rms_norm=True": " (the default)", f"{OURS}, {CHECKPOINTING}": f" ({CHECKPOINTING})"}
+CHECKPOINTING, NOTHING = "gradient checkpointing", "–"
+EAGER, FUSED = "eager, the model's RMSNorm", "eager, one kernel for RMSNorm (our default)"
+STEPS = {  # group: {row: label}; the first row of a group is ours, which the others are compared with
+    EAGER: {
+        OURS: "packing_ops, `rms_norm=False`",
+        "padded batches of 8, sdpa": "padded batches of 8, SDPA",
+        "packed, sdpa mask": "packed, SDPA with a mask",
+        "packed, flex_attention": "packed, FlexAttention",
+        FLASH: "packed, torch's FlashAttention-2",
+        f"{FLASH}, compiled rope": "the same, RoPE under torch.compile",
+    },
+    FUSED: {
+        f"{OURS}, rms_norm=True": "packing_ops",
+        f"{FLASH}, compiled rope, F.rms_norm": "packed, torch's FlashAttention-2, RoPE under torch.compile, `F.rms_norm`",
+    },
+    "each layer under torch.compile": {
+        f"{OURS}, {LAYERS}": "packing_ops",
+        f"{FLASH}, {LAYERS}": "packed, torch's FlashAttention-2",
+        f"{FLASH}, F.rms_norm, {LAYERS}": "the same, `F.rms_norm`",
+    },
+    f"{EAGER}, {CHECKPOINTING}": {
+        f"{OURS}, {CHECKPOINTING}": "packing_ops, `rms_norm=False`",
+        f"{FLASH}, {CHECKPOINTING}": "packed, torch's FlashAttention-2",
+    },
+    f"{EAGER}, rows of 16,384 instead of 8,192": {
+        f"{OURS}, rows of twice the capacity": "packing_ops, `rms_norm=False`"
+    },
+}
 
 
 def e2e() -> str:
+    """Returns a table in groups: what is the same in a group is its heading."""
     found, rows = {row["provider"]: row for row in rows_of("e2e_cuda")}, []
-    for label, name, ours in MODELS:
-        if name not in found:
-            continue
-        speed, faster = float(found[name]["tokens_per_second"]), "1" if name == OURS else "–"
-        if ours in found:
-            faster = f"{float(found[ours]['tokens_per_second']) / speed:.2f}{AGAINST.get(ours, ' (compiled)')}"
-        rows.append([label, f"{speed / 1000:.1f}k", f"{float(found[name]['peak_gib']):.1f} GiB", faster])
+    for group, labels in STEPS.items():
+        measured = [found[name] for name in labels if name in found]
+        if measured:
+            rows.append([f"**{group}**", "", "", ""])
+        ours = float(found[next(iter(labels))]["tokens_per_second"]) if next(iter(labels)) in found else 0
+        for row in measured:
+            speed = float(row["tokens_per_second"])
+            faster = NOTHING if row["provider"] == next(iter(labels)) or not ours else f"{ours / speed:.2f}"
+            rows.append([labels[row["provider"]], f"{speed / 1000:.1f}k", f"{float(row['peak_gib']):.1f} GiB", faster])
     measured = [row for row in found.values() if row["loss"]]
     losses = [float(row["loss"]) for row in measured]
-    apart = max(losses) - min(losses)
     first = measured[0]
-    table = markdown(["", "tokens per second", "memory", "packing_ops is faster by"], rows)
+    table = markdown(["trained with", "tokens/s", "peak memory", "speedup of packing_ops over this row"], rows)
     vocabulary = f"vocabulary of {int(first['vocabulary']):,}; " if first.get("vocabulary") else ""
     return (
         f"{table}\n\n{int(first['tokens']):,} tokens in {first['documents']} documents; {vocabulary}bf16 losses differ by "
-        f"at most {apart:.4f}. {origin(measured)}."
-    )
-
-
-def headline() -> str:
-    """The table of e2e in two sentences."""
-    found = {row["provider"]: row for row in rows_of("e2e_cuda")}
-    ours = float(found[OURS]["tokens_per_second"])
-    others = {"padded batches of 8, sdpa": "padded batches under SDPA", "packed, sdpa mask": "packed rows under SDPA with a mask",
-              FLASH: "packed rows with torch's FlashAttention-2"}  # fmt: skip
-    ratios = [f"{ours / float(found[name]['tokens_per_second']):.2f} times {label}" for name, label in others.items()]
-    compiled, flash = (float(found[f"{name}, {LAYERS}"]["tokens_per_second"]) for name in (OURS, FLASH))
-    return prose(
-        f"On a GPU a training step of Qwen3-0.6B's shape, vocabulary {int(found[OURS]['vocabulary']):,}, bf16, runs at "
-        f"{compiled / 1000:.1f}k tokens per second with each layer under torch.compile, {compiled / flash:.2f} times {others[FLASH]} "
-        f"compiled. Without, at {ours / 1000:.1f}k: {', '.join(ratios)} ([all measurements](docs/performance.md); {origin([found[OURS]])})."
+        f"at most {max(losses) - min(losses):.4f}. {origin(measured)}."
     )
 
 
@@ -157,16 +153,14 @@ def megatron() -> str:
               for row in parallel if row["ranks"] != "1"]  # fmt: skip
     spread = lambda *key: " to ".join(dict.fromkeys(map(times, (min(found[key]), max(found[key])))))  # noqa: E731
     return prose(
-        f"Megatron-core's seam, 65,536 tokens: forward and backward together take "
-        f"{spread(True, 'varlen_attention')} of the core attention module's time where `varlen_attention` is called directly, by "
-        f"torch's FlashAttention-2 {spread(True, 'torch FlashAttention-2')}, by FlashAttention-4 {spread(True, 'FlashAttention-4')}; "
-        f"for the forward FlashAttention-3 takes {spread(False, 'FlashAttention-3')} (TransformerEngine and cuDNN are not measured). "
-        "megatron-core's attention takes no packed rows: padded to the longest document its forward takes "
-        f"{spread(False, 'megatron-core, padded')} where it was measured. The RoPE hook runs at "
-        f"{100 * found['hook', COPY][0]:.0f}% of copy, {times(found['hook', 'megatron-core unfused'][0])}x "
+        f"The core attention module of Megatron-core, 65,536 tokens, forward and backward: torch's FlashAttention-2 takes "
+        f"{spread(True, 'torch FlashAttention-2')} times ours, FlashAttention-4 {spread(True, 'FlashAttention-4')}, a direct call of "
+        f"`varlen_attention` {spread(True, 'varlen_attention')}. Forward alone: FlashAttention-3 takes "
+        f"{spread(False, 'FlashAttention-3')} times ours. TransformerEngine and cuDNN are not measured. The RoPE hook runs at "
+        f"{100 * found['hook', COPY][0]:.0f}% of copy, {times(found['hook', 'megatron-core unfused'][0])}x as fast as "
         f"megatron-core's unfused RoPE ({origin(rows)}). "
-        "Context parallel attention on two GPUs, rows of 65,536 tokens, forward and backward together, in percent of ideal by documents "
-        f"in the row: {', '.join(shares)} ({origin(parallel)})."
+        "Efficiency of context parallel attention on two GPUs, rows of 65,536 tokens, forward and backward, by documents in the row: "
+        f"{', '.join(shares)} ({origin(parallel)})."
     )
 
 
@@ -183,9 +177,9 @@ def parallel() -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    header = ["what", "shape", "GPUs", "ms", "of ideal", "tokens/s"]
+    header = ["what", "case", "GPUs", "ms", "efficiency", "tokens/s"]
     return markdown(header, table) + "\n\n" + prose(
-        "Of ideal: the time of one GPU in the same run over GPUs times theirs. bfloat16, GPU clocks, the slowest rank "
+        "Efficiency: the time of one GPU in the same run, over the number of GPUs times their time; 1 is ideal. bfloat16, the slowest rank "
         f"({origin(rows)}).{without_overlap(rows)}"
     ) + "\n\n![of ideal, by case](../benchmarks/results/parallel_cuda.png)"  # fmt: skip
 
@@ -203,46 +197,45 @@ def parallel_host() -> str:
         table.append(
             [row["provider"], row["layers"], row["rows"], *milliseconds, f"{int(row['tokens_per_second']):,}", bound]
         )
-    header = ["training", "layers", "rows", "ms", "GPU busy, ms", "tokens/s per GPU", "of ideal, at most"]
+    header = ["training", "layers", "rows", "ms", "GPU busy, ms", "tokens/s per GPU", "efficiency, at most"]
     ranks = max(int(row["fake_ranks"]) for row in rows)
     return markdown(header, table) + "\n\n" + prose(
         f"One GPU; all rows but \"one rank\" run as rank 0 of {ranks} that are not there: collectives send nothing, wait for nobody, and "
-        "a gather copies this rank's part for each of the others; DDP's reduction is left out. An optimizer step after every row. At "
-        "most of ideal: the time of \"one rank\" over theirs, which no link can exceed. "
+        "a gather copies this rank's part for each of the others; DDP's reduction is left out. An optimizer step after every row. "
+        "Efficiency, at most: the time of \"one rank\" over theirs, which no link can exceed. "
         f"{rows[0]['model']}, bfloat16, rms_norm, fused_loss ({origin(rows)})."
     )  # fmt: skip
 
 
-LOGPS_KEPT = "packing_ops, all logits kept"
-LOGPS_PEERS = {LOGPS_KEPT: "logits kept", "torch eager": "torch eager", "torch.compile": "torch.compile",
-               "Liger's fused linear cross entropy": "Liger", "TRL's chunked log-probs": "TRL",
-               "bare matmuls": "bare matmuls"}  # fmt: skip
-LOGPS_MEMORY = {OURS: "GiB of ours", LOGPS_KEPT: "GiB, logits kept", "torch eager": "GiB, eager", "torch.compile": "GiB, compiled",
-                "Liger's fused linear cross entropy": "GiB, Liger"}  # fmt: skip
+LOGPS = {OURS: "packing_ops", "packing_ops, all logits kept": "the same, all logits kept", "torch.compile": "torch.compile",
+         "TRL's chunked log-probs": "TRL", "Liger's fused linear cross entropy": "Liger", "torch eager": "torch eager",
+         "bare matmuls": "only the matrix products"}  # fmt: skip
 
 
 def logps() -> str:
-    """A row for each direction and hidden size; what the others need in memory beside it."""
-    rows, used = [], []
+    """Returns two tables, milliseconds and GiB, with a row for each direction and hidden size."""
+    took, held, used = [], [], []
     cases = cases_of(rows_of("logps_cuda"))
     for case in sorted(cases, key=lambda case: (int(case[1].rpartition("=")[2]), len(case[0]))):
         providers, (op, shape, _) = cases[case], case
         if not op.startswith("token_logps, ") or not shape.startswith("T=16384 "):
             continue
-        others = [times(providers[p]["ratio_to_ours"]) if p in providers else "" for p in LOGPS_PEERS]
-        held = {p: row["peak_mib"] for p, row in providers.items() if "backward" not in op or "forward" in op}
-        peaks = [f"{float(held[p]) / 1024:.1f}" if held.get(p) else "" for p in LOGPS_MEMORY]
         label = f"{op.removeprefix('token_logps, ')}, hidden {int(shape.rpartition('=')[2]):,}"
-        rows.append([label, duration(providers[OURS]), *others, *peaks])
+        milliseconds = [f"{float(providers[p]['p50_us']) / 1000:.1f}" if p in providers else NOTHING for p in LOGPS]
+        took.append([label, *milliseconds])
         used.append(providers[OURS])
-    header = ["token_logps, 16,384 tokens, vocabulary of 151,936, bf16", "time of ours", *(f"{name} / ours" for name in LOGPS_PEERS.values()),
-              *LOGPS_MEMORY.values()]  # fmt: skip
+        if not op.endswith(", backward"):
+            names = list(LOGPS)[:-1]  # the products allocate nothing else
+            peaks = [providers[p]["peak_mib"] if p in providers else "" for p in names]
+            held.append([label, *(f"{float(peak) / 1024:.1f}" if peak else NOTHING for peak in peaks)])
     note = (
-        "/ ours: the time of the other over ours, below 1 where the other is faster. Bare matmuls: only cuBLAS, one product "
-        "forward, three backward (ours makes the logits again unless it keeps them; torch keeps them). Liger's fused linear cross entropy gives only the mean of a batch, gradients made in its forward. GiB: "
-        f"besides the arguments, gradients included. {origin(used)}."
+        "GiB: besides the arguments, gradients included. Only the matrix products: cuBLAS, one forward and three backward. Ours "
+        "makes the logits again in the backward unless it keeps them; torch keeps them. Liger's fused linear cross entropy gives "
+        f"only the mean of a batch, with the gradients made in its forward. {origin(used)}."
     )
-    return f"{markdown(header, rows)}\n\n{prose(note)}"
+    what = "token_logps, 16,384 tokens, vocabulary of 151,936, bf16"
+    times_of = markdown([f"ms of {what}", *LOGPS.values()], took)
+    return f"{times_of}\n\n{markdown([f'GiB of {what}', *list(LOGPS.values())[:-1]], held)}\n\n{prose(note)}"
 
 
 TABLES = {"demo": demo, "docstrings": docstrings, "report": report_speed, "e2e": e2e, "adapter": adapter,

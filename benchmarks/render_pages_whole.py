@@ -1,6 +1,5 @@
 """What README.md and docs/ say of whole models in training: a function for each region."""
 
-import render_pages_training
 from result_rows import RESULTS, commits, is_measured, markdown, origin, prose, read_rows, rows_of, times
 
 NOT_RUN = "Not run yet: `benchmarks/bench_whole.py`."
@@ -46,11 +45,11 @@ def whole() -> str:
     for model in dict.fromkeys(map(_model, rows)):
         cells.append([f"**{model}**", "", "", "", "", ""])
         cells += [[PROVIDERS[row["provider"]], _how(row), *_cells(row)] for row in rows if _model(row) == model]
-    header = ["", "", "tokens/s per GPU", "MFU", "GiB", "loss"]
+    header = ["trained with", "settings", "tokens/s per GPU", "MFU", "peak GiB", "first loss"]
     note = (
-        "Of each model the same documents; the median of three steps with fused AdamW, bf16. Tokens without padding. MFU: 6 "
-        "operations for each parameter that a token is multiplied with (4 with LoRA) and attention's, over 989 TFLOP/s. "
-        f"GiB: the most that was allocated. Loss: of the first step. {origin(rows)}."
+        "Every row of a model trains on the same documents, in bf16 with fused AdamW; times are medians of three steps. Padding "
+        "counts as no token. MFU: the model's operations a second over the 989 TFLOP/s of the GPU. A token takes 6 operations for "
+        f"each parameter that it is multiplied with (4 with LoRA), and attention's. {origin(rows)}."
     )
     return f"{markdown(header, cells)}\n\n{prose(note)}"
 
@@ -69,7 +68,15 @@ def checkpointing() -> str:
             cells.append([_model(row), _how(row), row["kept"].partition(": ")[2], *_cells(row)[:3], times])
     if not cells:
         return NOT_RUN
-    header = ["", "", "bytes kept by each layer", "tokens/s per GPU", "MFU", "GiB", "times full checkpointing"]
+    header = [
+        "model",
+        "settings",
+        "bytes kept by each layer",
+        "tokens/s per GPU",
+        "MFU",
+        "peak GiB",
+        "speedup over full checkpointing",
+    ]
     return f"{markdown(header, cells)}\n\n{origin(rows)}."
 
 
@@ -88,7 +95,7 @@ def headline() -> str:
     best = best_of(_measured())
     parts = [part for part in SHOWN if (part, "ours") in best]
     if not parts:
-        return render_pages_training.headline()
+        return NOT_RUN
     empty = ["–"] * 3
     cells = [
         [
@@ -97,7 +104,10 @@ def headline() -> str:
         ]
         for name in ("padded", "fa2", "liger", "ours")
     ]
-    header = ["", *(cell for part in parts for cell in (f"{SHOWN[part]}: tokens/s per GPU", "MFU", "GiB"))]
+    header = [
+        "trained with",
+        *(cell for part in parts for cell in (f"{SHOWN[part]}: tokens/s per GPU", "MFU", "peak GiB")),
+    ]
     used = [row for (part, _), row in best.items() if part in parts]
     where = f"bf16 ([how each was set, and more](docs/performance.md#whole-models); {origin(used)})."
     return f"{markdown(header, cells)}\n\n{prose(where)}"
@@ -150,7 +160,7 @@ def training_of(family: str, command: str = "`benchmarks/bench_hybrid.py`") -> s
             else [row["error"], "", ""]
         )
         cells.append([row["provider"], *shown])
-    header = ["", "tokens per second", "memory", "speedup over padded batches"]
+    header = ["trained with", "tokens/s", "peak memory", "speedup over padded batches"]
     what = f"{rows[0]['layers']} layers, {int(rows[0]['tokens']):,} tokens in {rows[0]['documents']} documents"
     return f"{markdown(header, cells)}\n\n{what}. {origin(rows)}."
 

@@ -302,7 +302,7 @@ def pack_ffd(
     capturable.
 
     For lengths on the GPU that the host must not wait for, above all in a CUDA graph. First fit is sequential: where
-    waiting is allowed, a copy to the host and pack_sequences is several times faster (docs/performance.md).
+    waiting is allowed, a copy to the host and pack_sequences is several times faster (docs/performance-ops.md).
 
     Args:
         lengths: int32 or int64 ``[num_sequences]``, tokens per sequence.

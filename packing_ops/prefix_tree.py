@@ -77,7 +77,7 @@ def pack_prefix_tree(
             total; groups of another length; a capacity below the longest sample; min_shared below 1.
         TypeError: a number that is not an integer.
 
-    Deterministic. Time and memory grow with the tokens (docs/performance.md), one core, the GIL released.
+    Deterministic. Time and memory grow with the tokens (docs/performance-ops.md), one core, the GIL released.
 
     Determinism: the same tree in every call.
     Synchronises: once for each CUDA tensor, which is copied.
