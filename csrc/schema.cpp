@@ -53,6 +53,8 @@ STABLE_TORCH_LIBRARY(packing_ops, m) {
   m.def("gated_delta_rule_backward(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor cu_seqlens, Tensor? initial_state, float scale, bool use_qk_l2norm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("mamba2_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor cu_seqlens, Tensor? initial_state, bool dt_softplus, float dt_min, float dt_max, bool output_final_state) -> (Tensor, Tensor)");
   m.def("mamba2_scan_backward(Tensor dout, Tensor? dfinal_state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor cu_seqlens, Tensor? initial_state, bool dt_softplus, float dt_min, float dt_max) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("mamba2_gate(Tensor x, Tensor z, Tensor cu_seqlens) -> Tensor");
+  m.def("mamba2_gate_backward(Tensor dout, Tensor x, Tensor z, Tensor cu_seqlens) -> (Tensor, Tensor)");
 
   // attention
   m.def("attention_plan(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt total_q, SymInt total_k, SymInt num_heads, SymInt num_kv_heads, SymInt head_dim, bool causal, int window_left, int window_right, SymInt? head_dim_v=None, Tensor? visible_end=None) -> Tensor");

@@ -118,6 +118,7 @@ class MambaKeywords(TypedDict, total=False):
     """Names the options of mamba2_scan for its overloads."""
 
     D: torch.Tensor | None
+    z: torch.Tensor | None
     dt_bias: torch.Tensor | None
     dt_softplus: bool
     dt_limit: tuple[float, float]
@@ -144,6 +145,7 @@ def mamba2_scan(
     cu_seqlens: PackedMetadata | torch.Tensor,
     *,
     D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -157,6 +159,7 @@ def mamba2_scan(
         step = clamp(softplus(dt + dt_bias), *dt_limit)
         S = exp(step A) S + step x B^T
         out = S C + D x
+        out = out silu(z), with z
 
     Args:
         x: float32, float64 (CPU), bfloat16 or float16 ``[total, num_heads, head_dim]``. On CUDA head_dim and state_dim
@@ -167,6 +170,7 @@ def mamba2_scan(
             ``h // (num_heads // num_groups)``.
         cu_seqlens: int32 or int64 ``[num_documents + 1]``, or the PackedMetadata of the row.
         D: ``[num_heads]``, how much of x is added to the output.
+        z: like x, a gate of the output; where a norm follows, it comes after the gate. Without z there is none.
         dt_bias: ``[num_heads]``.
         dt_softplus: take the softplus of dt + dt_bias, as every model does.
         dt_limit: least and greatest step.
@@ -175,16 +179,16 @@ def mamba2_scan(
 
     Returns:
         (out, final_state or None). out is like x, 0 in the padding after the last document; final_state is like
-        initial_state. Sums, steps and states are float32 (float64 for float64). mamba_ssm's ``z`` is left to the
-        caller: ``out * silu(z)``.
+        initial_state. Sums, steps and states are float32 (float64 for float64). With z the output is rounded to
+        x's dtype before the gate and after it.
 
         Bits are as in gated_delta_rule: those of a document in a row without others, in chunks of 64 tokens counted
         from its first on CUDA. NaN and infinity stay in their document.
 
     Cost:
         Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds
-        one for each chunk: ``2 * head_dim * state_dim * num_heads`` numbers of x's dtype for 64 tokens. No
-        synchronisation.
+        one for each chunk: ``2 * head_dim * state_dim * num_heads`` numbers of x's dtype for 64 tokens. z is a
+        pass of its own, and its backward another. No synchronisation.
 
     Example:
         A state of one number that forgets half at each token:
@@ -208,12 +212,12 @@ def mamba2_scan(
     Determinism: the same bits in every call, backward too, and for a document in any pack.
     Synchronises: never.
     Memory: scratch for each chunk of 64 tokens; in backward the states of all chunks (see Cost).
-    Gradients: of x, dt, A, B, C, D, dt_bias and initial_state, also through final_state; 0 for a step at its limit. No
-        second derivative, no forward mode.
+    Gradients: of x, dt, A, B, C, D, z, dt_bias and initial_state, also through final_state; 0 for a step at its limit.
+        No second derivative, no forward mode.
     """
     for name, tensor in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
         check_tensor(tensor, name)
-    for name, given in {"D": D, "dt_bias": dt_bias}.items():
+    for name, given in {"D": D, "z": z, "dt_bias": dt_bias}.items():
         if given is not None:
             check_tensor(given, name)
     if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
@@ -225,6 +229,7 @@ def mamba2_scan(
     options = dt_softplus, *(number(limit, "dt_limit") for limit in dt_limit), output_final_state
     scan = _widened_mamba if x.is_cuda and x.dim() == B.dim() == C.dim() == 3 else gate.mamba2_scan
     out, final_state = scan(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options)
+    out = out if z is None else gate.mamba2_gate(out, z, cu_seqlens)
     return out, final_state if output_final_state else None
 
 
@@ -434,3 +439,12 @@ def _mamba_backward(
 
 register_autograd("mamba2_scan", _mamba_backward, setup_context=_mamba_context)
 register_no_autograd("mamba2_scan_backward", of="mamba2_scan")
+
+
+def _gate_backward(ctx: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    gradients = 2 * [None] if dout is None else call_below_autograd(gate.mamba2_gate_backward, dout, *ctx.saved_tensors)
+    return *gradients, None
+
+
+register_autograd("mamba2_gate", _gate_backward, setup_context=lambda ctx, inputs, _: ctx.save_for_backward(*inputs))
+register_no_autograd("mamba2_gate_backward", of="mamba2_gate")

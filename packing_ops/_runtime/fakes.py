@@ -145,6 +145,8 @@ FAKES: dict[str, Callable[[SimpleNamespace], Any]] = {
     "mamba2_scan_backward": lambda a: (
         *(t.new_empty(t.shape) for t in (a.x, a.dt, a.dt, a.B, a.C, a.dt)), *like(a.initial_state, of=a.dt)
     ),
+    "mamba2_gate": lambda a: a.x.new_empty(a.x.shape),
+    "mamba2_gate_backward": lambda a: empty(a.x, *2 * [a.x.shape]),
     # log-probabilities
     "logps_targets": lambda a: a.labels.new_empty(a.labels.numel(), dtype=INT32),
     "logps_rows": lambda a: a.targets.new_empty(a.size, dtype=INT64),

@@ -30,6 +30,7 @@ OPS = """
     rope_qk rope_qk_
     causal_conv1d causal_conv1d_backward
     gated_delta_rule gated_delta_rule_backward mamba2_scan mamba2_scan_backward
+    mamba2_gate mamba2_gate_backward
     attention_plan varlen_attention varlen_attention_backward prefix_paths prefix_attention prefix_attention_backward
     paged_attention_plan paged_attention
     logps_targets logps_rows logps_allowed logps_allowed_mask logps_chunk_ logps_chunk_backward_ token_logps token_logps_backward token_logps_backward_

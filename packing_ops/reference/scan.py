@@ -5,7 +5,7 @@ in plain torch.
 import itertools
 
 import torch
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:
@@ -97,6 +97,7 @@ def mamba2_scan(
     cu_seqlens: torch.Tensor,
     *,
     D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -104,7 +105,8 @@ def mamba2_scan(
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, final_state); see packing_ops.mamba2_scan. With ``chunk`` it goes in chunks of that many tokens,
-    whose products are in the dtype of x. Everything else is in the dtype of dt, which the states have too.
+    whose products are in the dtype of x. Everything else is in the dtype of dt, which the states have too; z
+    is multiplied as models do after the scan, in the dtype of x.
     """
     heads = x.shape[1] // B.shape[1]
     step = dt if dt_bias is None else dt + dt_bias
@@ -118,8 +120,9 @@ def mamba2_scan(
             found, state = _scan_by_token(given, state)
         else:
             found, state = _scan_by_chunk(given, state, chunk, x.dtype)
-        skipped = found if D is None else found + D[:, None] * wide[rows]
-        out = torch.cat([out[: rows.start], skipped.to(x.dtype), out[rows.stop :]])
+        found = found if D is None else found + D[:, None] * wide[rows]
+        found = found.to(x.dtype) if z is None else found.to(x.dtype) * silu(z[rows])
+        out = torch.cat([out[: rows.start], found, out[rows.stop :]])
         states.append(state)
     return out, torch.stack(states) if states else dt.new_zeros(0, *x.shape[1:], B.shape[-1])
 

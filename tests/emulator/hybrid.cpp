@@ -158,4 +158,23 @@ const char* emulated_mamba(const int64_t* sizes, double dt_min, double dt_max, v
   p.dinitial_state = tensors[19];
   return scanned(p);
 }
+
+const char* emulated_gate(const int64_t* sizes, void* const* tensors) {
+  const auto [total, documents, heads, head_dim, dtype] = reinterpret_cast<const std::array<int64_t, 5>&>(*sizes);
+  GateBackwardParams p;
+  p.documents = {static_cast<const int32_t*>(tensors[0]), documents, total};
+  p.dtype = static_cast<DType>(dtype);
+  p.num_heads = heads;
+  p.head_dim = head_dim;
+  p.x = rows(tensors[1], heads, head_dim);
+  p.z = rows(tensors[2], heads, head_dim);
+  p.dout = rows(tensors[3], heads, head_dim);
+  p.out = tensors[4];
+  p.dx = tensors[5];
+  p.dz = tensors[6];
+  return caught([&](const CudaLaunch& launch) {
+    if (p.out) return launch_gate_cuda(p, launch);
+    launch_gate_backward_cuda(p, launch);
+  });
+}
 }

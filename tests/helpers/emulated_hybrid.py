@@ -13,7 +13,7 @@ from helpers.emulated import DTYPES, GPUS
 @functools.cache
 def library(headers: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(compiled(headers, "hybrid")))
-    for call in (loaded.emulated_conv, loaded.emulated_scan, loaded.emulated_mamba):
+    for call in (loaded.emulated_conv, loaded.emulated_scan, loaded.emulated_mamba, loaded.emulated_gate):
         call.restype = ctypes.c_char_p
     loaded.emulated_scan.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_void_p]
     loaded.emulated_mamba.argtypes = [ctypes.c_void_p, ctypes.c_double, ctypes.c_double, ctypes.c_void_p]
@@ -81,17 +81,35 @@ def mamba(headers: Path, tensors: dict, cu_seqlens, dout, dfinal_state, *, softp
     """{"out", "final_state" and names of the tensors that were given: its gradient}; without dout the first two
     alone.
     """
-    x, dt, _, b, _, _, _, initial_state = given = [*tensors.values()]
+    x, dt, _, b, _, _, z, _, initial_state = tensors.values()
+    given = [t for name, t in tensors.items() if name != "z"]
     documents, (total, heads, dim), (_, groups, dim_s) = len(cu_seqlens) - 1, x.shape, b.shape
     final_state = dt.new_full((documents, heads, dim, dim_s), torch.nan)
     gradients = like(x, dt, dt, b, b, dt, initial_state) if dout is not None else [None] * 7
     sizes = [total, documents, groups, heads, dim_s, dim, softplus, DTYPES[x.dtype]]
-    results = [*like(x), final_state, *gradients]
-    inputs = [cu_seqlens, *given, dout, dfinal_state]
-    _run(headers, gpu, "emulated_mamba", sizes, [*limit], [*inputs, *results])
-    found = dict(zip(["out", "final_state"], results, strict=False))
+    (out,) = like(x)
+
+    def run(dout):
+        inputs = [cu_seqlens, *given, dout, dfinal_state]
+        _run(headers, gpu, "emulated_mamba", sizes, [*limit], [*inputs, out, final_state, *gradients])
+
+    def gated(dout, *results):
+        sizes = [total, documents, heads, dim, DTYPES[x.dtype]]
+        _run(headers, gpu, "emulated_gate", sizes, [], [cu_seqlens, out, z, dout, *results])
+
+    found, dz = {"out": out, "final_state": final_state}, None
+    if z is None or dout is None:
+        run(dout)
+    else:
+        run(None)
+        dscanned, dz = like(x, z)
+        gated(dout, None, dscanned, dz)
+        run(dscanned)
+    if z is not None:
+        (found["out"],) = like(x)
+        gated(None, found["out"], None, None)
     if dout is None:
         return found
     dx, ddt, to_da, db, dc, to_dd, dinitial = gradients
-    of = [dx, ddt, to_da.sum(0), db, dc, to_dd.sum(0), ddt.sum(0), dinitial]
+    of = [dx, ddt, to_da.sum(0), db, dc, to_dd.sum(0), dz, ddt.sum(0), dinitial]
     return found | {name: t for (name, given), t in zip(tensors.items(), of, strict=True) if given is not None}

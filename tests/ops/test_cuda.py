@@ -73,24 +73,27 @@ def step(x):
     ops.kl_chunk_backward_(*heads, divergence, x["values"], heads[0])
     ops.kl_scale_kept_(heads[0].clone(), x["values"], heads[0])
     rows = x["q"].flatten(1)
-    convolved = po.causal_conv1d(rows, rows[:256, :4].contiguous(), None, cu_seqlens, activation="silu")[0]
+    of_conv = rows, rows[:256, :4].contiguous(), None, cu_seqlens
+    convolved, last_rows = ops.causal_conv1d(*of_conv, None, True, True)
+    of_conv = *of_conv, last_rows, True
+    convolutions = [*ops.causal_conv1d(*of_conv, True), *ops.causal_conv1d_backward(convolved, last_rows, *of_conv)]
     gates = x["values"].abs()[:, None].expand(1024, 4)
-    scanned = po.gated_delta_rule(x["k"], x["k"], x["q"], -gates, gates.sigmoid(), cu_seqlens, use_qk_l2norm=True)[0]
-    gradients = ops.gated_delta_rule_backward(
-        scanned, None, x["k"], x["k"], x["q"], (-gates).contiguous(), gates.contiguous(), cu_seqlens, None, 0.1, True
-    )
+    of_rule = x["k"], x["k"], x["q"], (-gates).contiguous(), gates.sigmoid(), cu_seqlens
+    scanned, states = ops.gated_delta_rule(*of_rule, None, 0.1, True, True)
+    going_on = ops.gated_delta_rule(*of_rule, states, 0.1, True, True)
+    gradients = ops.gated_delta_rule_backward(scanned, states, *of_rule, states, 0.1, True)
     of_mamba = x["q"], gates.contiguous(), -x["values"][:4].abs(), x["k"], x["k"], x["values"][4:8].clone(), None
     found = ops.mamba2_scan(*of_mamba, cu_seqlens, None, True, 0.0, 1.0, True)
-    given = *of_mamba, cu_seqlens, None, True, 0.0, 1.0
-    of_mamba = dict(enumerate([*found, *ops.mamba2_scan_backward(*found, *given)]))
+    given = *of_mamba, cu_seqlens, found[1], True, 0.0, 1.0  # from other states, as decoding does
+    of_mamba = [*found, *ops.mamba2_scan(*given, True), *ops.mamba2_scan_backward(*found, *given)]
+    gated = ops.mamba2_gate(x["q"], found[0], cu_seqlens)
+    of_mamba = dict(enumerate([*of_mamba, gated, *ops.mamba2_gate_backward(gated, x["q"], found[0], cu_seqlens)]))
     return {
         **{f"mamba_{i}": tensor for i, tensor in of_mamba.items()},
         "convolved": convolved,
-        "convolved_backward": ops.causal_conv1d_backward(
-            convolved, None, rows, rows[:256, :4].contiguous(), None, cu_seqlens, None, True
-        )[1],
+        **{f"convolved_{i}": tensor for i, tensor in enumerate([last_rows, *convolutions])},
         "scanned": scanned,
-        **{f"scanned_{i}": gradient for i, gradient in enumerate(gradients)},
+        **{f"scanned_{i}": tensor for i, tensor in enumerate([states, *going_on, *gradients])},
         "cu_seqlens": cu_seqlens,
         "position_ids": position_ids,
         "seq_idx": po.seq_idx_from_cu_seqlens(cu_seqlens, 1024),

@@ -220,7 +220,8 @@ def test_mamba_of_groups(monkeypatch, heads):
 def test_mamba_at_the_limits_of_a_step(monkeypatch, softplus):
     tensors, cu_seqlens = test_scan_mamba.inputs_of("cpu", torch.float32, lengths=[70, 3])
     tensors["dt"] = tensors["dt"] * 4 + (0 if softplus else 2)
-    assert_mamba(monkeypatch, {**tensors, "dt_bias": None}, cu_seqlens, dt_softplus=softplus, dt_limit=(0.05, 2.0))
+    tensors |= {"z": None, "dt_bias": None}
+    assert_mamba(monkeypatch, tensors, cu_seqlens, dt_softplus=softplus, dt_limit=(0.05, 2.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -23,10 +23,10 @@ def mamba2(device, dtype, total):
     dt, A = torch.randn(total, 2, device=device), -torch.rand(2, device=device)
     B, C = (0.2 * torch.randn(total, 1, 64, device=device).to(dtype) for _ in range(2))
 
-    def scan(x, dt, B, C, cu_seqlens, **states):
-        return po.mamba2_scan(x, dt, A, B, C, cu_seqlens, D=torch.ones_like(A), dt_softplus=True, **states)
+    def scan(x, dt, B, C, z, cu_seqlens, **states):
+        return po.mamba2_scan(x, dt, A, B, C, cu_seqlens, D=torch.ones_like(A), z=z, dt_softplus=True, **states)
 
-    return scan, [x, dt, B, C]
+    return scan, [x, dt, B, C, torch.randn_like(x)]
 
 
 def of_prompts(tensor, steps=0):

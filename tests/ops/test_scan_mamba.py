@@ -13,8 +13,8 @@ from packing_ops.reference import scan as oracle
 
 LENGTHS = [1, 63, 0, 64, 65, 129]
 PADDING = 5
-NAMES = ["x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state"]
-ROWS = ["x", "dt", "B", "C"]  # of tokens
+NAMES = ["x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state"]
+ROWS = ["x", "dt", "B", "C", "z"]  # of tokens
 INFINITY = float("inf")
 
 
@@ -32,6 +32,7 @@ def inputs_of(device, dtype, *, heads=(1, 2), dims=(64, 64), lengths=LENGTHS, st
         "B": (numbers(total, groups, dim_s) * dim_s**-0.5).to(dtype),
         "C": numbers(total, groups, dim_s).to(dtype),
         "D": numbers(num_heads).to(sums),
+        "z": torch.randn(total, num_heads, dim, generator=torch.Generator().manual_seed(0)).to(device, dtype),
         "dt_bias": (numbers(num_heads) - 2).to(sums),
         "initial_state": 0.1 * numbers(len(lengths), num_heads, dim, dim_s).to(sums) if state else None,
     }
@@ -74,8 +75,9 @@ def terms_of(tensors, cu_seqlens, gradients, *, dt_softplus=True, dt_limit=(0.0,
     """The sizes of what tokens add to the gradients of A, D and dt_bias, one or two numbers each: these may cancel, and
     the rounding of the terms stays.
     """
-    *given, state = (None if t is None else t.cpu() for t in tensors.values())
+    *given, z, bias, state = (None if t is None else t.cpu() for t in tensors.values())
     dout, dfinal = (t.double().cpu() for t in gradients)
+    dout, given = dout if z is None else dout * torch.nn.functional.silu(z), [*given, bias]
     _, ddt, to_dA, _, _, to_dD, _ = torch.ops.packing_ops.mamba2_scan_backward(
         dout, dfinal, *given, cu_seqlens.cpu(), state, dt_softplus, *dt_limit
     )
@@ -97,8 +99,8 @@ def assert_right(tensors, cu_seqlens, *, factor=2.0, scan=ours, **options):
         assert (mine.dtype, mine.shape) == (low[name].dtype, wanted.shape), name
         roundings = 512 if mine.dtype == torch.float64 else 4  # both formulas round in float64
         unit = roundings * torch.finfo(mine.dtype).eps
-        wide = name in ("dt", "A", "dt_bias")
-        if wide:  # the states that these are products of are kept in x's dtype, as the formula's are not
+        wide = name in ("dt", "A", "dt_bias") or (name == "D" and tensors["z"] is not None)
+        if wide:  # the states that these are products of are kept in x's dtype, as the formula's are not; D's are gated
             unit = max(unit, torch.finfo(tensors["x"].dtype).eps)
         size = terms.get(name, wanted)
         floor = unit * size.abs().max().item() if wanted.numel() else 0
@@ -135,8 +137,8 @@ def test_any_dims_and_float64_on_the_cpu():
             assert_right(*inputs_of("cpu", dtype, dims=dims, lengths=[70, 0, 2]))
 
 
-@pytest.mark.parametrize("missing", [("D",), ("dt_bias",), ("D", "dt_bias")], ids=str)
-def test_without_a_bias_or_skip(device, missing):
+@pytest.mark.parametrize("missing", [("D",), ("z",), ("dt_bias",), ("D", "z", "dt_bias")], ids=str)
+def test_without_a_bias_skip_or_gate(device, missing):
     tensors, cu_seqlens = inputs_of(device, torch.bfloat16, lengths=[70, 3])
     assert_right({**tensors, **dict.fromkeys(missing)}, cu_seqlens)
 
@@ -259,7 +261,7 @@ def test_same_bits_again(device):
 
 
 def test_any_rows(device):
-    """x, B and C as views of one projection, gradients that are expanded, odd addresses, other numbers in half
+    """x, B, C and z as views of one projection, gradients that are expanded, odd addresses, other numbers in half
     types.
     """
     tensors, cu_seqlens = inputs_of(device, torch.bfloat16, heads=(2, 2), state=False)
@@ -267,16 +269,17 @@ def test_any_rows(device):
     wanted = ours({**tensors, **{name: t.float() for name, t in rounded.items()}}, cu_seqlens)
     total = tensors["x"].shape[0]
     for more in (0, 8, 1):
-        parts = [torch.zeros(total, more, device=device).bfloat16(), *(tensors[name].flatten(1) for name in "xBC")]
+        parts = [torch.zeros(total, more, device=device).bfloat16(), *(tensors[name].flatten(1) for name in "xBCz")]
         views = [t.unflatten(1, (2, 64)) for t in torch.cat(parts, 1)[:, more:].split(128, 1)]
-        given = {**tensors, **rounded, **dict(zip("xBC", views, strict=True))}
+        given = {**tensors, **rounded, **dict(zip("xBCz", views, strict=True))}
         assert_same(ours(given, cu_seqlens), wanted)
         strided = {**given, "dt": given["dt"].repeat_interleave(2, 1)[:, ::2]}
         assert_same(ours(strided, cu_seqlens), wanted)
-    x = tensors["x"].clone().requires_grad_()
-    out = ours({**tensors, "x": x}, cu_seqlens)[0]
-    (found,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-    assert_same(found, torch.autograd.grad(out, x, torch.ones_like(x))[0])
+    for z in (None, tensors["z"]):
+        x = tensors["x"].clone().requires_grad_()
+        out = ours({**tensors, "x": x, "z": z}, cu_seqlens)[0]
+        (found,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        assert_same(found, torch.autograd.grad(out, x, torch.ones_like(x))[0])
 
 
 def test_without_documents_or_tokens(device):
@@ -313,6 +316,9 @@ def test_metadata(device):
         ({"dt": torch.randn(4, 1)}, "dt: expected .*num_heads"),
         ({"A": torch.randn(2, 64)}, "A: expected .*num_heads"),
         ({"D": torch.randn(3)}, "D: expected .*num_heads"),
+        ({"z": torch.randn(4, 128)}, "z: expected 3 dimensions"),
+        ({"z": torch.randn(4, 1, 64)}, "z: expected .* like x"),
+        ({"z": torch.randn(4, 2, 64).bfloat16()}, "z: expected float32 like x"),
         ({"dt_bias": torch.randn(1)}, "dt_bias: expected .*num_heads"),
         ({"initial_state": torch.randn(2, 2, 32, 64)}, "initial_state: expected .*head_dim, state_dim"),
         ({"initial_state": torch.randn(2, 2, 64, 64).bfloat16()}, "initial_state: expected float32"),
@@ -350,7 +356,7 @@ def test_a_limit_that_would_lose_its_gradient_is_refused():
     )
 
 
-@pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state"])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_tensor_is_named(name):
     tensors, cu_seqlens = inputs_of("cpu", torch.float32, lengths=[3])
     with pytest.raises(TypeError, match=f"{name}: expected a tensor"):
@@ -363,8 +369,9 @@ def test_other_dims_are_padded(device, dims):
     tensors, cu_seqlens = inputs_of(device, torch.float32, dims=dims, lengths=[70, 3])
     # With one column B has 73 gradients, each a sum of 400 terms: which of two orders of it errs least is luck.
     assert_right(tensors, cu_seqlens, factor=6.0 if dims[0] == 1 else 2.0)
-    *given, state = tensors.values()
-    found = po.scan._widened_mamba(*given, cu_seqlens, state, True, 0.0, INFINITY, True)
+    tensors["z"] = None
+    *given, _, bias, state = tensors.values()
+    found = po.scan._widened_mamba(*given, bias, cu_seqlens, state, True, 0.0, INFINITY, True)
     wanted = ours(tensors, cu_seqlens)
     torch.testing.assert_close(found, wanted)
     assert all(each.is_contiguous() for each in (*found, *wanted))
@@ -385,6 +392,7 @@ def test_opcheck(device):
     tensors, cu_seqlens = inputs_of(device, torch.float32, lengths=[3, 0, 70])
     for t in tensors.values():
         t.requires_grad_()
+    z = tensors.pop("z")
     *given, state = tensors.values()
     options = True, 0.01, INFINITY
     torch.library.opcheck(ops.mamba2_scan, (*given, cu_seqlens, state, *options, True))
@@ -393,6 +401,9 @@ def test_opcheck(device):
     for dfinal, initial in ((state, state), (None, None)):
         arguments = given[0], dfinal, *given, cu_seqlens, initial, *options
         torch.library.opcheck(ops.mamba2_scan_backward, arguments, test_utils=["test_schema", "test_faketensor"])
+    torch.library.opcheck(ops.mamba2_gate, (tensors["x"], z, cu_seqlens))
+    arguments = *3 * [z.detach()], cu_seqlens
+    torch.library.opcheck(ops.mamba2_gate_backward, arguments, test_utils=["test_schema", "test_faketensor"])
 
 
 @pytest.mark.parametrize("limit", [(0.0, INFINITY), (0.12, 0.5)], ids=str)
@@ -410,13 +421,13 @@ def test_gradcheck(limit):
 
 
 def test_compiled_with_dynamic_sizes(device, fresh_compile):
-    def layer(x, dt, A, B, C, D, dt_bias, cu_seqlens):
-        return po.mamba2_scan(x, dt, A, B, C, cu_seqlens, D=D, dt_bias=dt_bias, dt_softplus=True)[0]
+    def layer(x, dt, A, B, C, D, z, dt_bias, cu_seqlens):
+        return po.mamba2_scan(x, dt, A, B, C, cu_seqlens, D=D, z=z, dt_bias=dt_bias, dt_softplus=True)[0]
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths in ([5, 9], [3, 4, 70], [100]):
         tensors, cu_seqlens = inputs_of(device, torch.float32, lengths=lengths, state=False)
-        given = [t.requires_grad_() for t in [*tensors.values()][:7]]
+        given = [t.requires_grad_() for t in [*tensors.values()][:-1]]
         found, wanted = compiled(*given, cu_seqlens), layer(*given, cu_seqlens)
         assert_same(found, wanted)
         assert_same(torch.autograd.grad(found.sum(), given), torch.autograd.grad(wanted.sum(), given))

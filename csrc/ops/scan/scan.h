@@ -70,6 +70,26 @@ struct ScanBackwardParams : ScanParams {
   void* dinitial_state = nullptr;  // or null
 };
 
+// out = x silu(z), 0 in slots after the last document. Tensors are [total, num_heads, head_dim].
+struct GateParams {
+  Documents documents;
+  DType dtype = DType::kFloat32;
+  int64_t num_heads = 0, head_dim = 0;
+  HeadRows x, z;
+  void* out = nullptr;
+};
+
+struct GateBackwardParams : GateParams {
+  HeadRows dout;
+  void* dx = nullptr;
+  void* dz = nullptr;
+};
+
+void launch_gate_cpu(const GateParams& p);
+void launch_gate_cuda(const GateParams& p, const CudaLaunch& launch);
+void launch_gate_backward_cpu(const GateBackwardParams& p);
+void launch_gate_backward_cuda(const GateBackwardParams& p, const CudaLaunch& launch);
+
 void launch_scan_cpu(const ScanParams& p);
 void launch_scan_cuda(const ScanParams& p, const CudaLaunch& launch);
 int64_t scan_scratch_bytes(const ScanParams& p);

@@ -14,6 +14,17 @@ struct Gates {
   Real slope = 1;  // d beta / d dt
 };
 
+// What mamba2_scan's z makes of an output: silu(z), and its slope.
+template <class Real>
+struct OutputGate {
+  Real silu, slope;
+  PACKING_OPS_HOST_DEVICE explicit OutputGate(Real z) {
+    const Real sigmoid = Real(1) / (Real(1) + std::exp(-z));
+    silu = z * sigmoid;
+    slope = sigmoid * (Real(1) + z * (Real(1) - sigmoid));
+  }
+};
+
 constexpr int kSoftplusLinear = 20;  // above it softplus(x) is x, as torch has it
 
 // beta of mamba2_scan, without g.

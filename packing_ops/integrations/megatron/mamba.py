@@ -5,7 +5,6 @@ import inspect
 from typing import Any
 
 import torch
-from torch.nn.functional import silu
 
 from packing_ops.conv import causal_conv1d
 from packing_ops.integrations.megatron.varlen_call import field_of
@@ -66,6 +65,7 @@ def _train(mixer: Any, zxBCdt: torch.Tensor, params: Any) -> torch.Tensor:
         for part, count in zip(xBC.split([of_x, of_b, of_b], 1), (heads, groups, groups), strict=True)
     )
     A = -torch.exp(cp.get_A_log().float())
-    out, _ = mamba2_scan(x, dt, A, B, C, cu_seqlens, D=cp.get_D(), dt_bias=cp.get_dt_bias(), dt_softplus=True)
-    y = cp.post_conv_ssm((out.flatten(1) * silu(z))[:, None], params)
+    constants = {"D": cp.get_D(), "dt_bias": cp.get_dt_bias(), "dt_softplus": True}
+    out, _ = mamba2_scan(x, dt, A, B, C, cu_seqlens, z=z.unflatten(1, x.shape[1:]), **constants)
+    y = cp.post_conv_ssm(out.flatten(1)[:, None], params)
     return mixer.norm(y) if mixer.rmsnorm else y
