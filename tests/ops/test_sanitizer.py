@@ -24,6 +24,8 @@ FAMILIES = [
     "rope",
     "rope_bits",
     "scan",
+    "scan_decoding",
+    "scan_mamba",
 ]
 # gradcheck and shards of a vocabulary: thousands of calls of kernels that other cases run, and processes of the CPU.
 SUITE = "cuda and not cpu and not opcheck and not compile and not gradcheck and not shards and not 40_000 and not long_document"
