@@ -159,22 +159,26 @@ def test_the_decoder_of_the_ops_learns_and_keeps_documents_apart():
     torch.testing.assert_close(together, alone)
 
 
-def test_the_snippet_of_the_ops_runs():
+def test_the_snippets_of_the_ops_run_one_after_the_other():
     names = {}
-    exec(blocks("ops.md")[1], names)
+    _, rows, labels, attention, logps, allowed, *others = blocks("ops.md")
+    exec(f"{rows}\n{labels}\n{attention}\n{logps}", names)
     assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
+    assert names["metadata"].cu_seqlens.tolist() == [0, 820, 930, 980]
+    assert (names["labels"] == -100).nonzero().flatten().tolist() == [0, 820, 930]
     assert names["out"].shape == (980, 8, 64)
+    assert names["baseline"][[0, 819, 820]].tolist() == names["returns"][[0, 0, 1]].tolist()
+    assert (names["logps"] == 0).nonzero().flatten().tolist() == [819, 929, 979]
+    torch.testing.assert_close(names["sequence_logps"].sum(), -names["loss"] * names["num_targets"])
+    sets = dict(names)
+    exec(allowed, sets)
+    assert (sets["logps"] == 0).nonzero().flatten().tolist() == [6, 11]  # the last tokens of the documents
+    for block in others:  # decoding compares by itself
+        exec(block, names)
     assert names["heads"].shape == (980, 4, 32)
     assert names["scanned"].shape == (980, 4, 64)
+    assert names["packed"].shape == (8, 16)
     assert names["padded"].shape == (2, 5, 16)
-
-
-def test_the_other_snippets_of_the_ops_run():
-    _, _, state, decoding, allowed = blocks("ops.md")
-    exec(f"{state}\n{decoding}", {"torch": torch, "po": po})  # they compare by themselves
-    names = {"torch": torch, "po": po}
-    exec(allowed, names)
-    assert (names["logps"] == 0).nonzero().flatten().tolist() == [6, 11]  # the last tokens of the documents
 
 
 def test_the_batches_of_the_page_are_made():
