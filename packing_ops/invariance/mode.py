@@ -23,7 +23,9 @@ GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the
 ROWS = 16
 COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
 PAIR = 2  # terms that a CPU with AMX multiplies at a time in a half type: widths are a multiple of it (whole_pairs)
-FLOAT32_ROWS = 32  # on a GPU the least of a float32 product: cuBLASLt has other kernels for up to 16
+# On a GPU the least rows of a product of the losses. cuBLASLt has other kernels for fewer: in float32 for up to 16
+# rows, in half types for up to 3, where they sum 4,096 terms or more.
+GPU_ROWS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
 ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are order_invariant_sum under torch.compile
 
 # Of torch._inductor.config, where it has them. emulate_precision_casts: elementwise code rounds as eager code does,
@@ -187,12 +189,12 @@ _Result = TypeVar("_Result")
 
 
 def rows_of_product(rows: int, like: torch.Tensor) -> int:
-    """Return the number that ``rows`` of a product are padded to: on the CPU a multiple of ROWS, in float32 on a GPU
-    at least FLOAT32_ROWS.
+    """Return the number that ``rows`` of a product are padded to: on the CPU a multiple of ROWS, on a GPU at least
+    GPU_ROWS.
     """
     if like.is_cpu:
         return -(-rows // ROWS) * ROWS
-    return torch.sym_max(rows, FLOAT32_ROWS) if like.is_cuda and like.dtype == torch.float32 else rows
+    return torch.sym_max(rows, GPU_ROWS[like.dtype]) if like.is_cuda and like.dtype in GPU_ROWS else rows
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:

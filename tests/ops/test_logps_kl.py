@@ -302,6 +302,7 @@ packs = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @given(packs=packs, chunk=st.sampled_from([None, 1, 4096, 5000]), beta=st.sampled_from(BETAS), masked=st.booleans())
 @example(packs=[[10], [3, 32, 24], [1]], chunk=None, beta=0.0, masked=False)  # products of few rows
+@example(packs=[[1], [2], [3], [40, 33]], chunk=1, beta=0.0, masked=False)
 @example(packs=[[35, 33], [21, 32]], chunk=5000, beta=0.3, masked=False)
 @settings(max_examples=8, deadline=None)
 def test_the_same_bits_in_any_pack_and_chunk(device, dtype, packs, chunk, beta, masked):
