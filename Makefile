@@ -113,6 +113,7 @@ test-gpu bench-gpu profile-gpu: export PYTHONPATH := .$(addprefix :,$(CALLERS_PY
 # A process for two cores, spread over the GPUs; through MPS where it is, since processes otherwise take turns on a GPU. Not here:
 # what needs a compiler, or runs on the CPU alone (make test).
 test-gpu: export OMP_NUM_THREADS ?= 2
+test-gpu: export TORCHINDUCTOR_COMPILE_THREADS ?= 2
 test-gpu: export CUDA_VISIBLE_DEVICES ?= $(shell nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)
 test-gpu:  ## the tests on a GPU machine (TESTS="tests/ops -k cuda" for some)
 	@export CUDA_MPS_PIPE_DIRECTORY=$$(mktemp -d); export CUDA_MPS_LOG_DIRECTORY=$$CUDA_MPS_PIPE_DIRECTORY; \

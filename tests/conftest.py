@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # setter.
 os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
 
-from helpers.gpus import rotated
+from helpers.gpus import rotated, slow_first
 
 if {"CUDA_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER"} <= os.environ.keys():  # before torch looks
     os.environ["CUDA_VISIBLE_DEVICES"] = rotated(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["PYTEST_XDIST_WORKER"])
@@ -46,6 +46,12 @@ def pytest_collection():
         gc.freeze()
         gc.set_threshold(700, 10, 50)  # full collections are rare: much of what tests make stays too
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)  # behind -k and -m
+def pytest_collection_modifyitems(items):
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = slow_first(items, [item for item in items if item.get_closest_marker("slow")], workers)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -109,6 +109,7 @@ def test_units_differ_by_the_number_of_tokens_and_bits_do_not(dim, dtype, option
         assert_same(value, found[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [163 << 10, 99 << 10])
 def test_kernels_for_less_shared_memory(limit):
     """Those that sm_80 and sm_89 take, where this GPU has more."""

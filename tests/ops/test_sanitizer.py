@@ -84,6 +84,7 @@ def test_findings_are_counted(printed, none):
     assert no_findings(printed) is none
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RUNS)
 def test_no_findings(name, tmp_path):

@@ -254,6 +254,7 @@ def states_and_gradients(model, documents, grads, order):
     return dict(zip(order, parts, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: torch.compile is not served on the CPU")
 @pytest.mark.parametrize("hidden_size", [1024, 4096])
