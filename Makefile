@@ -30,7 +30,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help $(DEMOS) test test-newest test-fresh test-adoption test-matrix test-vllm lint style ptxas emulator bytecode build bench jitter
-.PHONY: test-gpu bench-gpu profile-gpu readme families docs wheel clean
+.PHONY: test-gpu bench-gpu profile-gpu readme families api docs wheel clean
 
 help:  ## these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -149,8 +149,11 @@ readme: .venv/.ready  ## the tables of README.md and docs, from benchmarks/resul
 families: .venv/.ready  ## the tables of docs/families.md, from the transformers that is installed
 	$(BIN)/python tools/families_page.py
 
-docs: .venv/.ready  ## the documentation with the API reference, in build/site/index.html
-	$(BIN)/python -m mkdocs build --strict --quiet
+api: .venv/.ready  ## the reference in docs/api, from the docstrings
+	$(BIN)/python tools/api_pages.py
+
+docs: .venv/.ready  ## the documentation as a site, in build/site/index.html
+	$(BIN)/python -m mkdocs build --strict  # --quiet hides the warnings that are to fail
 
 # Some times what make build takes. CUDA_HOME: a toolkit 12.8 or later.
 wheel: .venv/.ready  ## the wheel for every machine and the source archive, in dist/

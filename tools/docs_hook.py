@@ -1,4 +1,4 @@
-"""For mkdocs: adds the files outside docs/ that pages link to, and prepares docstrings for mkdocstrings.
+"""For mkdocs: adds the files outside docs/ that pages link to.
 
 A file outside docs/ that a page links to becomes part of the site, under repository/: a link such as
 ``../examples/first/sft_trl.py`` then works both in the repository and on the site, which is built offline and knows no
@@ -10,7 +10,6 @@ import posixpath
 import re
 from pathlib import Path
 
-import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,11 +51,3 @@ def on_page_markdown(markdown: str, page, **_) -> str:
         return f"{start}{os.path.relpath(target(page.file.src_uri, link), folder)}{anchor or ''})"
 
     return LINK.sub(rewrite, markdown)
-
-
-class Examples(griffe.Extension):
-    """Docstrings say "Example:"; the section whose prompts become code is "Examples:"."""
-
-    def on_object(self, *, obj: griffe.Object, **_) -> None:
-        if obj.docstring:
-            obj.docstring.value = re.sub(r"^(\s*)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M)

@@ -197,8 +197,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         finished.
 
         Raises:
-            ValueError: the state of a sampler with other batches: another seed, capacity, dp_size, lengths, ...; names
-            it.
+            ValueError: the state of a sampler with other batches: another seed, capacity, dp_size, lengths, ...
         """
         if missing := [name for name in ("epoch", "batches_done") if name not in state_dict]:
             raise ValueError(f"state_dict: expected that of a sampler, got none of {' and '.join(missing)}")
