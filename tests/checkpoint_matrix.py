@@ -4,7 +4,8 @@ On a GPU, or without one on the CPU:  python tests/checkpoint_matrix.py [--part 
 table.md] [--all] On several, next to a wrapper:         torchrun --nproc-per-node 2 tests/checkpoint_matrix.py --around
 fsdp2 [--out table.md]
 
---seconds 200 begins no other setting after that many; those that are left are counted as not run.
+--seconds 200 begins no other setting after that many; those that are left are counted as not run. --done table.md
+leaves out those of earlier tables.
 
 A row of the table is one setting, with what resulted: "same bits", "as exact" (another order of sums: against float64
 the error is at most twice that of eager code), "refused" with the first words of the error, before anything is trained,
@@ -315,6 +316,7 @@ def main():
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--done", type=Path, nargs="*", default=[])
     options, start = parser.parse_args(), time.monotonic()
     rank, device = 0, "cuda" if torch.cuda.is_available() else "cpu"
     if options.around:
@@ -328,7 +330,8 @@ def main():
     chosen = [
         each for each in settings(options.all) if {*options.only} <= {*each} and (has_peft or each.trained == "full")
     ]
-    chosen = chosen[part - 1 :: parts]
+    done = "".join(path.read_text() for path in options.done)
+    chosen = [each for each in chosen if f"| {each} |" not in done][part - 1 :: parts]
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     lines = [
         f"torch {torch.__version__}, transformers {transformers.__version__}, {name}, {str(dtype)[6:]}, {options.backend}"
