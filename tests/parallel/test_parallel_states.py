@@ -1,12 +1,13 @@
 """Hybrid models whose rows lie on several ranks: states travel, and loss and gradients are those of one process."""
 
+import functools
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import message_of, spawn
+from helpers.processes import message_of, nccl_ranks, spawn, spawn_on_gpus
 
 import packing_ops as po
 from packing_ops.parallel import shard_packed
@@ -25,20 +26,27 @@ FAMILIES = list(filter(passes_keywords, ["qwen3_5_text", "lfm2", "bamba", "nemot
 LENGTHS = [[9, 1, 22, 6], [37], [1, 2, 3, 33], [5, 5, 5, 5, 5]]  # a document over all ranks; ends where a part ends
 
 
-def model_of(family, **options):
-    model = stateful_model(family, attn_implementation="sdpa", num_key_value_heads=4)
+def over_nccl(test):
+    return pytest.mark.gpu(pytest.mark.skipif(nccl_ranks() < 2, reason="needs two GPUs, or NCCL 2.30")(test))
+
+
+def model_of(family, device="cpu", **options):
+    model = stateful_model(family, attn_implementation="sdpa", num_key_value_heads=4).to(device)
     apply_packing_ops(model, **options)
     return model
 
 
-def trained(family, lengths, *, around="nothing", checkpointing=None):
+def trained(family, lengths, *, around="nothing", checkpointing=None, device="cpu"):
     """(difference of the loss, of the gradients) from one process."""
     group = dist.group.WORLD
-    batch = {**batch_of(lengths), "use_cache": False}
-    one = model_of(family)
+    batch = {
+        name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in batch_of(lengths).items()
+    }
+    batch["use_cache"] = False
+    one = model_of(family, device)
     expected = loss_of(one, batch)
     expected.backward()
-    model = model_of(family, sequence_group=group)
+    model = model_of(family, device, sequence_group=group)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     if around == "fsdp2":
@@ -49,38 +57,51 @@ def trained(family, lengths, *, around="nothing", checkpointing=None):
     return from_one_process(model, loss, one, expected, group, averaged=around != "nothing")
 
 
-def all_families():
-    return {(family, *lengths): trained(family, lengths) for family in FAMILIES for lengths in LENGTHS}
+def all_families(device="cpu"):
+    return {(family, *lengths): trained(family, lengths, device=device) for family in FAMILIES for lengths in LENGTHS}
 
 
-def around_and_checkpointed():
+def around_and_checkpointed(device="cpu"):
     return [
-        trained("qwen3_5_text", LENGTHS[0], around="fsdp2", checkpointing=False),
-        trained("bamba", LENGTHS[1], checkpointing=True),
-        trained("bamba", LENGTHS[0], around="fsdp2"),
+        trained("qwen3_5_text", LENGTHS[0], around="fsdp2", checkpointing=False, device=device),
+        trained("bamba", LENGTHS[1], checkpointing=True, device=device),
+        trained("bamba", LENGTHS[0], around="fsdp2", device=device),
     ]
+
+
+def assert_as_in_one_process(by_rank):
+    """Of {case: (difference of the loss, of the gradients)} on each rank."""
+    for found in by_rank:
+        assert {case: each for case, each in found.items() if each[0] > 1e-5 or each[1] > 1e-4} == {}
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_models_as_in_one_process(world, tmp_path):
-    for found in spawn(all_families, world, tmp_path):
-        assert {case: each for case, each in found.items() if each[0] > 1e-5 or each[1] > 1e-4} == {}
+    assert_as_in_one_process(spawn(all_families, world, tmp_path))
 
 
 def test_fsdp2_and_checkpointing(tmp_path):
-    for found in spawn(around_and_checkpointed, 2, tmp_path):
-        for loss, gradients in found:
-            assert loss < 1e-5
-            assert gradients < 1e-4
+    assert_as_in_one_process(dict(enumerate(each)) for each in spawn(around_and_checkpointed, 2, tmp_path))
 
 
-def bits():
+@over_nccl
+def test_models_on_gpus_as_on_one(tmp_path):
+    assert_as_in_one_process(spawn_on_gpus(functools.partial(all_families, "cuda"), 2, tmp_path))
+
+
+@over_nccl
+def test_fsdp2_and_checkpointing_on_gpus(tmp_path):
+    found = spawn_on_gpus(functools.partial(around_and_checkpointed, "cuda"), 2, tmp_path)
+    assert_as_in_one_process(dict(enumerate(each)) for each in found)
+
+
+def bits(device="cpu"):
     """Whether parts that begin at multiples of 64 have the bits of one process."""
     group, rows, total = dist.group.WORLD, 128, 128 * dist.get_world_size()
     torch.manual_seed(0)
-    q, k, v = (torch.randn(total, 1, 16) for _ in range(3))
-    g, beta = -torch.rand(total, 1), torch.rand(total, 1)
-    cu_seqlens = torch.tensor([0, 64, total - 2, total])
+    q, k, v = (torch.randn(total, 1, 16, device=device) for _ in range(3))
+    g, beta = (torch.rand(total, 1, device=device) for _ in range(2))
+    g, cu_seqlens = -g, torch.tensor([0, 64, total - 2, total], device=device)
     wanted, _ = po.gated_delta_rule(q, k, v, g, beta, cu_seqlens)
     own = slice(group.rank() * rows, (group.rank() + 1) * rows)
     documents, inputs = documents_on_rank(cu_seqlens, rows, group), [x[own] for x in (q, k, v, g, beta)]
@@ -93,6 +114,11 @@ def bits():
 
 def test_bits_of_parts_at_multiples_of_64(tmp_path):
     assert spawn(bits, 3, tmp_path) == [True] * 3
+
+
+@over_nccl
+def test_bits_of_parts_on_gpus(tmp_path):
+    assert spawn_on_gpus(functools.partial(bits, "cuda"), 2, tmp_path) == [True] * 2
 
 
 class Group:
