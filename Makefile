@@ -131,7 +131,7 @@ bench-gpu:  ## measures every family on the GPU (FAMILIES="attention e2e" for so
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # Some minutes. tests/ops/test_attention_jitter.py compares its results with those of the library itself.
-jitter: .venv/.ready  ## a library in which Hopper's kernels wait at random, in build/jitter/
+jitter: .venv/.ready  ## a library in which kernels wait at random, in build/jitter/
 	@NVCC_APPEND_FLAGS=-DPACKING_OPS_JITTER $(BIN)/python setup.py -q build_ext --build-temp build/jitter/temp --build-lib build/jitter
 
 profile-gpu:  ## what the kernels wait for, by Nsight Compute

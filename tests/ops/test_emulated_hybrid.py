@@ -17,6 +17,16 @@ pytestmark = pytest.mark.skipif(HEADERS is None, reason="needs the headers of a 
 HALVES = [torch.bfloat16, torch.float16]
 
 
+# Whichever thread is ahead and whenever copies arrive: races would have other bits.
+ON_SCHEDULES = pytest.mark.parametrize("schedule", [(False, 0), (True, 1), (False, 2), (True, 3)], ids=str)
+
+
+def assert_same_on(monkeypatch, schedule, call):
+    wanted = call()
+    monkeypatch.setattr(emulated, "schedule", schedule)
+    assert_same(call(), wanted)
+
+
 # --- causal_conv1d ---
 
 
@@ -58,6 +68,14 @@ def test_convolution_has_the_bits_of_a_document_alone():
         assert_same(packed[i][rows], alone[i])
     for i in (1, 5):
         assert_same(packed[i][3:], alone[i])
+
+
+@ON_SCHEDULES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_convolution_on_schedules(monkeypatch, schedule, dtype):
+    tensors, cu_seqlens = test_conv.inputs_of("cpu", dtype, 40, 4, lengths=[130, 0, 2, 300])
+    gradients = torch.randn_like(tensors[0]), torch.randn_like(tensors[3])
+    assert_same_on(monkeypatch, schedule, lambda: convolved(tensors, cu_seqlens, gradients, silu=True))
 
 
 # --- gated_delta_rule ---
@@ -162,6 +180,14 @@ def test_scan_keeps_nan_in_its_document():
         for mine, wanted in zip(found, clean, strict=True):
             rows = [0, 2] if mine.dim() == 4 else others
             assert_same(mine[rows], wanted[rows])
+
+
+@ON_SCHEDULES
+@pytest.mark.parametrize(("dtype", "gpu"), [(torch.bfloat16, "sm_90"), (torch.float32, "sm_80")], ids=str)
+def test_scan_on_schedules(monkeypatch, schedule, dtype, gpu):
+    tensors, cu_seqlens = test_scan.inputs_of("cpu", dtype, lengths=[200, 0, 65, 3])
+    gradients = torch.randn_like(tensors[2]), torch.randn_like(tensors[5])
+    assert_same_on(monkeypatch, schedule, lambda: scanned(tensors, cu_seqlens, gradients, gpu=gpu))
 
 
 # --- mamba2_scan ---
@@ -270,3 +296,11 @@ def test_mamba_keeps_nan_in_its_document():
             assert_same(found[row][others], clean[row][others])
         for document in ("final_state", "initial_state"):
             assert_same(found[document][[0, 2]], clean[document][[0, 2]])
+
+
+@ON_SCHEDULES
+@pytest.mark.parametrize(("dtype", "gpu"), [(torch.bfloat16, "sm_90"), (torch.float32, "sm_80")], ids=str)
+def test_mamba_on_schedules(monkeypatch, schedule, dtype, gpu):
+    tensors, cu_seqlens = test_scan_mamba.inputs_of("cpu", dtype, lengths=[200, 0, 65, 3])
+    gradients = test_scan_mamba.gradients_of(tensors, 4)
+    assert_same_on(monkeypatch, schedule, lambda: mamba(tensors, cu_seqlens, gradients, gpu=gpu))

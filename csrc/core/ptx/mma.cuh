@@ -75,9 +75,17 @@ __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+// PACKING_OPS_JITTER: a build in which every wait begins up to a microsecond late, at random, for tests of races.
+__device__ __forceinline__ void jitter() {
+#if defined(PACKING_OPS_JITTER)
+  __nanosleep((static_cast<uint32_t>(clock64()) + threadIdx.x) * 2654435761u >> 22);
+#endif
+}
+
 // Waits until at most kPending of this thread's groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
+  jitter();
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
@@ -116,11 +124,8 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, int parity
   return ended != 0;
 }
 
-// PACKING_OPS_JITTER: a build in which every wait begins up to a microsecond late, at random, for tests of races.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
-#if defined(PACKING_OPS_JITTER)
-  __nanosleep((static_cast<uint32_t>(clock64()) + threadIdx.x) * 2654435761u >> 22);
-#endif
+  jitter();
 #if __CUDA_ARCH__ >= 900  // try_wait suspends the thread for a while
   uint32_t ended = 0;
   while (!ended) {
