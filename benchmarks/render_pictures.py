@@ -16,45 +16,26 @@ WIDTH, DPI = 10, 130  # inches of a page
 CASE = 0.23  # inches of one
 SMALL, LARGE = 9, 11  # points: read at half the size too
 EVEN = 0.02  # what is no difference
-PARTS = {  # of the work: the indices are given that ours finds first; no softmax
-    "torch index_select",
-    "bare matmuls",
-    "bare matmuls, logits kept",
-    "filling new tensors of these sizes",
-}
+# Parts of the work: the indices are given that ours finds first; no softmax
+PARTS = {"torch index_select", "bare matmuls", "bare matmuls, logits kept", "filling new tensors of these sizes"}
 OURS_TOO = (OURS, "chunked_cross_entropy", "varlen_attention")
 OURS_ALONE = ("token_logps by ",)  # cases of ours with other options
 PREPARATIONS = ("FlexAttention, its block mask",)  # once for many calls, timed in rows of their own
-LOOPS = {
-    "torch formula in chunks",
-    "padded loop in torch",
-    "trl's tree in a plain loop",
-    "Karmarkar-Karp, a plain loop in Python",
-}  # in the CSV alone
+LOOPS = {"torch formula in chunks", "padded loop in torch", "trl's tree in a plain loop",
+         "Karmarkar-Karp, a plain loop in Python"}  # in the CSV alone  # fmt: skip
 QUADRATIC = {"torch SDPA block mask", "megatron-core, padded"}  # drawn where no peer serves packed rows
-NOTES = dict.fromkeys(PARTS, "a part of the work")
 # Okabe and Ito's palette: safe for colour-blind readers
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GRAY = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999",
 )  # fmt: skip
 COLORS = {  # of a provider the same in every picture
-    "torch FlashAttention-2": ORANGE,
-    "FlashAttention-3": RED,
-    "FlashAttention-3, deterministic": PINK,
-    "FlashAttention-4": BLUE,
-    "FlashAttention-4, deterministic": SKY,
-    "FlexAttention": GREEN,
-    "torch eager": ORANGE,
-    "torch.compile": BLUE,
-    "transformers formula": ORANGE,
-    "transformers formula, torch.compile": BLUE,
-    "bert_padding formulas": ORANGE,
-    "bert_padding formulas, torch.compile": BLUE,
-    "torch zeros + index_copy": GREEN,
-    "torch index_select": GRAY,
-    "bare matmuls": GRAY,
-    "bare matmuls, logits kept": BLACK,
-}
+    "torch FlashAttention-2": ORANGE, "FlashAttention-3": RED, "FlashAttention-3, deterministic": PINK,
+    "FlashAttention-4": BLUE, "FlashAttention-4, deterministic": SKY, "FlexAttention": GREEN,
+    "torch eager": ORANGE, "torch.compile": BLUE, "torch zeros + index_copy": GREEN, "torch index_select": GRAY,
+    "transformers formula": ORANGE, "transformers formula, torch.compile": BLUE,
+    "bert_padding formulas": ORANGE, "bert_padding formulas, torch.compile": BLUE,
+    "bare matmuls": GRAY, "bare matmuls, logits kept": BLACK,
+}  # fmt: skip
 OTHERS = (ORANGE, BLUE, GREEN, PINK, SKY, RED, YELLOW, BLACK)
 FAMILIES = {"logps": "Log-probabilities", "kl": "Distillation", "rope": "RoPE", "data": "Collators and batches"}
 MARKERS = "osD^vPX*<>"  # of the providers of a picture, in their order
@@ -122,15 +103,8 @@ def picture(rows: list[dict], path: Path) -> bool:
     words = [case.shape.split(" ") for case in cases]
     common = [word for word in words[0] if NAMED.search(word) and all(word in each for each in words[1:])]
     common *= len(cases) > 1
-    figure, axes = plt.subplots(
-        1,
-        len(panels),
-        figsize=(WIDTH, 2.1 + CASE * most),
-        layout="constrained",
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-    )
+    options = {"layout": "constrained", "sharex": True, "sharey": True, "squeeze": False}
+    figure, axes = plt.subplots(1, len(panels), figsize=(WIDTH, 2.1 + CASE * most), **options)
     styles = dict(zip(colors_of(cases).items(), itertools.cycle(MARKERS), strict=False))
     styles = {name: (color, marker) for (name, color), marker in styles.items()}
     for axis, (op, each) in zip(axes[0], panels, strict=True):
@@ -144,18 +118,12 @@ def picture(rows: list[dict], path: Path) -> bool:
         plt.Line2D([], [], marker=marker, linestyle="", color=color, label=_legend(name, cases))
         for name, (color, marker) in styles.items()
     ]
-    legend = {
-        "loc": "outside lower center",
-        "ncols": min(3 if _widest(handles) < 40 else 2, len(handles)),
-        "fontsize": SMALL,
-        "frameon": False,
-    }
+    columns = min(3 if max(len(handle.get_label()) for handle in handles) < 40 else 2, len(handles))
+    legend = {"loc": "outside lower center", "ncols": columns, "fontsize": SMALL, "frameon": False}
     all_of_them = f"; all cases: {' '.join(common)}" if common else ""
     note = f"bars: the fastest other; marks: the rest; behind in bold{all_of_them}"
     figure.legend(handles=handles, title=note, title_fontsize=SMALL, **legend)
-    figure.savefig(path, dpi=DPI)
-    plt.close(figure)
-    return True
+    return saved(figure, path)
 
 
 def title_of(stem: str, device: str, cases: list[Comparison]) -> str:
@@ -176,24 +144,25 @@ def label_of(case: Comparison, common: list[str], with_op: bool) -> str:
     return label.strip()
 
 
-def _widest(handles: list) -> int:
-    return max(len(handle.get_label()) for handle in handles)
+def saved(figure, path: Path) -> bool:
+    figure.savefig(path, dpi=DPI)
+    plt.close(figure)
+    return True
 
 
 def _legend(name: str, cases: list[Comparison]) -> str:
     """A provider with the speedups over it."""
     speeds = [case.speeds[name] for case in cases if name in case.speeds]
-    note = f"{name} ({NOTES[name]})" if name in NOTES else name
-    return f"{note}: {times(min(speeds))} to {times(max(speeds))}" if len(speeds) > 1 else f"{note}: {times(speeds[0])}"
+    note = f"{name} (a part of the work)" if name in PARTS else name
+    return f"{note}: {times(min(speeds))}" + (f" to {times(max(speeds))}" if len(speeds) > 1 else "")
 
 
 def _counts(cases: list[Comparison]) -> str:
     speeds = [case.speeds[case.fastest] for case in cases]
     ahead, behind = sum(speed > 1 + EVEN for speed in speeds), sum(speed < 1 - EVEN for speed in speeds)
     even = len(cases) - ahead - behind
-    return f"{len(cases)} cases: ahead in {ahead}, behind in {behind}" + (
-        f", even within {EVEN:.0%} in {even}" if even else ""
-    )
+    counts = f"{len(cases)} cases: ahead in {ahead}, behind in {behind}"
+    return counts + (f", even within {EVEN:.0%} in {even}" if even else "")
 
 
 def _draw(axis, cases: list[Comparison], styles: dict[str, tuple[str, str]]) -> None:

@@ -41,7 +41,7 @@ def test_host_time_of_ranks_that_are_not_there(monkeypatch, tmp_path):
 
 def test_a_picture_of_what_several_gpus_reach(tmp_path):
     pytest.importorskip("matplotlib")
-    from render_picture_efficiency import picture_of_efficiency
+    from render_results import picture_of_efficiency
 
     rows, path = result_rows.rows_of("parallel_cuda"), tmp_path / "parallel_cuda.png"
     alone = [row for row in rows if row["ranks"] == "1" or not row["efficiency"]]

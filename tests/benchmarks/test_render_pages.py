@@ -5,19 +5,19 @@ import sys
 
 import pytest
 import render_pages
-import render_pages_attention
-import render_pages_ops
-import render_pages_training
-import render_pages_whole
-import render_results
+import render_tables
+import render_tables_attention
+import render_tables_ops
+import render_tables_training
 import result_rows
+from render_tables import made
 
 REPORT = render_pages.ROOT / "docs" / "report.md"
 
 
 def test_every_table_stands_somewhere_once():
     found = [match[2] for page in render_pages.PAGES for match in render_pages.REGION.finditer(page.read_text())]
-    assert sorted(found) == sorted(render_pages.TABLES)
+    assert sorted(found) == sorted(render_tables.MADE)
 
 
 def test_another_figure_is_noticed_and_put_right():
@@ -65,35 +65,35 @@ def test_attention_shows_who_was_measured_and_where_ours_is_behind(results):
         (
             "varlen_attention",
             long16k,
-            {"packing_ops": 1, render_pages_attention.FLASH_2: 1.03, render_pages_attention.FLASH_3: 0.56},
+            {"packing_ops": 1, render_tables_attention.FLASH_2: 1.03, render_tables_attention.FLASH_3: 0.56},
         ),
-        ("varlen_attention_backward", long16k, {"packing_ops": 1, render_pages_attention.FLASH_2: 1.07}),
-        ("varlen_attention", tiny, {"packing_ops": 1, render_pages_attention.FLASH_2: 0.96}),
+        ("varlen_attention_backward", long16k, {"packing_ops": 1, render_tables_attention.FLASH_2: 1.07}),
+        ("varlen_attention", tiny, {"packing_ops": 1, render_tables_attention.FLASH_2: 0.96}),
         ("varlen_attention_backward", tiny, {"packing_ops": 1}),
     ]
     results("attention_cuda", [
         {"op": op, "shape": shape, "provider": provider, "p50_us": 1000, "ratio_to_ours": ratio, "sm_mhz": 1500 + i}
         for i, (op, shape, providers) in enumerate(figures) for provider, ratio in providers.items()
     ])  # fmt: skip
-    table = render_pages_attention.attention()
+    table = made("attention")
     assert "| long16k: 4 x 16,384 | 1.00 | 1.03 | 0.56 |\n\n| backward" in table
     assert "| long16k: 4 x 16,384 | 1.00 | 1.07 |\n" in table
     assert "Flex" not in table
     assert "commit abcdef0, multiprocessors at 1,500 to 1,501 MHz" in " ".join(table.split())
-    forward, backward = render_pages_attention.attention_slower().split("\n\n")
+    forward, backward = made("attention-slower").split("\n\n")
     assert forward.splitlines()[2:] == ["| tiny, 512 tokens, 32/8 heads, D=128 | 1.00 | 0.96 |"]
     assert backward.splitlines()[2:] == ["| tiny, 512 tokens, 32/8 heads, D=128 | 1.00 |"]
 
 
 def test_models_are_compared_with_ours_of_the_same_kind(results):
-    ours, flash = "packing_ops", render_pages_training.FLASH
-    layers = render_pages_training.LAYERS
+    ours, flash = "packing_ops", render_tables_training.FLASH
+    layers = render_tables_training.LAYERS
     speeds = {ours: 90, flash: 60, f"{ours}, {layers}": 110, f"{flash}, {layers}": 100}
     results("e2e_cuda", [
         {"provider": name, "tokens": 10, "documents": 2, "tokens_per_second": speed, "peak_gib": 1, "loss": 5}
         for name, speed in speeds.items()
     ])  # fmt: skip
-    rows = [[cell.strip() for cell in line.split("|")] for line in render_pages_training.e2e().splitlines()[2:8]]
+    rows = [[cell.strip() for cell in line.split("|")] for line in made("e2e").splitlines()[2:8]]
     assert [(row[1], row[4]) for row in rows] == [
         ("**eager, the model's RMSNorm**", ""),
         ("packing_ops, `rms_norm=False`", "–"),
@@ -106,7 +106,7 @@ def test_models_are_compared_with_ours_of_the_same_kind(results):
 
 def test_percent_of_copy_is_one_thing_everywhere(results):
     def case(op, shape, **times):
-        names = {"copy": result_rows.COPY, "host": next(iter(render_pages_ops.HOST)), "core": "megatron-core unfused"}
+        names = {"copy": result_rows.COPY, "host": next(iter(render_tables_ops.HOST)), "core": "megatron-core unfused"}
         ratios = {name: time / times["packing_ops"] for name, time in times.items()}
         # As an old file says it: against the rate of a copy of another size.
         more = {"op": op, "shape": shape, "copy_rate_percent": 33}
@@ -133,37 +133,34 @@ def test_percent_of_copy_is_one_thing_everywhere(results):
     results("packing_cuda", [{**row, "dtype": "int64"} for row in case("pack_ffd", "n=4096", packing_ops=60, host=10)])
     for name in ("padding_cuda", "boundaries_cuda", "profile_cuda"):
         results(name, [{"op": "", "shape": "", "provider": ""}])
-    said = render_pages_ops.ops()
+    said = made("ops")
     assert "| 100.0 us | 87% |" in said
     assert (
         "| pack_ffd on the device, 4,096 lengths | 60.0 us | – | copied to the host and packed there: 0.17x |" in said
     )
     assert "takes 6.0 to 6.0 times as long as a copy" in " ".join(said.split())
     assert said.count(result_rows.PERCENT_OF_COPY.split(":")[0]) == 1
-    assert "at 87% of copy" in " ".join(render_pages_training.megatron().split())
-    assert "| 100.0 us | 87% |" in render_results.table(rope_rows := result_rows.rows_of("rope_cuda"))
-    assert result_rows.PERCENT_OF_COPY in render_results.table(rope_rows)
+    assert "at 87% of copy" in " ".join(made("megatron").split())
 
 
 def test_training_without_a_link(results):
-    assert render_pages_training.parallel_host() == "Not measured yet."
+    assert made("parallel_host") == "Not run yet: `benchmarks/bench_parallel_host.py`."
     times = {"one rank": (100_000, 60_000), "FSDP2": (125_000, 124_000)}
     results("parallel-host_cuda", [
         {"provider": name, "layers": "eager", "rows": "4 x 16384", "fake_ranks": 1 if name == "one rank" else 4, "p50_us": us,
          "host_us": host, "gpu_busy_us": 99_000, "efficiency": 100_000 / us, "tokens_per_second": 5000, "model": "tiny"}
         for name, (us, host) in times.items()
     ])  # fmt: skip
-    table = render_pages_training.parallel_host()
+    table = made("parallel_host")
     assert "| one rank | eager | 4 x 16384 | 100 | 99 | 5,000 |  |" in table
     assert "| FSDP2 | eager | 4 x 16384 | 125 | 99 | 5,000 | 0.80 |" in table
     assert "rank 0 of 4 that are not there" in " ".join(table.split())
 
 
-def test_whole_models_are_told_by_model(monkeypatch):
+def test_whole_models_are_told_by_model(results):
     """The fastest row of each way in the first screen; what failed and what lost stays in the table."""
-    monkeypatch.setattr(render_pages_whole, "_measured", list)
-    for table in (render_pages_whole.whole, render_pages_whole.checkpointing, render_pages_whole.headline):
-        assert table() == render_pages_whole.NOT_RUN
+    for name in ("whole", "checkpointing", "headline", "memory"):
+        assert made(name) == "Not run yet: `benchmarks/bench_whole.py`."
     row = {
         "part": "8b",
         "model": "Qwen3-8B",
@@ -189,12 +186,12 @@ def test_whole_models_are_told_by_model(monkeypatch):
         )
     ]  # fmt: skip
     rows[-1] |= {"error": "torch.OutOfMemoryError: no memory"}
-    monkeypatch.setattr(render_pages_whole, "_measured", lambda: rows)
-    said = render_pages_whole.whole()
+    results("whole_cuda", rows)
+    said = made("whole")
     assert "| rows of 8,192, compiled layers, checkpoint_policy, 48 GiB | 12.0k | 0.500 | 99.0 | 12.1 |" in said
     assert "torch's FlashAttention-2 | rows of 8,192, compiled layers, no checkpointing | out of memory |" in said
-    assert "| 12.0k | 0.500 | 99.0 | 1.33 |" in render_pages_whole.checkpointing()
-    said = render_pages_whole.headline()
+    assert "| 12.0k | 0.500 | 99.0 | 1.33 |" in made("checkpointing")
+    said = made("headline")
     assert "| packing_ops, fused_loss | 12.0k | 0.500 | 99.0 |" in said
     assert "| packed, torch's FlashAttention-2 | 8.0k | 0.500 | 99.0 |" in said
     assert "| packed, Liger's kernels, torch's FlashAttention-2 | – | – | – |" in said
@@ -202,7 +199,7 @@ def test_whole_models_are_told_by_model(monkeypatch):
 
 def test_a_picture_of_whole_models(tmp_path):
     pytest.importorskip("matplotlib")
-    from render_picture_whole import picture_of_whole
+    from render_results import picture_of_whole
 
     rows, path = result_rows.rows_of("whole_cuda"), tmp_path / "whole_cuda.png"
     assert not picture_of_whole([row for row in rows if row["provider"] != "ours"], path)
@@ -220,7 +217,7 @@ def test_a_way_to_train_without_padded_batches_has_no_speedup(results, padded):
         {"provider": "padded batches of 8, sdpa", "tokens_per_second": padded, **same, "error": "", **error},
     ]
     results("hybrid_bamba_cuda", rows)
-    table = render_pages_whole.hybrid_bamba()
+    table = made("hybrid_bamba")
     assert f"| packing_ops | 20.0k | 30.0 GiB | {'4.0' if padded else ''} |" in table
     assert ("OutOfMemoryError" in table) == (not padded)
 
@@ -232,12 +229,12 @@ def test_a_case_that_a_provider_did_not_run_has_a_dash(results):
         {**both, "provider": "copy", "p50_us": 20},
         {**both, "op": "backward", "provider": "packing_ops", "p50_us": 2000},
     ])  # fmt: skip
-    assert render_pages_ops.scan_mamba().splitlines()[2:4] == [
+    assert made("scan_mamba").splitlines()[2:4] == [
         "| forward, T=1 | 500.0 us, 1,024 MiB | 20.0 us, 1,024 MiB |",
         "| backward, T=1 | 2.00 ms, 1,024 MiB | – |",
     ]
 
 
 def test_a_table_that_nobody_measured_names_its_command(results):
-    assert render_pages_ops.scan_mamba() == "Not run yet: `benchmarks/bench_scan_mamba.py`."
-    assert render_pages_whole.hybrid_bamba() == "Not run yet: `benchmarks/bench_hybrid.py --model bamba`."
+    assert made("scan_mamba") == "Not run yet: `benchmarks/bench_scan_mamba.py`."
+    assert made("hybrid_bamba") == "Not run yet: `benchmarks/bench_hybrid.py --model bamba`."

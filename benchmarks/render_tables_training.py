@@ -1,0 +1,248 @@
+"""What README.md and docs/ say of whole models and of the loss; what a file does not have is left out."""
+
+from functools import partial
+
+import result_rows
+from result_rows import COPY, OURS, Case, by_row, cases_of, origin, prose, rows_of, span, table, times
+
+LAYERS, FLASH, CHECKPOINTING = "torch.compile of each layer", "packed, torch FlashAttention-2", "gradient checkpointing"
+EAGER = "eager, the model's RMSNorm"
+STEPS = {  # group: {row: label}; the first row of a group is ours, which the others are compared with
+    EAGER: {
+        OURS: "packing_ops, `rms_norm=False`",
+        "padded batches of 8, sdpa": "padded batches of 8, SDPA",
+        "packed, sdpa mask": "packed, SDPA with a mask",
+        "packed, flex_attention": "packed, FlexAttention",
+        FLASH: "packed, torch's FlashAttention-2",
+        f"{FLASH}, compiled rope": "the same, RoPE under torch.compile",
+    },
+    "eager, one kernel for RMSNorm (our default)": {
+        f"{OURS}, rms_norm=True": "packing_ops",
+        f"{FLASH}, compiled rope, F.rms_norm": "packed, torch's FlashAttention-2, RoPE under torch.compile, `F.rms_norm`",
+    },
+    "each layer under torch.compile": {
+        f"{OURS}, {LAYERS}": "packing_ops",
+        f"{FLASH}, {LAYERS}": "packed, torch's FlashAttention-2",
+        f"{FLASH}, F.rms_norm, {LAYERS}": "the same, `F.rms_norm`",
+    },
+    f"{EAGER}, {CHECKPOINTING}": {
+        f"{OURS}, {CHECKPOINTING}": "packing_ops, `rms_norm=False`",
+        f"{FLASH}, {CHECKPOINTING}": "packed, torch's FlashAttention-2",
+    },
+    f"{EAGER}, rows of 16,384 instead of 8,192": {
+        f"{OURS}, rows of twice the capacity": "packing_ops, `rms_norm=False`"
+    },
+}
+
+
+def e2e() -> str:
+    """Returns a table in groups: what is the same in a group is its heading."""
+    found, lines = {row["provider"]: row for row in rows_of("e2e_cuda")}, []
+    for group, labels in STEPS.items():
+        measured, first = [found[name] for name in labels if name in found], next(iter(labels))
+        lines += [f"**{group}** |  |  | "] if measured else []
+        for row in measured:
+            line = f"{labels[row['provider']]} | {row['tokens_per_second']:.1k} | {row['peak_gib']:.1f} GiB"
+            ours = float(found[first]["tokens_per_second"]) if row["provider"] != first and first in found else 0
+            lines.append(f"{line} | {ours / float(row['tokens_per_second']):.2f}" if ours else f"{line} | –")
+    measured = [row for row in found.values() if row["loss"]]
+    losses, first = [float(row["loss"]) for row in measured], measured[0]
+    vocabulary = f"vocabulary of {first['vocabulary']:,.0f}; " if first.get("vocabulary") else ""
+    note = (
+        f"{first['tokens']:,.0f} tokens in {first['documents']} documents; {vocabulary}bf16 losses differ by at most "
+        f"{max(losses) - min(losses):.4f}. {origin(measured)}."
+    )
+    return table("trained with | tokens/s | peak memory | speedup of packing_ops over this row", lines, note)
+
+
+def adapter() -> str:
+    found = {row["provider"]: row for row in rows_of("e2e_cuda")}
+    positions, explicit = (found[f"adapter overhead, {kind}"] for kind in ("position_ids", "cu_seq_lens"))
+    return prose(
+        f'attn_implementation="packing_ops" costs the host {positions["host_us_per_layer"]:.0f} us (position_ids) and '
+        f"{explicit['host_us_per_layer']:.0f} us (cu_seq_lens) a layer beyond `varlen_attention` itself, and a step waits for the "
+        f"GPU for {found[OURS]['host_waits_percent']:.1f}% of its time ({origin([positions, explicit])})."
+    )
+
+
+def megatron() -> str:
+    rows, found = rows_of("megatron_cuda"), {}
+    for (op, shape, _), providers in cases_of(rows).items():
+        way = "hook" if op == "RoPE hook" else "both" if op.endswith("backward") else "forward"
+        for name, row in providers.items():
+            if way == "hook" or "T=65536" in shape:
+                found.setdefault((way, name), []).append(float(row["ratio_to_ours"]))
+    spread = {key: span(times, values) for key, values in found.items()}
+    ranks = [row for row in rows_of("megatron-context-parallel_cuda") if row["ranks"] != "1"]
+    shares = [f"{row['efficiency']:.0%} with {row['shape'].split('docs=')[1].split()[0]}" for row in ranks]
+    return prose(
+        "The core attention module of Megatron-core, 65,536 tokens, forward and backward: torch's FlashAttention-2 takes "
+        f"{spread['both', 'torch FlashAttention-2']} times ours, FlashAttention-4 {spread['both', 'FlashAttention-4']}, a direct "
+        f"call of `varlen_attention` {spread['both', 'varlen_attention']}. Forward alone: FlashAttention-3 takes "
+        f"{spread['forward', 'FlashAttention-3']} times ours. TransformerEngine and cuDNN are not measured. The RoPE hook runs at "
+        f"{100 * found['hook', COPY][0]:.0f}% of copy, {times(found['hook', 'megatron-core unfused'][0])}x as fast as "
+        f"megatron-core's unfused RoPE ({origin(rows)}). Efficiency of context parallel attention on two GPUs, rows of 65,536 "
+        f"tokens, forward and backward, by documents in the row: {', '.join(shares)} ({origin(ranks)})."
+    )
+
+
+def parallel() -> str:
+    """A row for each way to use them; what one GPU takes is measured in the same run."""
+    rows = rows_of("parallel_cuda")
+    line = "{op} | {shape} | {ranks} | {p50_us:.1ms} | {efficiency:.2f} | {tokens_per_second:,.0f}"
+    note = (
+        "Efficiency: the time of one GPU in the same run, over the number of GPUs times their time; 1 is ideal. bfloat16, the "
+        "slowest rank ({origin})."
+    )
+    made = by_row(
+        rows, "what | case | GPUs | ms | efficiency | tokens/s", line, note + result_rows.without_overlap(rows)
+    )
+    return f"{made}\n\n![of ideal, by case](../benchmarks/results/parallel_cuda.png)"
+
+
+def parallel_host() -> str:
+    """A row for each way to train; what one rank alone takes is measured in the same run."""
+    rows = [
+        row | ({"efficiency": result_rows.Cell()} if row["fake_ranks"] == "1" else {})
+        for row in rows_of("parallel-host_cuda")
+    ]
+    header = "training | layers | rows | ms | GPU busy, ms | tokens/s per GPU | efficiency, at most"
+    line = "{provider} | {layers} | {rows} | {p50_us:.0ms} | {gpu_busy_us:.0ms} | {tokens_per_second:,.0f} | {efficiency:.2f}"
+    return by_row(rows, header, line, (
+        f'One GPU; all rows but "one rank" run as rank 0 of {max(int(row["fake_ranks"]) for row in rows)} that are not there: '
+        "collectives send nothing, wait for nobody, and a gather copies this rank's part for each of the others; DDP's reduction "
+        'is left out. An optimizer step after every row. Efficiency, at most: the time of "one rank" over theirs, which no link '
+        "can exceed. {model}, bfloat16, rms_norm, fused_loss ({origin})."
+    ))  # fmt: skip
+
+
+def training_of(family: str) -> str:
+    """A row for each way to train the model. One that failed has its error, and there is no speedup over it."""
+    rows = rows_of(family)
+    padded = next((float(row["tokens_per_second"] or 0) for row in rows if row["provider"].startswith("padded")), 0)
+    for row in rows:
+        speed = float(row["tokens_per_second"] or 0)
+        row["speedup"] = times(speed / padded) if speed and padded else ""
+        row["shown"] = "{tokens_per_second:.1k} | {peak_gib:.1f} GiB".format(**row) if speed else f"{row['error']} | "
+    note = "{layers} layers, {tokens:,.0f} tokens in {documents} documents. {origin}."
+    header = "trained with | tokens/s | peak memory | speedup over padded batches"
+    return by_row(rows, header, "{provider} | {shown} | {speedup}", note)
+
+
+PROVIDERS = {"padded": "padded batches of 8, SDPA", "fa2": "packed, torch's FlashAttention-2",
+             "liger": "packed, Liger's kernels, torch's FlashAttention-2", "ours": "packing_ops, fused_loss"}  # fmt: skip
+SHOWN = {"small": "Qwen3-0.6B, one GPU", "8b": "Qwen3-8B, FSDP2, 2 GPUs"}
+
+
+def whole_rows() -> list[dict]:
+    """Rows of whole_cuda.csv with what the tables say of them; rows of one `of` have the same documents."""
+    rows, kinds = rows_of("whole_cuda"), {"": "no checkpointing", "full": "full checkpointing"}
+    for row in rows:
+        where = f"{row['wrapper']} on {row['ranks']} GPUs" if row["ranks"] != "1" else "one GPU"
+        row["of"] = f"{row['model']}{', LoRA' if row['lora'] == '1' else ''}, {where}, {row['documents']} documents"
+        how = [] if row["provider"] == "padded" else [f"rows of {row['row']:,.0f}"]
+        how += ["compiled layers"] if row["compiled"] == "1" else []
+        how += [kinds.get(row["checkpointing"]) or f"checkpoint_policy, {row['checkpointing']} GiB"]
+        row["name"], row["how"] = PROVIDERS[row["provider"]], ", ".join(how)
+        row["figures"] = "{tokens_per_second_a_gpu:.1k} | {mfu:.3f} | {peak_gib:.1f}".format(**row)
+        if row["error"]:
+            row["figures"] = f"{'out of memory' if 'OutOfMemory' in row['error'] else 'fails'} |  | "
+    return rows
+
+
+def whole() -> str:
+    """A table of all rows, model after model."""
+    rows, lines = whole_rows(), []
+    for model in dict.fromkeys(row["of"] for row in rows):
+        lines.append(f"**{model}** |  |  |  |  | ")
+        lines += ["{name} | {how} | {figures} | {loss}".format(**row) for row in rows if row["of"] == model]
+    note = (
+        "Every row of a model trains on the same documents, in bf16 with fused AdamW; times are medians of three steps. Padding "
+        "counts as no token. MFU: the model's operations a second over the 989 TFLOP/s of the GPU. A token takes 6 operations for "
+        f"each parameter that it is multiplied with (4 with LoRA), and attention's. {origin(rows)}."
+    )
+    return table("trained with | settings | tokens/s per GPU | MFU | peak GiB | first loss", lines, note)
+
+
+def checkpointing() -> str:
+    """Ours with full checkpointing, with policies, without."""
+    of = {"provider": "ours", "error": "", "model": "Qwen3-8B", "documents": "sft"}
+    rows = [row for row in whole_rows() if of.items() <= row.items()]
+    full = {row["of"]: float(row["tokens_per_second_a_gpu"]) for row in rows if row["checkpointing"] == "full"}
+    compared, lines = {row["of"] for row in rows if row["kept"]} | full.keys(), []
+    for row in sorted(rows, key=lambda row: (row["of"], row["checkpointing"] != "full", row["peak_gib"])):
+        faster = f"{float(row['tokens_per_second_a_gpu']) / full[row['of']]:.2f}" if row["of"] in full else "–"
+        if row["of"] in compared:
+            lines.append(f"{row['of']} | {row['how']} | {row['kept'].partition(': ')[2]} | {row['figures']} | {faster}")
+    header = "model | settings | bytes kept by each layer | tokens/s per GPU | MFU | peak GiB | speedup over full checkpointing"
+    return table(header, lines, f"{origin(rows)}.")
+
+
+def best_of(rows: list[dict]) -> dict[tuple[str, str], dict]:
+    """{(part, provider): its fastest row on sft documents}"""
+    rows = [row for row in rows if row["documents"] == "sft" and not row["error"]]
+    rows.sort(key=lambda row: float(row["tokens_per_second_a_gpu"]))
+    return {(row["part"], row["provider"]): row for row in rows}
+
+
+def headline() -> str:
+    """The best row of each provider: tokens/s per GPU, MFU, GiB."""
+    best = best_of(whole_rows())
+    parts = [part for part in SHOWN if (part, "ours") in best]
+    absent = {"figures": " |  | "}
+    figures = {key: [best.get((part, key), absent)["figures"] for part in parts] for key in PROVIDERS}
+    lines = (" | ".join([PROVIDERS[key], *cells]) for key, cells in figures.items())
+    header = ["trained with", *(f"{SHOWN[part]}: tokens/s per GPU | MFU | peak GiB" for part in parts)]
+    used = [row for (part, _), row in best.items() if part in parts]
+    note = f"bf16 ([how each was set, and more](docs/performance.md#whole-models); {origin(used)})."
+    return table(" | ".join(header), lines, note, empty="–")
+
+
+LOGPS_KEPT = "packing_ops, all logits kept"
+LOGPS = {OURS: "packing_ops", LOGPS_KEPT: "the same, all logits kept", "torch.compile": "torch.compile",
+         "TRL's chunked log-probs": "TRL", "Liger's fused linear cross entropy": "Liger", "torch eager": "torch eager",
+         "bare matmuls": "only the matrix products"}  # fmt: skip
+
+
+def logps() -> str:
+    """Returns two tables, milliseconds and GiB, with a row for each direction and hidden size."""
+    found = []
+    for (op, shape, _), providers in cases_of(rows_of("logps_cuda")).items():
+        if op.startswith("token_logps, ") and shape.startswith("T=16384 "):
+            way, hidden = op.removeprefix("token_logps, "), int(shape.rpartition("=")[2])
+            found.append(Case(way=way, hidden=hidden, of=Case(providers)))
+    found.sort(key=lambda case: (case["hidden"], len(case["way"])))
+    cells = lambda form: " | ".join(["{way}, hidden {hidden:,}", *(f"{{of[{name}]{form}}}" for name in LOGPS)])  # noqa: E731
+    what = " | ".join(["token_logps, 16,384 tokens, vocabulary of 151,936, bf16", *LOGPS.values()])
+    note = (
+        "GiB: besides the arguments, gradients included. Only the matrix products: cuBLAS, one forward and three backward. Ours "
+        "makes the logits again in the backward unless it keeps them; torch keeps them. Liger's fused linear cross entropy gives "
+        f"only the mean of a batch, with the gradients made in its forward. {origin([case['of'][OURS] for case in found])}."
+    )
+    took = table(f"ms of {what}", map(cells("[p50_us]:.1ms").format_map, found), empty="–")
+    names = what.rpartition(" | ")[0]  # the products allocate nothing else
+    line = cells("[peak_mib]:.1GiB").rpartition(" | ")[0]
+    held = (line.format_map(case) for case in found if case["way"] != "backward")
+    return f"{took}\n\n{table(f'GiB of {names}', held, note, empty='–')}"
+
+
+def memory() -> str:
+    """GiB of a training step by provider, and MiB of the loss beside the formula."""
+    best = {name: row for (part, name), row in best_of(whole_rows()).items() if part == "small"}
+    steps = [f"{PROVIDERS[name]} | {best[name]['peak_gib']:.1f}" for name in PROVIDERS if name in best]
+    case = "token_logps, forward and backward", "T=16384 V=151936 hidden=4096"
+    found = {row["provider"]: row for row in rows_of("logps_cuda") if (row["op"], row["shape"]) == case}
+    labels = {"torch eager": "", "torch.compile": "", LOGPS_KEPT: "packing_ops, `keep_logits` of all", OURS: ""}
+    losses = [f"{text or name} | {found[name]['peak_mib']:,.0f}" for name, text in labels.items() if name in found]
+    note = f"12 bytes a logit are {16384 * 151936 * 12 / 2**20:,.0f} MiB. {origin([found[name] for name in labels if name in found])}."
+    header = "log-probabilities of 16,384 tokens, vocabulary 151,936, hidden 4,096 | MiB besides the arguments"
+    steps = table(f"a training step, {SHOWN['small']} | peak memory, GiB", steps, f"{origin([*best.values()])}.")
+    return f"{steps}\n\n{table(header, losses, note)}"
+
+
+MADE = {
+    **{each.__name__: each for each in (e2e, adapter, megatron, parallel, parallel_host, whole, checkpointing)},
+    **{each.__name__: each for each in (headline, logps, memory)},
+    "hybrid": partial(training_of, "hybrid_cuda"),
+    "hybrid_bamba": partial(training_of, "hybrid_bamba_cuda"),
+}
