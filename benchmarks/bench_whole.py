@@ -29,15 +29,14 @@ ERROR = 160  # characters
 class Running:
     """A case at work, and where its output goes."""
 
-    def __init__(self, index: int, gpus: list[int], arguments: argparse.Namespace, folder: Path):
+    def __init__(self, index: int, gpus: list[str], arguments: argparse.Namespace, folder: Path):
         case, self.index, self.gpus = CASES[index], index, gpus
         self.log, self.start = folder / f"{index}.log", time.perf_counter()
         command = [sys.executable, "-W", "ignore"]
         if case.ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
         command += [__file__, "--case", str(index), "--device", arguments.device, *["--tiny"] * arguments.tiny]
-        visible = ",".join(map(str, gpus))
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible, "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "TOKENIZERS_PARALLELISM": "false"}
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         self.process = subprocess.Popen(
             command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -63,21 +62,30 @@ def setting_of(case: Case) -> dict:
     return {
         "case": case.name, "part": case.part, "model": case.model, "provider": case.provider, "ranks": case.ranks,
         "wrapper": case.wrapper, "row": case.row, "documents": case.documents, "compiled": int(case.compiled),
-        "checkpointing": case.checkpointing, "lora": int(case.lora),
+        "checkpointing": case.checkpointing, "lora": int(case.lora), "dynamic": int(case.dynamic),
+        "vocabulary": case.vocabulary or "", "fused_loss": int(case.fused_loss and case.provider == "ours"),
     }  # fmt: skip
 
 
 RESULT = ("tokens_per_second_a_gpu", "mfu", "peak_gib", "step_ms", "loss", "warm_up_s", "tokens", "kept", "error")
 
 
-def measure(arguments: argparse.Namespace, gpus: int) -> list[dict]:
+def visible_gpus(device: str) -> list[str]:
+    """Those of CUDA_VISIBLE_DEVICES, so that two of these programs can share a machine; on the CPU two names."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    count = torch.cuda.device_count() if device == "cuda" else 2
+    return given.split(",")[:count] if given else list(map(str, range(count)))
+
+
+def measure(arguments: argparse.Namespace, gpus: list[str]) -> list[dict]:
     """All rows, the kept ones too."""
     path = arguments.out / f"whole_{arguments.device}.csv"
-    rows = {row["case"]: row for row in read_rows(RESULTS / path.name)} if (RESULTS / path.name).exists() else {}
+    before = path if path.exists() else RESULTS / path.name
+    rows = {row["case"]: row for row in read_rows(before)} if before.exists() else {}
     where = {"device": device_name(arguments.device), "torch": torch.__version__, "commit": commit()}
-    ahead = [i for i, case in enumerate(CASES) if case.part in arguments.part and case.ranks <= gpus]
+    ahead = [i for i, case in enumerate(CASES) if case.part in arguments.part and case.ranks <= len(gpus)]
     ahead = [i for i in ahead if not arguments.only or any(part in CASES[i].name for part in arguments.only)]
-    running, free, deadline = [], list(range(gpus)), time.perf_counter() + arguments.limit
+    running, free, deadline = [], list(gpus), time.perf_counter() + arguments.limit
     with tempfile.TemporaryDirectory() as folder:
         while (ahead or running) and time.perf_counter() < deadline:
             while ahead and CASES[ahead[0]].ranks <= len(free):
@@ -117,8 +125,7 @@ def main():
 
         run(CASES[arguments.case], arguments.device, arguments.tiny)
         return
-    gpus = torch.cuda.device_count() if arguments.device == "cuda" else 2
-    measure(arguments, gpus)
+    measure(arguments, visible_gpus(arguments.device))
 
 
 if __name__ == "__main__":

@@ -17,14 +17,17 @@ def wrapped_by_ddp(model, device):
     )
 
 
-def wrapped_by_fsdp2(model, device, reshard=True):
-    mesh, layers = init_device_mesh(device, (dist.get_world_size(),)), model.model.layers
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+def wrapped_by_fsdp2(model, device, reshard=True, together=1):
+    """Shards so many layers together: with more there are fewer and larger collectives, and less for the host to do."""
+    mesh, layers = init_device_mesh(device, (dist.get_world_size(),)), list(model.model.layers)
+    units = [layers[first : first + together] for first in range(0, len(layers), together)]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    for module, following in itertools.pairwise([model, *layers]):
+    firsts = [unit[0] for unit in units]
+    for module, following in itertools.pairwise([model, *firsts]):
         module.set_modules_to_forward_prefetch([following])
-    for module, following in itertools.pairwise([model, *reversed(layers)]):
+    for module, following in itertools.pairwise([model, *reversed(firsts)]):
         module.set_modules_to_backward_prefetch([following])
     return model
 
@@ -34,4 +37,6 @@ WRAPPERS = {
     "DDP": wrapped_by_ddp,
     "FSDP2": wrapped_by_fsdp2,
     "FSDP2, layers not resharded": functools.partial(wrapped_by_fsdp2, reshard=False),
+    "FSDP2, 7 layers together": functools.partial(wrapped_by_fsdp2, together=7),
+    "FSDP2, 7 layers together, not resharded": functools.partial(wrapped_by_fsdp2, reshard=False, together=7),
 }

@@ -23,12 +23,23 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "nu
         "num_experts_per_tok": 2}  # fmt: skip
 
 
+# Of each provider the attention of transformers: torch_fa2 is torch's FlashAttention-2. The first is ours, liger has
+# Liger's kernels beside attention, and padded alone no packed rows.
+ATTENTION = {
+    "ours": "sdpa",
+    "fa2": "torch_fa2",
+    "liger": "torch_fa2",
+    "liger_fa4": "flash_attention_4",
+    "padded": "sdpa",
+}
+
+
 class Case(NamedTuple):
     """A row of the table."""
 
     part: str
     model: str
-    provider: str  # ours, fa2 (torch's FlashAttention-2), liger (its kernels, and that attention), padded (SDPA)
+    provider: str  # a key of ATTENTION
     row: int  # slots of a packed row
     compiled: bool = True  # each layer
     checkpointing: float | str = ""  # "full", or GiB of a checkpoint_policy
@@ -39,11 +50,18 @@ class Case(NamedTuple):
     tokens: int = 32_768  # of a rank and step
     longest: int = 8192  # rows that the documents fill; a case with longer ones has the same documents
     steps: int = 3
+    warm_ups: int = 2
+    dynamic: bool = False  # compiled for any sizes from the first
+    vocabulary: int = 0  # in place of the shape's
+    fused_loss: bool = True  # of ours
 
     @property
     def name(self) -> str:
         how = ["LoRA"] if self.lora else []
         how += ["compiled layers"] if self.compiled else []
+        how += ["dynamic=True"] if self.dynamic else []
+        how += ["logits kept"] if self.provider == "ours" and not self.fused_loss else []
+        how += [f"vocabulary of {self.vocabulary:,}"] if self.vocabulary else []
         if self.checkpointing:
             full = self.checkpointing == "full"
             how.append("full checkpointing" if full else f"checkpoint_policy, {self.checkpointing:g} GiB")
@@ -64,18 +82,43 @@ def _small(provider: str, row: int = 16_384, part: str = "small", **more) -> Cas
     return Case(part, "Qwen3-0.6B", provider, row, **{"tokens": 65_536, **more})
 
 
-PADDED = {"compiled": False, "checkpointing": "full"}
+PADDED = {"compiled": False, "checkpointing": "full", "steps": 1, "warm_ups": 1}
+
+
+def _sweep() -> list[Case]:
+    """What a user gets beside torch's FlashAttention-2, and by what: fused_loss, rows, dynamic=True, the vocabulary."""
+    found = []
+    for row, vocabulary, dynamic in (
+        (8192, 0, False),
+        (8192, 32_000, True),
+        (8192, 0, True),
+        (8192, 32_000, False),
+        (16_384, 0, False),
+        (16_384, 32_000, True),
+    ):
+        more = {"part": "sweep", "vocabulary": vocabulary, "dynamic": dynamic}
+        found += [
+            _small("ours", row, fused_loss=False, **more),
+            _small("fa2", row, **more),
+            _small("ours", row, **more),
+        ]
+    return [case for case in found if case._replace(part="small") not in (_small("ours"), _small("fa2"))]
+
+
 # The most wanted first: a run that is cut short has them.
 CASES = [
     _full("ours", 16_384, checkpointing=48),
     _full("fa2", 8192),
-    _full("ours", 8192),
     _full("liger", 8192, compiled=False),
     _full("padded", 0, **PADDED),
-    _full("fa2", 16_384, checkpointing="full"),
-    _full("ours", 16_384, checkpointing="full"),
+    _full("liger_fa4", 8192, compiled=False),
     _full("ours", 8192, documents="4,096-token"),
     _full("fa2", 8192, documents="4,096-token"),
+    _full("ours", 8192),
+    _full("fa2", 16_384, checkpointing="full"),
+    _full("ours", 16_384, checkpointing="full"),
+    Case("moe", "Qwen3-30B-A3B", "ours", 8192, compiled=False, checkpointing="full", lora=True),
+    Case("moe", "Qwen3-30B-A3B", "fa2", 8192, compiled=False, checkpointing="full", lora=True),
     _lora("ours", 8192),
     _lora("fa2", 8192),
     _lora("ours", 16_384, checkpointing=48),
@@ -83,14 +126,16 @@ CASES = [
     _lora("ours", 16_384, checkpointing="full"),
     _lora("liger", 8192, compiled=False),
     _lora("padded", 0, **PADDED),
-    Case("moe", "Qwen3-30B-A3B", "ours", 8192, compiled=False, checkpointing="full", lora=True),
-    Case("moe", "Qwen3-30B-A3B", "fa2", 8192, compiled=False, checkpointing="full", lora=True),
     _small("ours"),
     _small("fa2"),
     _small("liger", compiled=False),
+    _small("liger_fa4", compiled=False),
     _small("padded", 0, compiled=False),
+    *_sweep(),
     _small("ours", part="ranks", wrapper="DDP", ranks=2),
     _small("ours", part="ranks", wrapper="FSDP2", ranks=2),
     _small("ours", part="ranks", wrapper="FSDP2, layers not resharded", ranks=2),
+    _small("ours", part="ranks", wrapper="FSDP2, 7 layers together", ranks=2),
+    _small("ours", part="ranks", wrapper="FSDP2, 7 layers together, not resharded", ranks=2),
 ]
 PARTS = tuple(dict.fromkeys(case.part for case in CASES))

@@ -13,7 +13,7 @@ from e2e_batches import Batches, documents_of, packed_rows, padded_batches
 from e2e_providers import COMPILE, torch_fa2
 from parallel_wrappers import WRAPPERS
 from torch.utils.checkpoint import checkpoint
-from whole_cases import SHAPES, TINY, Case
+from whole_cases import ATTENTION, SHAPES, TINY, Case
 
 import packing_ops as po
 
@@ -38,7 +38,8 @@ def batches(case: Case, vocabulary: int, rank: int, device: str) -> tuple[Batche
 
 
 def shape_of(case: Case, tiny: bool) -> dict:
-    return {name: TINY.get(name, value) if tiny else value for name, value in SHAPES[case.model].items()}
+    shape = {**SHAPES[case.model], **({"vocab_size": case.vocabulary} if case.vocabulary else {})}
+    return {name: TINY.get(name, value) if tiny else value for name, value in shape.items()}
 
 
 def model_of(case: Case, device: str, tiny: bool):
@@ -50,18 +51,17 @@ def model_of(case: Case, device: str, tiny: bool):
     AttentionMaskInterface.register("torch_fa2", lambda *args, **kwargs: None)  # it has cu_seqlens
     shape = shape_of(case, tiny)
     family = "Qwen3Moe" if "moe_intermediate_size" in shape else "Qwen3"
-    if case.provider == "liger":
+    if case.provider.startswith("liger"):
         import liger_kernel.transformers as liger
 
         patches = {"Qwen3": "apply_liger_kernel_to_qwen3", "Qwen3Moe": "apply_liger_kernel_to_qwen3_moe"}
         getattr(liger, patches[family])()
     config = getattr(transformers, f"{family}Config")(**shape, max_position_embeddings=40_960, use_cache=False)
-    attention = "torch_fa2" if case.provider in ("fa2", "liger") else "sdpa"
     torch.manual_seed(0)
     with torch.device(device):
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         model = getattr(transformers, f"{family}ForCausalLM")._from_config(
-            config, attn_implementation=attention, dtype=dtype
+            config, attn_implementation=ATTENTION[case.provider], dtype=dtype
         )
     model.train()
     multiplied = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
@@ -73,7 +73,7 @@ def model_of(case: Case, device: str, tiny: bool):
     if case.provider == "ours":
         from packing_ops.integrations.transformers import apply_packing_ops
 
-        print(apply_packing_ops(model, fused_loss=True), flush=True)
+        print(apply_packing_ops(model, fused_loss=case.fused_loss), flush=True)
     return prepared(model, case, device), multiplied
 
 
@@ -96,7 +96,8 @@ def prepared(model, case: Case, device: str):
         for layer in layers:
             put_checkpoint(layer, contexts)
     for layer in layers if case.compiled else ():
-        layer.compile(**COMPILE, backend="inductor" if device == "cuda" else "aot_eager")
+        dynamic = {"dynamic": True} if case.dynamic else {}
+        layer.compile(**COMPILE, **dynamic, backend="inductor" if device == "cuda" else "aot_eager")
     model.policy = policy
     return WRAPPERS[case.wrapper](outer, device)
 
@@ -154,7 +155,7 @@ def measured(case: Case, device: str, tiny: bool) -> dict:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device == "cuda")
     losses = []
-    warm_up = sum(seconds(lambda: losses.append(step(model, optimizer, made)), device) for _ in range(2))
+    warm_up = sum(seconds(lambda: losses.append(step(model, optimizer, made)), device) for _ in range(case.warm_ups))
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = sorted(seconds(lambda: losses.append(step(model, optimizer, made)), device) for _ in range(case.steps))
