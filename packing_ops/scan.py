@@ -9,7 +9,16 @@ from torch.nn.functional import pad
 from typing_extensions import Unpack
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import check_tensor, number, refuse_gradient, sum_dtype
+from packing_ops._runtime.arguments import (
+    check_cu_seqlens,
+    check_cumulated,
+    check_tensor,
+    described,
+    number,
+    refuse_gradient,
+    sum_dtype,
+    wrong_type,
+)
 from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
@@ -266,7 +275,8 @@ class OpenChunk:
 
     Raises:
         TypeError: something else than tensors in rows.
-        ValueError: rows of other lengths than the first; in ``step``, rows of another number or shape; what ``scan``
+        ValueError: rows of other lengths than the first; wrong cu_seqlens; initial_state of another number of prompts;
+            in ``step``, rows of another number, dtype, shape or device; in ``select``, no int64 ``[n]``; what ``scan``
             raises.
     """
 
@@ -279,6 +289,8 @@ class OpenChunk:
         *,
         initial_state: torch.Tensor | None = None,
     ):
+        if not isinstance(rows, (list, tuple)) or not rows:
+            raise wrong_type("rows", "tensors in a list or tuple", rows)
         for i, each in enumerate(rows):
             check_tensor(each, f"rows[{i}]")
             if each.dim() < 2 or each.shape[0] != rows[0].shape[0]:
@@ -286,13 +298,21 @@ class OpenChunk:
         self.scan = scan
         total = rows[0].shape[0]
         cu_seqlens = cu_seqlens_of(cu_seqlens, total, like="rows[0]")
+        check_cu_seqlens(cu_seqlens)
+        if cu_seqlens.is_cpu:  # here: the scan's errors have the numbers of chunks
+            check_cumulated(cu_seqlens)
         start, end = cu_seqlens[:-1], cu_seqlens[1:]
         opened = start + (end - start) // CHUNK * CHUNK
 
         # Full chunks and open ones as documents of their own: the first give the states, the second run again below.
         if initial_state is not None:
+            check_tensor(initial_state, "initial_state")
+            if initial_state.shape[:1] != start.shape:
+                raise ValueError(
+                    f"initial_state: expected [{len(start)}, ...], one for each prompt, got {described(initial_state)}"
+                )
             initial_state = initial_state.repeat_interleave(2, 0, output_size=2 * initial_state.shape[0])
-        parts = torch.cat([torch.stack([start, opened], 1).flatten(), end[-1:]])
+        parts = torch.cat([torch.stack([start, opened], 1).flatten(), cu_seqlens[-1:]])
         out, states = scan(*rows, parts, initial_state=initial_state, output_final_state=True)
         self.state, self.length = states[::2].clone(), (end - opened).long()
 
@@ -307,14 +327,16 @@ class OpenChunk:
     def step(self, *rows: torch.Tensor) -> torch.Tensor:
         """Return ``[num_sequences, heads, dim]`` of the next token of each sequence, and keep it.
 
-        rows: as in the constructor, each ``[num_sequences, ...]``.
+        rows: as in the constructor, each ``[num_sequences, ...]`` of the prompts' dtype.
         """
         if len(rows) != len(self.rows):
             raise ValueError(f"rows: expected {len(self.rows)} tensors as the prompts have, got {len(rows)}")
         for i, (kept, new) in enumerate(zip(self.rows, rows, strict=True)):
-            if new.shape != kept[:, 0].shape:
-                raise ValueError(f"rows[{i}]: expected {list(kept[:, 0].shape)}, got {list(new.shape)}")
-            kept[self._sequences, self.length] = new.to(kept.dtype)
+            check_tensor(new, f"rows[{i}]")
+            wanted, got = (f"{described(each)} on {each.device}" for each in (kept[:, 0], new))
+            if wanted != got:
+                raise ValueError(f"rows[{i}]: expected {wanted}, got {got}")
+            kept[self._sequences, self.length] = new
         out, states = self._run()
         found = out[self._sequences, self.length]
         full = self.length == CHUNK - 1
@@ -329,6 +351,9 @@ class OpenChunk:
         """Return the open chunks of these sequences, int64 ``[n]``: of those that go on, or of chosen beams. No
         ``out``.
         """
+        check_tensor(sequences, "sequences")
+        if sequences.dim() != 1 or sequences.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"sequences: expected int64 [n], got {described(sequences)}")
         found = object.__new__(OpenChunk)
         found.scan, found.out = self.scan, self.out[:0]
         found.state, found.length = self.state[sequences], self.length[sequences]

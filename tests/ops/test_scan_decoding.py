@@ -1,6 +1,7 @@
 """OpenChunk: a token at a time has the bits of one call over the whole sequence."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -100,5 +101,78 @@ def test_bad_arguments_are_named():
     chunk = po.OpenChunk(scan, rows, torch.tensor([0, 3, 5]))
     with pytest.raises(ValueError, match=r"rows: expected 5 tensors as the prompts have, got 4"):
         chunk.step(*(x[:2] for x in rows[:4]))
-    with pytest.raises(ValueError, match=r"rows\[0\]: expected \[2, 1, 64\], got \[1, 1, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"rows\[0\]: expected float32 \[2, 1, 64\] on cpu, got float32 \[1, 1, 64\] on cpu"
+    ):
         chunk.step(*(x[:1] for x in rows))
+
+
+@pytest.mark.parametrize("made", [delta_rule, mamba2])
+def test_no_sequences(made, device):
+    scan, rows = made(device, torch.float32, 3)
+    chunk = po.OpenChunk(scan, [x[:0] for x in rows], cu_seqlens_of([], device))
+    assert chunk.step(*(x[:0] for x in rows)).shape == (0, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: None, r"TypeError: rows\[2\]: expected a tensor, got None"),
+        (lambda x: x.double(), r"rows\[2\]: expected float32 \[2, 2, 64\] on cpu, got float64 \[2, 2, 64\] on cpu"),
+        (lambda x: x.to("meta"), r"rows\[2\]: expected float32 \[2, 2, 64\] on cpu, got float32 \[2, 2, 64\] on meta"),
+        (lambda x: x[0], r"rows\[2\]: expected float32 \[2, 2, 64\] on cpu, got float32 \[2, 64\] on cpu"),
+    ],
+)
+def test_rows_of_a_step_are_like_the_prompts(change, message):
+    """Values that are cast, or of no memory, would be decoded as others."""
+    scan, rows = delta_rule("cpu", torch.float32, 5)
+    chunk = po.OpenChunk(scan, rows, torch.tensor([0, 3, 5]))
+    given = [x[:2] for x in rows]
+    given[2] = change(given[2])
+    with pytest.raises((TypeError, ValueError)) as raised:
+        chunk.step(*given)
+    assert re.search(message, f"{raised.type.__name__}: {raised.value}")
+
+
+@pytest.mark.parametrize("rows", [[], (), None, torch.zeros(3, 1)], ids=str)
+def test_rows_are_tensors_in_a_sequence(rows):
+    with pytest.raises(TypeError, match="rows: expected tensors in a list or tuple, got "):
+        po.OpenChunk(po.gated_delta_rule, rows, torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([0, -5, 5], "never to decrease, got -5 after 0 at index 1"),
+        ([0, 5, 2, 5], "never to decrease, got 2 after 5 at index 2"),
+        ([1, 5], "to start at 0, got 1"),
+        ([0, 6], "to end at most at total=5, got 6"),
+        ([0.0, 5.0], r"int32 or int64 \[num_documents \+ 1\], got float32 \[2\]"),
+        ([], r"int32 or int64 \[num_documents \+ 1\], got float32 \[0\]"),
+    ],
+)
+def test_errors_have_the_numbers_that_came(cu_seqlens, message):
+    scan, rows = delta_rule("cpu", torch.float32, 5)
+    with pytest.raises(ValueError, match=f"cu_seqlens: expected {message}"):
+        po.OpenChunk(scan, rows, torch.tensor(cu_seqlens))
+
+
+@pytest.mark.parametrize("state", [torch.zeros(2, 2, 64, 64), torch.tensor(0.0), [0.0]], ids=lambda x: str(type(x)))
+def test_the_state_is_of_each_prompt(state):
+    scan, rows = delta_rule("cpu", torch.float32, 5)
+    message = (
+        r"initial_state: expected (\[1, \.\.\.\], one for each prompt, got float32 \[(2, 2, 64, 64)?\]|a tensor, got)"
+    )
+    with pytest.raises((TypeError, ValueError), match=message):
+        po.OpenChunk(scan, rows, torch.tensor([0, 5]), initial_state=state)
+
+
+@pytest.mark.parametrize(
+    "sequences", [torch.tensor(0), torch.tensor([0.0]), torch.tensor([True]), slice(0, 1)], ids=str
+)
+def test_sequences_are_numbers(sequences):
+    """A slice would share the buffers that step writes to."""
+    scan, rows = delta_rule("cpu", torch.float32, 5)
+    chunk = po.OpenChunk(scan, rows, torch.tensor([0, 5]))
+    with pytest.raises((TypeError, ValueError), match="sequences: expected "):
+        chunk.select(sequences)
