@@ -1,13 +1,32 @@
-"""Names that a package imports at their first use: subpackages, and what needs another library."""
+"""Names that a package finds when they are asked for: subpackages, what needs another library, older names."""
 
 import importlib
 import importlib.util
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 
+def old_names(package: dict[str, Any], renamed: dict[str, str]) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of a package that finds functions by older names too, and warns of it.
+
+    Args:
+        package: its ``globals()``.
+        renamed: {older name: name}.
+    """
+
+    def __getattr__(name: str) -> object:
+        if name not in renamed:
+            raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
+        warnings.warn(f"{name}: it is called {renamed[name]} now", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[package["__name__"]], renamed[name])
+
+    return __getattr__
+
+
 def lazy_names(
-    package: dict[str, Any], modules: dict[str, str], library: str, needs: str
+    package: dict[str, Any], modules: dict[str, str], library: str, needs: str, renamed: dict[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package that imports its names at their first use.
 
@@ -16,11 +35,13 @@ def lazy_names(
         modules: {name: module of the package that defines it}.
         library: what these modules import; the package lists its names where it is installed.
         needs: the end of the error where it is missing.
+        renamed: {older name: name}, for old_names.
     """
+    older = old_names(package, renamed)
 
     def __getattr__(name: str) -> object:
         if name not in modules:
-            raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
+            return older(name)
         try:
             return getattr(importlib.import_module(f"{package['__name__']}.{modules[name]}"), name)
         except ModuleNotFoundError as error:

@@ -2,7 +2,7 @@
 
 In a module or a class of the host, which all of its models share: Patch, in place of an attribute.
 In one torch.nn.Module: put and put_around, in place of an attribute; put_class, in place of its class; put_hook, before
-or after its forward. take_out undoes these.
+or after its forward. take_out reverts these.
 """
 
 import copy
@@ -159,7 +159,7 @@ def put_hook(module: torch.nn.Module, hook: Callable, before: bool = False, with
 
 
 def take_out(module: torch.nn.Module, package: str) -> None:
-    """Undo put, put_class and put_hook of functions of a package in one module, and delete its PRIVATE attributes.
+    """Revert put, put_class and put_hook of functions of a package in one module, and delete its PRIVATE attributes.
 
     What another library put over ours stays.
     """
@@ -183,7 +183,7 @@ def take_out(module: torch.nn.Module, package: str) -> None:
 
 
 def take_out_function(module: torch.nn.Module, function: Callable) -> None:
-    """Undo put of this function."""
+    """Revert put of this function."""
     for name, value in list(vars(module).items()):
         if isinstance(value, WeakPartial) and value.func is function:
             _put_back(module, name)

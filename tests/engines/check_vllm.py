@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import packing_ops as po
-from packing_ops.integrations.vllm import record, register, unregister
+from packing_ops.integrations.vllm import record, register, revert_registration
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 
@@ -27,7 +27,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 def registered():
     register()
     yield
-    unregister()
+    revert_registration()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_register_does_can_be_undone():
     register()
     assert AttentionBackendEnum.CUSTOM.get_path() == "packing_ops.integrations.vllm.backend.Backend"
     assert type(current_platform).get_attn_backend_cls is chosen
-    unregister()
+    revert_registration()
     assert not AttentionBackendEnum.CUSTOM.is_overridden()
     assert type(current_platform).get_attn_backend_cls is not chosen
 
@@ -168,7 +168,7 @@ def test_vllm_loads_the_plugin(monkeypatch):
     found = importlib.metadata.EntryPoint(
         "packing_ops", "packing_ops.integrations.vllm:register", "vllm.general_plugins"
     )
-    unregister()
+    revert_registration()
     monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [found])
     vllm.plugins.load_general_plugins()

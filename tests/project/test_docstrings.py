@@ -12,7 +12,7 @@ from helpers import ROOT
 from helpers.public_names import NEEDS, PUBLIC, public_names
 
 # Shown in the examples of what they undo.
-UNDO = {"revert_packing_ops", "unpatch_pack_dataset", "unpatch_rope", "unpatch_router", "unregister"}
+UNDO = {"revert_packing_ops", "revert_pack_dataset", "revert_rope", "revert_router", "revert_registration"}
 
 
 def prompts_of_modules():

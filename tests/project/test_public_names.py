@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import pydoc
+import re
 import sys
 import types
 import typing
@@ -246,3 +247,46 @@ def test_the_old_name_means_the_same():
     with pytest.warns(DeprecationWarning, match="metadata: gae"):
         old = po.gae(torch.ones(3), torch.zeros(3), metadata=lengths, gamma=1.0, lam=1.0)
     torch.testing.assert_close(old, po.gae(torch.ones(3), torch.zeros(3), lengths, gamma=1.0, lam=1.0), rtol=0, atol=0)
+
+
+OLD = {  # {package: {older name: name}}, until the next minor version
+    "integrations.transformers": {"unregister": "revert_registration"},
+    "integrations.trl": {
+        "disable_padding_free": "revert_padding_free",
+        "disable_sequence_parallel": "revert_sequence_parallel",
+        "disable_tree_attention": "revert_tree_attention",
+        "unpatch_pack_dataset": "revert_pack_dataset",
+        "unregister": "revert_registration",
+    },
+    "integrations.megatron": {"unpatch_rope": "revert_rope", "unpatch_router": "revert_router"},
+    "integrations.flash_attn": {"remove_flash_attn_alias": "revert_flash_attn_alias"},
+    "integrations.vllm": {"unregister": "revert_registration"},
+    "integrations.ring_flash_attn": {
+        "remove_ring_flash_attn_alias": "revert_ring_flash_attn_alias",
+        "restore_hf_flash_attn": "revert_hf_flash_attn",
+    },
+}
+
+
+@pytest.mark.parametrize("package", OLD)
+def test_older_names_work_and_warn(package):
+    if needed := NEEDS.get(package.rpartition(".")[2]):
+        pytest.importorskip(needed)
+    module = importlib.import_module(f"packing_ops.{package}")
+    for old, new in OLD[package].items():
+        with pytest.warns(DeprecationWarning, match=f"{old}: it is called {new} now"):
+            assert getattr(module, old) is getattr(module, new)
+        assert old not in dir(module)
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        _ = module.nothing_of_this_name
+
+
+def test_what_a_call_changes_is_reverted_by_one_verb():
+    """One verb in all packages, so that its completion finds each."""
+    others = "undo|restore|remove|disable|unpatch|unregister|uninstall|detach|deactivate|reset"
+    calls = [
+        f"{name}.{public}" for name in PUBLIC if name.rpartition(".")[2] not in NEEDS for public in public_names(name)
+    ]
+    calls += [f"packing_ops.{package}.{new}" for package, names in OLD.items() for new in names.values()]
+    assert [call for call in calls if re.match(f"({others})(_|$)", call.rpartition(".")[2])] == []
+    assert sum(call.rpartition(".")[2].startswith("revert_") for call in calls) >= 10

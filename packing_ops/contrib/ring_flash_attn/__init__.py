@@ -11,10 +11,10 @@ install_ring_flash_attn_alias()  # before the code that imports ring_flash_attn
 
 from packing_ops.contrib.ring_flash_attn.alias import (
     install_ring_flash_attn_alias,
-    remove_ring_flash_attn_alias,
+    revert_ring_flash_attn_alias,
 )
 from packing_ops.contrib.ring_flash_attn.hf import (
-    restore_hf_flash_attn,
+    revert_hf_flash_attn,
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,
 )
@@ -31,8 +31,8 @@ __all__ = [
     "llama3_flash_attn_varlen_func",
     "llama3_flash_attn_varlen_kvpacked_func",
     "llama3_flash_attn_varlen_qkvpacked_func",
-    "remove_ring_flash_attn_alias",
-    "restore_hf_flash_attn",
+    "revert_hf_flash_attn",
+    "revert_ring_flash_attn_alias",
     "substitute_hf_flash_attn",
     "update_ring_flash_attn_params",
 ]

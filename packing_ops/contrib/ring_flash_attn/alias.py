@@ -21,7 +21,7 @@ _MODULES = {
 
 
 class _AliasSpec(ModuleSpec):
-    """A spec whose modules remove_ring_flash_attn_alias may take away."""
+    """A spec whose modules revert_ring_flash_attn_alias may take away."""
 
 
 def install_ring_flash_attn_alias() -> bool:
@@ -39,7 +39,7 @@ def install_ring_flash_attn_alias() -> bool:
         >>> install_ring_flash_attn_alias()
         True
         >>> from ring_flash_attn import llama3_flash_attn_varlen_func
-        >>> remove_ring_flash_attn_alias()
+        >>> revert_ring_flash_attn_alias()
     """
     present = sys.modules.get("ring_flash_attn")
     if isinstance(getattr(present, "__spec__", None), _AliasSpec):
@@ -60,11 +60,11 @@ def install_ring_flash_attn_alias() -> bool:
     return True
 
 
-def remove_ring_flash_attn_alias() -> None:
-    """Undo install_ring_flash_attn_alias. What was imported keeps working.
+def revert_ring_flash_attn_alias() -> None:
+    """Revert install_ring_flash_attn_alias. What was imported keeps working.
 
     Example:
-        >>> remove_ring_flash_attn_alias()
+        >>> revert_ring_flash_attn_alias()
         >>> importlib.util.find_spec("ring_flash_attn") is None
         True
     """

@@ -16,7 +16,7 @@ from packing_ops.contrib.ring_flash_attn.llama3 import (
 from packing_ops.integrations.adapters import sides_of_keys
 
 _NAME = "flash_attention_2"
-# Until restore_hf_flash_attn: "stock", what transformers had, once it is substituted; "prepared" and "group", the
+# Until revert_hf_flash_attn: "stock", what transformers had, once it is substituted; "prepared" and "group", the
 # documents and the ranks of the row that the models run on.
 _kept: dict[str, Any] = {}
 
@@ -39,8 +39,8 @@ def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: dist.
 
 
 def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: int = 1) -> None:
-    """Let every model with attn_implementation "flash_attention_2" attend over the group. Undone by
-    restore_hf_flash_attn.
+    """Let every model with attn_implementation "flash_attention_2" attend over the group. Reverted by
+    revert_hf_flash_attn.
 
     Models must be able to choose "flash_attention_2": where flash-attn is not installed, install_flash_attn_alias
     first.
@@ -62,11 +62,11 @@ def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: i
     table.register(_NAME, flash_attention_forward)
 
 
-def restore_hf_flash_attn() -> None:
-    """Undo substitute_hf_flash_attn, and forget the row. A second call does nothing.
+def revert_hf_flash_attn() -> None:
+    """Revert substitute_hf_flash_attn, and forget the row. A second call does nothing.
 
     Example:
-        >>> restore_hf_flash_attn()
+        >>> revert_hf_flash_attn()
     """
     if "stock" in _kept:
         table, stock = _table(), _kept["stock"]

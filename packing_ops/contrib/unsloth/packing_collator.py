@@ -129,7 +129,7 @@ def enable_packing(trainer_or_collator: Any, *, sequence_lengths_key: str = "seq
 
     Returns:
         The trainer, its data_collator replaced; or the collator that packs, called or by ``torch_call`` (the one given
-        stays, but for its switches). Twice is once. To undo it put the collator back,
+        stays, but for its switches). Twice is once. To revert it put the collator back,
         ``trainer.data_collator.collator``; switches and flags stay as they were set.
 
     Example:

@@ -51,7 +51,7 @@ def install_flash_attn_alias() -> bool:
         >>> install_flash_attn_alias()
         True
         >>> from flash_attn.bert_padding import unpad_input
-        >>> remove_flash_attn_alias()
+        >>> revert_flash_attn_alias()
     """
     if _finder in sys.meta_path:
         return True
@@ -65,11 +65,11 @@ def install_flash_attn_alias() -> bool:
     return True
 
 
-def remove_flash_attn_alias() -> None:
-    """Undo install_flash_attn_alias: its finder and its modules go. What was imported from them keeps working.
+def revert_flash_attn_alias() -> None:
+    """Revert install_flash_attn_alias: its finder and its modules go. What was imported from them keeps working.
 
     Example:
-        >>> remove_flash_attn_alias()
+        >>> revert_flash_attn_alias()
         >>> importlib.util.find_spec("flash_attn") is None
         True
     """
@@ -83,7 +83,7 @@ def remove_flash_attn_alias() -> None:
 
 
 class _AliasSpec(ModuleSpec):
-    """A spec whose modules remove_flash_attn_alias may take away."""
+    """A spec whose modules revert_flash_attn_alias may take away."""
 
 
 class _Loader(Loader):

@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # what type checkers and docs/api read
         postprocess_packed_seqs,
         preprocess_packed_seqs,
     )
-    from packing_ops.integrations.megatron.rope import patch_rope, unpatch_rope
-    from packing_ops.integrations.megatron.router import patch_router, unpatch_router
+    from packing_ops.integrations.megatron.rope import patch_rope, revert_rope
+    from packing_ops.integrations.megatron.router import patch_router, revert_router
     from packing_ops.integrations.megatron.router_replay import replay_routing
     from packing_ops.integrations.megatron.spec import use_packing_ops
 
@@ -46,9 +46,9 @@ _MODULES = {
     "use_packing_ops": "spec",
     "context_parallel_attention": "context_parallel",
     "patch_rope": "rope",
-    "unpatch_rope": "rope",
+    "revert_rope": "rope",
     "patch_router": "router",
-    "unpatch_router": "router",
+    "revert_router": "router",
     "replay_routing": "router_replay",
     "packed_seq_params": "data",
     "preprocess_packed_seqs": "data",
@@ -66,12 +66,16 @@ __all__ = [
     "postprocess_packed_seqs",
     "preprocess_packed_seqs",
     "replay_routing",
+    "revert_rope",
+    "revert_router",
     "thd_inverse_indices",
     "thd_partition_indices",
-    "unpatch_rope",
-    "unpatch_router",
     "use_packing_ops",
 ]
 __getattr__, __dir__ = lazy_names(
-    globals(), _MODULES, "megatron", "needs megatron-core: pip install 'megatron-core>=0.13'"
+    globals(),
+    _MODULES,
+    "megatron",
+    "needs megatron-core: pip install 'megatron-core>=0.13'",
+    {"unpatch_rope": "revert_rope", "unpatch_router": "revert_router"},
 )

@@ -34,7 +34,7 @@ def patch_rope() -> None:
         >>> from megatron.core.transformer.transformer_config import TransformerConfig
         >>> patch_rope()
         >>> config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, apply_rope_fusion=True)
-        >>> unpatch_rope()
+        >>> revert_rope()
 
     Raises:
         AttributeError: a megatron-core without a function that is replaced; names it.
@@ -46,7 +46,7 @@ def patch_rope() -> None:
         patch.apply()
 
 
-def unpatch_rope() -> None:
+def revert_rope() -> None:
     """Put megatron-core's functions back."""
     for patch in _PATCHES:
         patch.revert()

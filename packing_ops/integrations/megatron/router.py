@@ -32,7 +32,7 @@ def patch_router() -> None:
 
     Example:
         >>> patch_router()
-        >>> unpatch_router()
+        >>> revert_router()
 
     Raises:
         NotImplementedError: a megatron-core whose routers take no padding_mask; those of 0.16 do.
@@ -49,7 +49,7 @@ def patch_router() -> None:
         patch.apply()
 
 
-def unpatch_router() -> None:
+def revert_router() -> None:
     """Put megatron-core's functions back."""
     for patch in _PATCHES:
         patch.revert()

@@ -4,12 +4,13 @@ attn_implementation="packing_ops":
     attention.py            register, and the function that every layer calls: what varlen attention serves, and which
                             rows; SDPA, for calls that it does not serve.
     call.py                 One call of a model, from its start to its end: what it was given that tells its documents.
-    layer_documents.py      The documents of one layer: by its mask, its arguments, or rows that another Ulysses
-    gathered. documents.py            Where the documents of a batch are, and whether a row has several. positions.py
-    The positions that a model gets, and what in it looks at the whole row instead. masks.py                MaskPattern,
-    which layers get in place of a mask tensor, and where masks are made. continuous_batching.py  generate_batch over a
-    paged cache. versions.py             The transformers that is served, and what this folder uses of it. stateful.py
-    Layers that carry a state along the sequence: each document from a fresh state, and
+    layer_documents.py      The documents of one layer: by its mask, its arguments, or rows that Ulysses gathered.
+    documents.py            Where the documents of a batch are, and whether a row has several.
+    positions.py            The positions that a model gets, and what in it looks at the whole row instead.
+    masks.py                MaskPattern, which layers get in place of a mask tensor, and where masks are made.
+    continuous_batching.py  generate_batch over a paged cache.
+    versions.py             The transformers that is served, and what this folder uses of it.
+    stateful.py             Layers that carry a state along the sequence: each document from a fresh state, and
                             declare; stateful_rows.py: documents as rows of a batch.
 apply_packing_ops(model):
     apply.py                Apply and revert, Applied, which is what they say, and a model's attn_implementation.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # what type checkers and docs/api read
     from packing_ops.integrations._router_replay import replay_routing
     from packing_ops.integrations.transformers.advice_callback import PackingAdviceCallback
     from packing_ops.integrations.transformers.apply import Applied, apply_packing_ops, revert_packing_ops
-    from packing_ops.integrations.transformers.attention import register, unregister
+    from packing_ops.integrations.transformers.attention import register, revert_registration
     from packing_ops.integrations.transformers.stateful import declare
     from packing_ops.integrations.transformers.summary import info
 
@@ -44,7 +45,7 @@ _MODULES = {
     "register": "attention",
     "replay_routing": "fused_loss",
     "revert_packing_ops": "apply",
-    "unregister": "attention",
+    "revert_registration": "attention",
 }
 __all__ = [
     "Applied",
@@ -55,8 +56,12 @@ __all__ = [
     "register",
     "replay_routing",
     "revert_packing_ops",
-    "unregister",
+    "revert_registration",
 ]
 __getattr__, __dir__ = lazy_names(
-    globals(), _MODULES, "transformers", "needs transformers: pip install 'transformers>=5.17'"
+    globals(),
+    _MODULES,
+    "transformers",
+    "needs transformers: pip install 'transformers>=5.17'",
+    {"unregister": "revert_registration"},
 )

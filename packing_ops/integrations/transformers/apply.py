@@ -134,7 +134,7 @@ def apply_packing_ops(
         strict: if anything cannot be swapped, raise and change nothing. Otherwise the rest is swapped, and a warning
             names what was not.
 
-    A later call adds to an earlier one: False does not undo what was swapped. Apply before torch.compile, which may
+    A later call adds to an earlier one: False does not revert what was swapped. Apply before torch.compile, which may
     miss a later change. Copies and pickles of the model keep what was applied; ``save_pretrained`` does not: apply
     again to what ``from_pretrained`` makes. ``print(info(model))`` shows what runs.
 
@@ -249,10 +249,11 @@ def _in_effect(model: torch.nn.Module, skipped: dict[str, str]) -> Applied:
 
 
 def revert_packing_ops(model: torch.nn.Module) -> None:
-    """Undo apply_packing_ops in a model.
+    """Revert apply_packing_ops in a model.
 
-    Outputs are those of before to the bit. The modelling module is restored when no model needs the swap any more. What
-    register added to transformers stays until unregister. A model to which nothing was applied does not change.
+    Outputs are those of before to the bit. The modelling module is reverted when no model needs the swap any more. What
+    register added to transformers stays until revert_registration. A model to which nothing was applied does not
+    change.
 
     Raises:
         TypeError: model is not a torch.nn.Module.

@@ -54,8 +54,8 @@ def register(name: str = "packing_ops") -> None:
     warning that says
     why: a KV cache, 4-D masks (models that read theirs), dropout, head_dim over 512. A second call changes nothing.
 
-    What this adds to transformers stays until unregister(name): the name in its two tables, and wrappers around
-    PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
+    What this adds to transformers stays until revert_registration(name): the name in its two tables, and wrappers
+    around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
     preparation of masks; in models, the forward of layers that carry a state. Both wrappers leave models with another
     only attn_implementation. A process that unpickles a model with this attention must call register first, unless
     apply_packing_ops set it.
@@ -103,14 +103,14 @@ def register(name: str = "packing_ops") -> None:
         versions.log_once("this transformers calls models in another way, what only a call says is not known")
 
 
-def unregister(name: str = "packing_ops") -> None:
-    """Undo register(name), and with the last name what it wrapped in transformers.
+def revert_registration(name: str = "packing_ops") -> None:
+    """Revert register(name), and with the last name what it wrapped in transformers.
 
     Models with this attn_implementation need another one before they are called again. A second call does nothing.
 
     Example:
         >>> register("my_attention")
-        >>> unregister("my_attention")
+        >>> revert_registration("my_attention")
     """
     if name in NAMES:
         NAMES.remove(name)

@@ -7,7 +7,7 @@ def register(name: str = "packing_ops") -> None:
     """Make ``attn_implementation=name`` work in TRL's trainers, ``packing=True`` and ``padding_free=True`` included.
 
     Registers the attention with transformers and, in older TRL, in its list of implementations that keep packed
-    documents apart (TRL 1.16 has no list). A second call does nothing; unregister undoes it.
+    documents apart (TRL 1.16 has no list). A second call does nothing; revert_registration reverts it.
 
     Example:
         >>> register()
@@ -25,12 +25,12 @@ def register(name: str = "packing_ops") -> None:
     known.add(name)
 
 
-def unregister(name: str = "packing_ops") -> None:
-    """Undo register(name), in TRL and in transformers; models that have the name need another one first.
+def revert_registration(name: str = "packing_ops") -> None:
+    """Revert register(name), in TRL and in transformers; models that have the name need another one first.
 
     Example:
         >>> register("my_attention")
-        >>> unregister("my_attention")
+        >>> revert_registration("my_attention")
 
     Raises:
         ImportError: TRL or transformers is not installed.
@@ -38,7 +38,7 @@ def unregister(name: str = "packing_ops") -> None:
     known = _known_to_trl()
     from packing_ops.integrations import transformers
 
-    transformers.unregister(name)
+    transformers.revert_registration(name)
     known.discard(name)
 
 

@@ -73,7 +73,7 @@ def patch_pack_dataset() -> bool:
     """Replace TRL's pack_dataset by ours, in trl.data_utils and every module of TRL that imported it.
 
     Code outside of TRL that has imported pack_dataset before keeps TRL's. A second call does nothing;
-    unpatch_pack_dataset undoes it.
+    revert_pack_dataset reverts it.
 
     Returns:
         True when TRL packs with packing_ops now; False, with a warning, when the installed TRL has a pack_dataset of
@@ -82,7 +82,7 @@ def patch_pack_dataset() -> bool:
     Example:
         >>> patch_pack_dataset()
         True
-        >>> unpatch_pack_dataset()
+        >>> revert_pack_dataset()
 
     Raises:
         ImportError: TRL is not installed.
@@ -103,8 +103,8 @@ def patch_pack_dataset() -> bool:
     return True
 
 
-def unpatch_pack_dataset() -> None:
-    """Undo patch_pack_dataset."""
+def revert_pack_dataset() -> None:
+    """Revert patch_pack_dataset."""
     while _applied:
         _applied.pop().revert()
 

@@ -44,7 +44,7 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
     Args:
         trainer: after it is made, before train(). Its models need packing_ops' attention.
 
-    A second call changes nothing; disable_padding_free undoes it. Each forward of a model waits for the GPU once.
+    A second call changes nothing; revert_padding_free reverts it. Each forward of a model waits for the GPU once.
     ``info(model)`` shows it.
 
     Returns:
@@ -73,11 +73,11 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
     return tuple(name for name in _MODELS if getattr(trainer, name, None) is not None)
 
 
-def disable_padding_free(trainer: Any) -> None:
-    """Undo enable_padding_free: the trainer's models are called with padding again. A second call does nothing.
+def revert_padding_free(trainer: Any) -> None:
+    """Revert enable_padding_free: the trainer's models are called with padding again. A second call does nothing.
 
     Example:
-        >>> disable_padding_free(trainer)  # needs a DPOTrainer # doctest: +SKIP
+        >>> revert_padding_free(trainer)  # needs a DPOTrainer # doctest: +SKIP
     """
     for model in _models_of(trainer):
         host = _called(_hosts(model)[0], trainer)

@@ -18,7 +18,7 @@ def enable_sequence_parallel(trainer: Any) -> None:
     Args:
         trainer: an SFTTrainer after it is made and ``apply_packing_ops(trainer.model)``, before train().
 
-    A second call changes nothing; disable_sequence_parallel undoes it.
+    A second call changes nothing; revert_sequence_parallel reverts it.
 
     Example:
         >>> enable_sequence_parallel(trainer)  # needs a trainer on several ranks # doctest: +SKIP
@@ -52,12 +52,12 @@ def enable_sequence_parallel(trainer: Any) -> None:
         config.sp_handler.sp_attn_implementation = name
 
 
-def disable_sequence_parallel(trainer: Any) -> None:
-    """Undo enable_sequence_parallel: the trainer's collator and accelerate's setting are as before. A second call does
+def revert_sequence_parallel(trainer: Any) -> None:
+    """Revert enable_sequence_parallel: collator and setting of accelerate are as before. A second call does
     nothing.
 
     Example:
-        >>> disable_sequence_parallel(trainer)  # needs a trainer on several ranks # doctest: +SKIP
+        >>> revert_sequence_parallel(trainer)  # needs a trainer on several ranks # doctest: +SKIP
     """
     if _is_enabled(trainer):
         stock, before = trainer.data_collator.args

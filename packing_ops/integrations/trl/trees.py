@@ -18,11 +18,11 @@ def enable_tree_attention() -> None:
     """Let TRL's attention over prefix trees run on packing_ops: on the CPU and on every GPU from sm_80 on, with sinks.
 
     TRL's attention needs a Hub kernel of FlashAttention-3. The name ``"tree_fa3"`` stays, since the trainer asks for
-    it. Call this before or after the trainer is made. A second call does nothing; disable_tree_attention undoes it.
+    it. Call this before or after the trainer is made. A second call does nothing; revert_tree_attention reverts it.
 
     Example:
         >>> enable_tree_attention()
-        >>> disable_tree_attention()
+        >>> revert_tree_attention()
 
     Raises:
         ImportError: TRL is not installed, or has no trees (before 1.16).
@@ -31,12 +31,12 @@ def enable_tree_attention() -> None:
     _packing().register_tree_attention()
 
 
-def disable_tree_attention() -> None:
-    """Undo enable_tree_attention.
+def revert_tree_attention() -> None:
+    """Revert enable_tree_attention.
 
     Example:
         >>> enable_tree_attention()
-        >>> disable_tree_attention()
+        >>> revert_tree_attention()
 
     Raises:
         ImportError: as enable_tree_attention.

@@ -9,10 +9,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from packing_ops._runtime.lazy import old_names
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.vllm.rollout import record
 
-__all__ = ["record", "register", "unregister"]
+__all__ = ["record", "register", "revert_registration"]
+__getattr__ = old_names(globals(), {"unregister": "revert_registration"})
 
 _PATH = f"{__name__}.backend.Backend"
 
@@ -26,7 +28,7 @@ def register() -> None:
     Example:
         >>> register()  # needs vllm # doctest: +SKIP
         >>> llm = LLM(folder, attention_backend="CUSTOM", enforce_eager=True)  # needs vllm # doctest: +SKIP
-        >>> unregister()  # needs vllm # doctest: +SKIP
+        >>> revert_registration()  # needs vllm # doctest: +SKIP
 
     Raises:
         ImportError: vllm is missing.
@@ -40,8 +42,8 @@ def register() -> None:
         patch.pin()
 
 
-def unregister() -> None:
-    """Undoes register. An engine that runs keeps its attention, and the layers that go with it until it is freed."""
+def revert_registration() -> None:
+    """Reverts register. An engine that runs keeps its attention, and the layers that go with it until it is freed."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if AttentionBackendEnum.CUSTOM.is_overridden() and AttentionBackendEnum.CUSTOM.get_path() == _PATH:

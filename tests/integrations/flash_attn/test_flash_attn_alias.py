@@ -16,7 +16,7 @@ transformers_installed = pytest.mark.skipif(
 def run(code, *extra_paths):
     """What the code printed; it must end well."""
     code = (
-        "from packing_ops.integrations.flash_attn import install_flash_attn_alias, remove_flash_attn_alias\n"
+        "from packing_ops.integrations.flash_attn import install_flash_attn_alias, revert_flash_attn_alias\n"
         + textwrap.dedent(code)
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -138,12 +138,12 @@ def test_removed_alias_leaves_nothing():
         """
         import importlib.metadata, importlib.util, sys
         finders = list(sys.meta_path)
-        remove_flash_attn_alias()
+        revert_flash_attn_alias()
         assert sys.meta_path == finders
         for _ in range(2):
             install_flash_attn_alias()
             assert sys.meta_path != finders
-            remove_flash_attn_alias()
+            revert_flash_attn_alias()
             assert sys.meta_path == finders
             assert not [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]
             assert importlib.util.find_spec("flash_attn") is None
@@ -175,7 +175,7 @@ def test_a_real_package_stays(tmp_path):
         assert "flash_attn" not in sys.modules
         import flash_attn
         assert flash_attn.__version__ == "2.7.4"
-        remove_flash_attn_alias()
+        revert_flash_attn_alias()
         assert sys.modules["flash_attn"] is flash_attn
         """,
         tmp_path,
@@ -206,7 +206,7 @@ def test_transformers_looks_again():
         assert mapping["flash_attn"] == ["flash-attn"]
         assert not checks.is_flash_attn_greater_or_equal("3.0.0")
         assert not checks.is_flash_attn_3_available() and not checks.is_flash_attn_4_available()
-        remove_flash_attn_alias()
+        revert_flash_attn_alias()
         assert found() == (False, False, False), found()
         assert "flash_attn" not in mapping
         """

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import packing_ops as po
-from packing_ops.integrations.megatron import packed_seq_params, patch_rope, unpatch_rope, use_packing_ops
+from packing_ops.integrations.megatron import packed_seq_params, patch_rope, revert_rope, use_packing_ops
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 def patched():
     patch_rope()
     yield
-    unpatch_rope()
+    revert_rope()
 
 
 @contextlib.contextmanager

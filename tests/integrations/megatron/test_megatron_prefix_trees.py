@@ -40,7 +40,7 @@ from packing_ops.integrations.megatron import (
     next_token_targets,
     packed_seq_params,
     patch_rope,
-    unpatch_rope,
+    revert_rope,
     use_packing_ops,
 )
 
@@ -51,7 +51,7 @@ BIASED = {"add_bias_linear": False}  # biases of tensor-parallel parts are 0 in 
 def patched():
     patch_rope()
     yield
-    unpatch_rope()
+    revert_rope()
 
 
 def samples_of():
@@ -295,7 +295,7 @@ def test_models_that_are_refused(device):
     model.config.mtp_num_layers = 1
     with pytest.raises(NotImplementedError, match="mtp_num_layers: expected None beside segment_parents, got 1"):
         of_tree(model, device)
-    unpatch_rope()
+    revert_rope()
     with pytest.raises(ValueError, match=r"segment_parents: expected patch_rope\(\) before the forward"):
         of_tree(model, device)
 

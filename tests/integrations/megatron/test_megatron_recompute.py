@@ -8,7 +8,7 @@ pytest.importorskip("megatron.core")
 from helpers.megatron_case import RECOMPUTED, VOCABULARY, assert_near, one_process, thd_params, tiny_gpt  # noqa: F401
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from packing_ops.integrations.megatron import patch_rope, unpatch_rope, use_packing_ops
+from packing_ops.integrations.megatron import patch_rope, revert_rope, use_packing_ops
 from packing_ops.integrations.megatron import varlen_call as layouts
 
 
@@ -47,7 +47,7 @@ def test_recomputed_layers(megatron, device, name, qkv_format, fused, monkeypatc
         expected, once = loss_and_gradients(device, batch, apply_rope_fusion=fused)
         found, runs = loss_and_gradients(device, batch, apply_rope_fusion=fused, **RECOMPUTED[name])
     finally:
-        unpatch_rope()
+        revert_rope()
     assert once == [1, 1]
     assert runs == ([2, 1] if name == "full, one layer" else [2, 2])
     assert len(made) == (2 if qkv_format == "thd" else 0)  # of queries and of keys

@@ -23,7 +23,7 @@ from packing_ops.integrations.megatron.rope import (
     fused_apply_rotary_pos_emb,
     fused_apply_rotary_pos_emb_thd,
     patch_rope,
-    unpatch_rope,
+    revert_rope,
 )
 from packing_ops.integrations.megatron.spec import use_packing_ops
 
@@ -34,7 +34,7 @@ unfused = rope_utils.apply_rotary_pos_emb
 @pytest.fixture(autouse=True)
 def unpatched():
     yield
-    unpatch_rope()
+    revert_rope()
 
 
 def angles(places, rotary_dim, *, interleaved=False, batch=1, device="cpu"):
@@ -253,7 +253,7 @@ def test_config_is_refused_before_and_after():
         config_of(apply_rope_fusion=True)
     patch_rope()
     assert config_of(apply_rope_fusion=True, rotary_interleaved=True).rotary_interleaved
-    unpatch_rope()
+    revert_rope()
     with pytest.raises((ValueError, TypeError)):  # it compares the version of TransformerEngine, None without it
         config_of(apply_rope_fusion=True, rotary_interleaved=True)
 
@@ -275,13 +275,13 @@ def test_unpatch_puts_everything_back():
         "have": getattr(attention, "HAVE_FUSED_QKV_ROPE", None),
         "qkv": attention.SelfAttention.get_query_key_value_tensors,
     }
-    unpatch_rope()  # nothing to do
+    revert_rope()  # nothing to do
     patch_rope()
     patch_rope()
     assert attention.apply_rotary_pos_emb is not before["apply"]
     late = sys.modules["a_model_that_came_late"] = SimpleNamespace(apply_rotary_pos_emb=rope_utils.apply_rotary_pos_emb)
     try:
-        unpatch_rope()
+        revert_rope()
         after = {
             "apply": late.apply_rotary_pos_emb,
             "thd": rope_utils.fused_apply_rotary_pos_emb_thd,

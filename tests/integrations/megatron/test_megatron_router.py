@@ -31,7 +31,7 @@ from packing_ops.integrations.megatron import (
     packed_seq_params,
     patch_router,
     preprocess_packed_seqs,
-    unpatch_router,
+    revert_router,
     use_packing_ops,
 )
 from packing_ops.integrations.megatron import router as router_module
@@ -89,7 +89,7 @@ def patched(monkeypatch):
     monkeypatch.setattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {})
     patch_router()
     yield
-    unpatch_router()
+    revert_router()
 
 
 def model_of(device, **more):
@@ -143,7 +143,7 @@ def test_sequence_loss_of_a_model(megatron, device, patched, recompute):
     expected = mean_of([aux_gradients(model, document, None) for document in documents])
     found = aux_gradients(model, row, packed_seq_params(metadata))
     assert_gradients(found, expected)
-    unpatch_router()
+    revert_router()
     stock = aux_gradients(model, row, packed_seq_params(metadata))
     name = next(name for name in expected if "router" in name)
     assert not torch.allclose(stock[name], expected[name], rtol=1e-2)
@@ -178,7 +178,7 @@ def test_rows_that_are_not_packed_are_as_before(megatron, device, patched):
     model = model_of(device, moe_router_load_balancing_type="seq_aux_loss")
     ids = torch.randint(1, VOCABULARY, (2, 9), device=device)
     found = aux_gradients(model, ids, None)
-    unpatch_router()
+    revert_router()
     for name, wanted in aux_gradients(model, ids, None).items():
         assert_same(found[name], wanted)
 
@@ -226,7 +226,7 @@ def sequence_parallel_part():
             (0 * probs.sum()).backward()
             torch.distributed.all_reduce(router.weight.grad)
             found[kind] = router.weight.grad
-    unpatch_router()
+    revert_router()
     return found
 
 

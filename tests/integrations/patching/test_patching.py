@@ -42,9 +42,13 @@ def llama():
 
 
 def registered():
-    from packing_ops.integrations.transformers import register, unregister
+    from packing_ops.integrations.transformers import register, revert_registration
 
-    return lambda: register("for_a_test"), lambda: unregister("for_a_test"), {"_preprocess_mask_arguments", "__call__"}
+    return (
+        lambda: register("for_a_test"),
+        lambda: revert_registration("for_a_test"),
+        {"_preprocess_mask_arguments", "__call__"},
+    )
 
 
 def one_llama():
@@ -56,32 +60,32 @@ def one_llama():
 
 
 def megatron_rope():
-    from packing_ops.integrations.megatron import patch_rope, unpatch_rope
+    from packing_ops.integrations.megatron import patch_rope, revert_rope
 
     names = {"apply_rotary_pos_emb", "fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd", "__post_init__"}
-    return patch_rope, unpatch_rope, names
+    return patch_rope, revert_rope, names
 
 
 def trl_packing():
-    from packing_ops.integrations.trl import patch_pack_dataset, unpatch_pack_dataset
+    from packing_ops.integrations.trl import patch_pack_dataset, revert_pack_dataset
 
-    return patch_pack_dataset, unpatch_pack_dataset, {"pack_dataset"}
+    return patch_pack_dataset, revert_pack_dataset, {"pack_dataset"}
 
 
 def ring_substitution():
-    from packing_ops.contrib.ring_flash_attn import restore_hf_flash_attn, substitute_hf_flash_attn
+    from packing_ops.contrib.ring_flash_attn import revert_hf_flash_attn, substitute_hf_flash_attn
 
-    return lambda: substitute_hf_flash_attn(None), restore_hf_flash_attn, {"_global_mapping"}
+    return lambda: substitute_hf_flash_attn(None), revert_hf_flash_attn, {"_global_mapping"}
 
 
 @pytest.fixture
 def no_name_registered():
     pytest.importorskip("transformers")
-    from packing_ops.integrations.transformers import call, register, unregister
+    from packing_ops.integrations.transformers import call, register, revert_registration
 
     names = list(call.NAMES)
     for name in names:
-        unregister(name)
+        revert_registration(name)
     yield
     for name in names:
         register(name)
@@ -116,7 +120,7 @@ def test_imports_are_as_before():
     if not flash_attn.install_flash_attn_alias():
         pytest.skip("flash-attn is installed, and stays in use")
     assert sys.meta_path != finders
-    flash_attn.remove_flash_attn_alias()
+    flash_attn.revert_flash_attn_alias()
     assert sys.meta_path == finders
     assert {name for name in sys.modules if name.startswith("flash_attn")} == modules
 

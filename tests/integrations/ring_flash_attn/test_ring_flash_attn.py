@@ -16,8 +16,8 @@ from packing_ops.contrib.ring_flash_attn import (
     llama3_flash_attn_varlen_func,
     llama3_flash_attn_varlen_kvpacked_func,
     llama3_flash_attn_varlen_qkvpacked_func,
-    remove_ring_flash_attn_alias,
-    restore_hf_flash_attn,
+    revert_hf_flash_attn,
+    revert_ring_flash_attn_alias,
     substitute_hf_flash_attn,
     update_ring_flash_attn_params,
 )
@@ -89,7 +89,7 @@ def in_transformers():
     substitute_hf_flash_attn(dist.group.WORLD, heads_k_stride=1)
     update_ring_flash_attn_params(metadata.cu_seqlens, dist.group.WORLD)
     logits = model(ids[:, own], position_ids=metadata.position_ids[None, own]).logits
-    restore_hf_flash_attn()
+    revert_hf_flash_attn()
     return (logits - expected).abs().max().item()
 
 
@@ -138,7 +138,7 @@ def test_alias():
     assert substitution is substitute_hf_flash_attn
     with pytest.raises(ImportError, match=r"ring_flash_attn\.zigzag_ring_flash_attn_func is not served"):
         from ring_flash_attn import zigzag_ring_flash_attn_func  # noqa: F401
-    remove_ring_flash_attn_alias()
+    revert_ring_flash_attn_alias()
     assert "ring_flash_attn" not in sys.modules
     assert importlib.util.find_spec("ring_flash_attn") is None
 

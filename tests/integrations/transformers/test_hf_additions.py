@@ -19,7 +19,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
     register,
     revert_packing_ops,
-    unregister,
+    revert_registration,
 )
 
 LENGTHS = [5, 3, 7]
@@ -175,7 +175,7 @@ def test_lora_is_served(compiled, fresh_compile):
 
 def test_peft_that_is_imported_late_is_watched_from_its_first_call(monkeypatch):
     base = tiny_model("llama").eval()
-    unregister()
+    revert_registration()
     for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
         monkeypatch.delitem(sys.modules, name)
     apply_packing_ops(base)
@@ -185,14 +185,14 @@ def test_peft_that_is_imported_late_is_watched_from_its_first_call(monkeypatch):
     model = late.get_peft_model(base, late.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
     with pytest.raises(ValueError, match=r"position_ids: expected one document .* PEFT's \w+ puts virtual tokens"):
         model(IDS, **FORMS["position_ids"])
-    unregister()
+    revert_registration()
     assert "__call__" not in vars(late.PeftModel)
 
 
 def test_unregister_leaves_peft_as_it_was():
     register()
     assert "__call__" in vars(peft.PeftModel)
-    unregister()
+    revert_registration()
     assert "__call__" not in vars(peft.PeftModel)
 
 

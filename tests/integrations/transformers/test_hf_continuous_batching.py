@@ -17,7 +17,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     info,
     register,
     revert_packing_ops,
-    unregister,
+    revert_registration,
 )
 from packing_ops.integrations.transformers.attention import packing_ops_attention  # noqa: E402
 from packing_ops.integrations.transformers.call import NAMES  # noqa: E402
@@ -262,7 +262,7 @@ def test_unregister_gives_back_what_continuous_batching_asks():
             assert asked(requested_attention_implementation="flash_attention_2")
             assert not asked(requested_attention_implementation="sdpa")
             assert not asked(requested_attention_implementation=None)
-        unregister()
+        revert_registration()
         stock = importlib.import_module("transformers.utils.generic").is_flash_attention_requested
         assert [module.is_flash_attention_requested for module in modules] == [stock] * 3
         assert runner._sample.__module__ == runner.__module__

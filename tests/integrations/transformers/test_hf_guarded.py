@@ -21,7 +21,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     info,
     register,
     revert_packing_ops,
-    unregister,
+    revert_registration,
 )
 from packing_ops.integrations.transformers.apply import why_not_attention  # noqa: E402
 
@@ -124,7 +124,7 @@ def test_the_error_says_why_and_goes_with_revert(rows):
 def test_an_unpickled_model_is_guarded_after_unregister():
     """As in a process that has never applied: it registers."""
     saved = pickle.dumps(applied("gpt_neo"))
-    unregister()
+    revert_registration()
     model = pickle.loads(saved)
     with pytest.raises(ValueError, match="position_ids: expected one document in each row"):
         model(input_ids=IDS, use_cache=False, **POSITIONS)

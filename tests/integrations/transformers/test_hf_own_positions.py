@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 
 import packing_ops as po  # noqa: E402
-from packing_ops.integrations.transformers import apply_packing_ops, register, unregister  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, register, revert_registration  # noqa: E402
 
 TOLD = po.PackedMetadata.from_lengths([5, 7, 4])
 COUNTS = r"got several, and {} counts positions along the row and takes none; give each document a row of its own"
@@ -243,7 +243,7 @@ def test_a_model_with_a_table_of_attention_classes_is_refused_before_it_is_made(
         ValueError, match=r"attn_implementation: expected one of eager, .*sdpa for FalconForC.* got 'packing_ops'"
     ):
         model_of("falcon")
-    unregister()
+    revert_registration()
     with pytest.raises((KeyError, ValueError), match="packing_ops"):  # transformers' error
         model_of("falcon")
 

@@ -7,7 +7,7 @@ from helpers.hf_models import tiny_model
 
 import packing_ops as po
 from packing_ops.data import PaddingFreeDPOCollator
-from packing_ops.integrations.transformers import register, unregister
+from packing_ops.integrations.transformers import register, revert_registration
 
 FORWARD = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "segment_parents")  # fmt: skip
 
@@ -16,7 +16,7 @@ FORWARD = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_l
 def registered():
     register()
     yield
-    unregister()
+    revert_registration()
 
 
 def pairs_of(device):

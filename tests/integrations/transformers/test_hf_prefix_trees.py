@@ -5,7 +5,13 @@ import torch
 from helpers.hf_models import CACHE, FAMILIES, tiny_model, transformers
 
 import packing_ops as po
-from packing_ops.integrations.transformers import apply_packing_ops, info, register, revert_packing_ops, unregister
+from packing_ops.integrations.transformers import (
+    apply_packing_ops,
+    info,
+    register,
+    revert_packing_ops,
+    revert_registration,
+)
 
 SIZES = {
     "hidden_size": 64,
@@ -29,7 +35,7 @@ def one_thread():
 def registered():
     register()
     yield
-    unregister()
+    revert_registration()
 
 
 def samples(device):

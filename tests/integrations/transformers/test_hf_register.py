@@ -1,4 +1,4 @@
-"""register and unregister next to another library that wraps the same functions of transformers."""
+"""register and revert_registration next to another library that wraps the same functions of transformers."""
 
 import functools
 
@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 from helpers.hf_models import tiny_model  # noqa: E402
 
-from packing_ops.integrations.transformers import call, masks, register, unregister, versions  # noqa: E402
+from packing_ops.integrations.transformers import call, masks, register, revert_registration, versions  # noqa: E402
 
 OWNERS = (transformers.masking_utils, "_preprocess_mask_arguments"), (transformers.PreTrainedModel, "__call__")
 LENGTHS = [7, 1, 12, 4]
@@ -30,18 +30,18 @@ def above_theirs_above_ours(monkeypatch):
     for tell in ("warn_once", "log_once"):
         monkeypatch.setattr(versions, tell, torch.compiler.assume_constant_result(lambda why: told.append(why)))
     for name in names:
-        unregister(name)
+        revert_registration(name)
     register()
     with monkeypatch.context() as patched:
         for owner, attribute in OWNERS:
             ours = getattr(owner, attribute)
             patched.setattr(owner, attribute, wrapped(ours))
         over = [getattr(owner, attribute) for owner, attribute in OWNERS]
-        unregister()
+        revert_registration()
         assert [getattr(owner, attribute) for owner, attribute in OWNERS] == over
         register()
         yield told
-        unregister()
+        revert_registration()
         assert [getattr(owner, attribute) for owner, attribute in OWNERS] == over
     for name in names:
         register(name)

@@ -18,8 +18,8 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     call,
     register,
     revert_packing_ops,
+    revert_registration,
     stateful,
-    unregister,
 )
 
 
@@ -240,7 +240,7 @@ def test_unregister_puts_every_layer_back(device):
     ids, positions, _ = packed(device)
     logits(model, ids, position_ids=positions)
     assert any("forward" in module.__dict__ for module in model.modules())
-    unregister()
+    revert_registration()
     try:
         assert not any("forward" in module.__dict__ for module in model.modules())
         assert [module.__dict__.get("_gradient_checkpointing_func") for module in model.modules()] == functions

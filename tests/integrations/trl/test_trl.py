@@ -29,7 +29,7 @@ datasets.disable_progress_bars()
 @pytest.fixture(autouse=True)
 def stock_trl():
     yield
-    integration.unpatch_pack_dataset()
+    integration.revert_pack_dataset()
 
 
 def rows_of(lengths, dtype="int64"):
@@ -164,7 +164,7 @@ for _ in range(2):
     assert integration.patch_pack_dataset()
     assert trl.pack_dataset is sft_trainer.pack_dataset is data_utils.pack_dataset is integration.pack_dataset
 for _ in range(2):
-    integration.unpatch_pack_dataset()
+    integration.revert_pack_dataset()
     assert trl.pack_dataset is sft_trainer.pack_dataset is data_utils.pack_dataset is stock
 """
 
@@ -295,7 +295,7 @@ def test_register_enters_the_list_of_implementations_where_trl_has_one(monkeypat
     for _ in range(2):
         integration.register()
     assert {"flash_attention_2", "packing_ops"} == sft_trainer.FLASH_ATTENTION_VARIANTS
-    integration.unregister()
+    integration.revert_registration()
     assert {"flash_attention_2"} == sft_trainer.FLASH_ATTENTION_VARIANTS
     integration.register()  # models of other tests have it
 
@@ -415,5 +415,5 @@ def test_patched_again_over_a_wrapper_of_ours():
     try:
         assert len(data_utils.pack_dataset(rows, 3, "wrapped")) == 1
     finally:
-        integration.unpatch_pack_dataset()
+        integration.revert_pack_dataset()
         data_utils.pack_dataset = STOCK

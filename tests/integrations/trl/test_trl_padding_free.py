@@ -98,7 +98,7 @@ def test_dpo_reference_of_a_batch_and_a_run(device, tmp_path):
     losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (padded, packed)]
     assert len(losses[0]) == 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    integration.disable_padding_free(packed)
+    integration.revert_padding_free(packed)
     again = [torch.cat(t.compute_ref_log_probs(t.ref_model, batch)) for t in (padded, packed)]
     torch.testing.assert_close(*again, **CLOSE)
     assert getattr(packed.model.forward, "func", None) is getattr(padded.model.forward, "func", None)
@@ -291,7 +291,7 @@ def test_a_forward_that_accelerate_wrapped_is_not_wrapped_again(device, tmp_path
     trainer.model.forward = wrapped = accelerate.utils.convert_outputs_to_fp32(trainer.model.forward)
     assert without_padding(trainer).model.forward is wrapped
     with pytest.raises(ValueError, match=r"^trainer: expected the forward that enable_padding_free put"):
-        integration.disable_padding_free(trainer)
+        integration.revert_padding_free(trainer)
 
 
 def test_what_was_enabled_is_returned_and_info_shows_it():
@@ -305,7 +305,7 @@ def test_what_was_enabled_is_returned_and_info_shows_it():
     assert "padding:" not in info(trainer.model)
     assert integration.enable_padding_free(trainer) == ("model", "ref_model")
     assert "\npadding: none in a trainer's batches, by enable_padding_free(trainer)" in info(trainer.ref_model)
-    integration.disable_padding_free(trainer)
+    integration.revert_padding_free(trainer)
     assert "padding:" not in info(trainer.ref_model)
 
 

@@ -189,7 +189,7 @@ def test_training_that_generates(kind, more, device, tmp_path):
         assert not torch.equal(weights[-1], untrained)  # losses of equal lengths are 0, their gradients are not
         if enabled and more:
             assert trainer.model.config._attn_implementation == "packing_ops"
-        integration.disable_padding_free(trainer)
+        integration.revert_padding_free(trainer)
         assert (trainer.model.forward, trainer.model.base_model.forward) == stock
     assert len(losses[0]) >= 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-5)

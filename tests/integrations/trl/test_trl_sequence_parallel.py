@@ -11,7 +11,7 @@ from helpers.hf_models import tiny_model  # noqa: E402
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: E402
 
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
-from packing_ops.integrations.trl import disable_sequence_parallel, enable_sequence_parallel  # noqa: E402
+from packing_ops.integrations.trl import enable_sequence_parallel, revert_sequence_parallel  # noqa: E402
 
 if not hasattr(accelerate_utils, "DeepSpeedSequenceParallelConfig"):
     pytest.skip("accelerate before 1.12 has no sp_size", allow_module_level=True)
@@ -40,7 +40,7 @@ def test_batches_that_deepspeed_shards():
     assert all(value.shape == (1, 6) and torch.equal(value, stock[name]) for name, value in batch.items())
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0]]
     for _ in range(2):
-        disable_sequence_parallel(trainer)
+        revert_sequence_parallel(trainer)
     assert handler.sp_attn_implementation is None
     assert trainer.data_collator(ROWS).keys() == stock.keys()
 

@@ -7,14 +7,14 @@ from helpers.hf_models import FAMILIES, tiny_model, transformers
 packing = pytest.importorskip("trl.experimental.async_grpo.packing")
 if not hasattr(packing, "TreeRow"):
     pytest.skip("this TRL has no trees", allow_module_level=True)
-from packing_ops.integrations.trl import disable_tree_attention, enable_tree_attention  # noqa: E402
+from packing_ops.integrations.trl import enable_tree_attention, revert_tree_attention  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def enabled():
     enable_tree_attention()
     yield
-    disable_tree_attention()
+    revert_tree_attention()
 
 
 def row_of(samples):
@@ -61,7 +61,7 @@ def test_it_is_put_in_and_taken_out():
     enable_tree_attention()
     packing.register_tree_attention()  # as the trainer does when it is made
     assert transformers.AttentionInterface._global_mapping[packing.TREE_ATTENTION] is ours
-    disable_tree_attention()
+    revert_tree_attention()
     stock = transformers.AttentionInterface._global_mapping[packing.TREE_ATTENTION]
     assert stock is not ours
     assert stock is packing.tree_attention

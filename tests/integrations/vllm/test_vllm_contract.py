@@ -204,7 +204,7 @@ def test_register_waits_to_be_asked(vllm, monkeypatch):
     chosen = arguments()
     chosen.attention_backend = "FLASH_ATTN"
     assert chosen.create_engine_config() == ("FLASH_ATTN", False)
-    vllm.plugin.unregister()
+    vllm.plugin.revert_registration()
     assert arguments().create_engine_config() == (None, False)
     assert vars(platform)["get_attn_backend_cls"] is stock
     assert not registry.CUSTOM.is_overridden()
@@ -215,7 +215,7 @@ def test_register_leaves_a_backend_of_others(vllm):
     custom = registry.AttentionBackendEnum.CUSTOM
     registry.register_backend(custom, "theirs.Backend")
     vllm.plugin.register()
-    vllm.plugin.unregister()
+    vllm.plugin.revert_registration()
     assert custom.get_path() == "theirs.Backend"
 
 
