@@ -186,7 +186,12 @@ def _layout(
         attention_mask, unused_mask, lengths is None and total is None
     )
     if lengths is not None:
-        total, max_seqlen = _totals_of(lengths, cu_seqlens)
+        values = index_tensor(lengths, "lengths").tolist()
+        if len(values) != cu_seqlens.shape[0] - 1:
+            raise ValueError(f"lengths: expected one per batch row = {cu_seqlens.shape[0] - 1}, got {len(values)}")
+        if cu_seqlens.is_cpu and not torch.compiler.is_compiling() and [0, *accumulate(values)] != cu_seqlens.tolist():
+            raise ValueError(f"lengths: expected the masks' {cu_seqlens.diff().tolist()}, got {values}")
+        total, max_seqlen = sum(values), max(values, default=0)
     elif total is None:
         total, max_seqlen = totals.tolist()
     else:
@@ -197,15 +202,6 @@ def _layout(
         if max_seqlen < seqlen and totals.is_cpu and not torch.compiler.is_compiling() and max_seqlen < totals[1]:
             raise ValueError(f"max_seqlen: expected at least the longest row = {int(totals[1])}, got {max_seqlen}")
     return indices, cu_seqlens, seqused, total, max_seqlen
-
-
-def _totals_of(lengths: torch.Tensor | Sequence[int], cu_seqlens: torch.Tensor) -> tuple[int, int]:
-    values = index_tensor(lengths, "lengths").tolist()
-    if len(values) != cu_seqlens.shape[0] - 1:
-        raise ValueError(f"lengths: expected one per batch row = {cu_seqlens.shape[0] - 1}, got {len(values)}")
-    if cu_seqlens.is_cpu and not torch.compiler.is_compiling() and [0, *accumulate(values)] != cu_seqlens.tolist():
-        raise ValueError(f"lengths: expected the masks' {cu_seqlens.diff().tolist()}, got {values}")
-    return sum(values), max(values, default=0)
 
 
 def _unpad_many(

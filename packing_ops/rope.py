@@ -106,7 +106,10 @@ def apply_rotary_qk(
         _refuse_derivatives(q=q, k=k, cos=cos, sin=sin)
         gate.rope_qk_(q, k, cos, sin, *options)
     except ValueError as error:
-        _name_cu_seqlens(error, position_ids, sections)
+        one_dimension = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 1
+        if one_dimension and sections is None and str(error).startswith("position_ids: expected [seqlen="):
+            advice = "PackedMetadata.from_cu_seqlens(cu_seqlens) or position_ids_from_cu_seqlens(cu_seqlens)"
+            raise ValueError(f"{error}; where these are cu_seqlens, pass {advice}") from None
         raise
     if not torch.compiler.is_compiling():  # autograd must notice if it saved q or k elsewhere
         torch.autograd.graph.increment_version([q] if k is None else [q, k])
@@ -126,14 +129,6 @@ def _positions_of(metadata: PackedMetadata, q: torch.Tensor, unsqueeze_dim: int,
     if metadata.total != total:
         raise ValueError(f"position_ids: expected total={total} like q, got PackedMetadata with total={metadata.total}")
     return metadata.position_ids
-
-
-def _name_cu_seqlens(error: ValueError, position_ids: torch.Tensor | None, sections: object) -> None:
-    """Return the error again, with what to pass instead, if position_ids may be the cu_seqlens of the row."""
-    one_dimension = isinstance(position_ids, torch.Tensor) and position_ids.dim() == 1
-    if one_dimension and sections is None and str(error).startswith("position_ids: expected [seqlen="):
-        advice = "PackedMetadata.from_cu_seqlens(cu_seqlens) or position_ids_from_cu_seqlens(cu_seqlens)"
-        raise ValueError(f"{error}; where these are cu_seqlens, pass {advice}") from None
 
 
 def _refuse_derivatives(**tensors: torch.Tensor | None) -> None:

@@ -154,10 +154,6 @@ def op_names() -> list[str]:
     return sorted(name.removeprefix(prefix) for name in names)
 
 
-def has_cuda_kernel(name: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"packing_ops::{name}", "CUDA")
-
-
 # Python loops over other ops and matmuls; losses/op.py registers them for every device.
 IN_PYTHON = {"prefix_attention", "prefix_attention_backward"}
 IN_PYTHON |= {"token_logps", "token_logps_backward", "token_logps_backward_", "token_kl", "token_kl_backward"}
@@ -171,7 +167,11 @@ def _explain_missing_cuda_kernels() -> frozenset[str]:
     backends.
     """
     built_for_cuda = bool(build_info()["cuda"])
-    lacking = frozenset(name for name in {*op_names()} - WITHOUT_TENSORS - IN_PYTHON if not has_cuda_kernel(name))
+    lacking = frozenset(
+        name
+        for name in {*op_names()} - WITHOUT_TENSORS - IN_PYTHON
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"packing_ops::{name}", "CUDA")
+    )
     for name in lacking:
         why = "not written yet" if built_for_cuda else f"this library was built without CUDA; {BUILD_COMMAND}"
 

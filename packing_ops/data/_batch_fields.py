@@ -322,13 +322,14 @@ def with_dummies(name: str, rows, missing: int, fill: Mapping):
     if isinstance(rows, torch.Tensor):
         dummies = rows[:1].expand(missing, *rows.shape[1:]).clone()
         return torch.cat([rows, _filled(name, dummies, fill[name]) if name in fill else dummies])
-    if hasattr(rows, "ndim") and not _holds_objects(rows):
+    if hasattr(rows, "ndim") and not (rows.ndim == 1 and rows.dtype == object):
         padded = _by_place(rows)[[*range(len(rows)), *[0] * missing]].copy()
         if name in fill:
             places = _by_place(padded)
             places[len(rows) :] = _filled(name, places[len(rows) :].copy(), fill[name])
         return padded
-    dummies = [_clone(_by_place(rows)[0]) for _ in range(missing)]
+    first = _by_place(rows)[0]
+    dummies = [first.clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first) for _ in range(missing)]
     filled_row = _filled_object if hasattr(rows, "ndim") else _filled_row
     dummies = _filled(name, dummies, fill[name], filled_row) if name in fill else dummies
     if hasattr(rows, "ndim"):
@@ -337,11 +338,6 @@ def with_dummies(name: str, rows, missing: int, fill: Mapping):
             _by_place(padded)[place] = row
         return padded
     return made_of(name, rows, [*(rows[i] for i in range(len(rows))), *dummies])
-
-
-def _holds_objects(rows) -> bool:
-    """Return whether an array's entries are rows: lists, tensors or strings."""
-    return rows.ndim == 1 and rows.dtype == object
 
 
 def _filled(name: str, dummies, value, filled_row: Callable | None = None):
@@ -410,7 +406,3 @@ def _wrong_fill(name: str, value, wanted) -> ValueError:
         f"fill: expected a value of {wanted} for {name!r}, or a function of its dummy rows, got {value!r}; "
         f"fill={{{name!r}: ...}} says what they get"
     )
-
-
-def _clone(row):
-    return row.clone() if isinstance(row, torch.Tensor) else copy.deepcopy(row)

@@ -162,7 +162,10 @@ def documents_of(examples: Sequence[Mapping[str, Any]], prefix: str = "", known:
             assert values is not None
             columns[name] = values
     if prefix + "num_actions" in found:
-        columns["loss_mask"] = _of_actions(examples, prefix, lengths)
+        actions = num_actions_of(examples, lengths, prefix)
+        masks = optional_column(examples, prefix + "loss_mask", actions, prefix + "num_actions")
+        given = [[1] * count for count in actions] if masks is None else [list(plain(mask)) for mask in masks]
+        columns["loss_mask"] = [[0] * (length - len(mask)) + mask for length, mask in zip(lengths, given, strict=True)]
     places = [(prefix, i) for i in range(len(examples))]
     return Documents(columns, lengths_of_documents(examples, found, lengths, prefix), places)
 
@@ -206,14 +209,6 @@ def _sizes(value: Any) -> tuple[int, ...]:
         shape = getattr(value, "shape", None)
         found = tuple(shape) if shape and getattr(value.dtype, "kind", "i") not in "OSU" else ()
     return found[1:] if len(found) == 2 and found[0] == 1 else found
-
-
-def _of_actions(examples: Sequence[Mapping[str, Any]], prefix: str, lengths: list[int]) -> list[list[Any]]:
-    """Return the loss_mask of whole examples, of which the last ``num_actions`` tokens are trained on."""
-    actions = num_actions_of(examples, lengths, prefix)
-    masks = optional_column(examples, prefix + "loss_mask", actions, prefix + "num_actions")
-    given = [[1] * count for count in actions] if masks is None else [list(plain(mask)) for mask in masks]
-    return [[0] * (length - len(mask)) + mask for length, mask in zip(lengths, given, strict=True)]
 
 
 def num_actions_of(examples: Sequence[Mapping[str, Any]], lengths: Sequence[int], prefix: str = "") -> list[int]:

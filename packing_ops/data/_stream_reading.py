@@ -111,7 +111,10 @@ class Reading:
             if not len(self.waiting):
                 break
             self.formed.append(self.waiting.row(self._draws(self.steps * size + len(self.formed))))
-        rows, self.formed = _spread(self.formed, size), []
+        while self.formed and len(self.formed) < size:
+            fullest = max(self.formed, key=len)
+            self.formed.append([fullest.pop()] if len(fullest) > 1 else [])
+        rows, self.formed = self.formed, []
         left_out = rows if rows and stream.drop_last and not rows[-1] else []
         for row in left_out:
             self.progress.dropped += len(row)
@@ -274,14 +277,6 @@ def _checksum(item: Waiting) -> int:
     ids = item.example["input_ids"]
     last = ids[-1] if len(ids) == item.tokens else ids[0][-1]
     return zlib.crc32(b"%d %d" % (item.tokens, int(last)))
-
-
-def _spread(rows: list[list[Waiting]], size: int) -> list[list[Waiting]]:
-    """Return a row for each of ``size`` ranks, if there are any: rows with the most documents give their last."""
-    while rows and len(rows) < size:
-        fullest = max(rows, key=len)
-        rows.append([fullest.pop()] if len(fullest) > 1 else [])
-    return rows
 
 
 def _cut(example: Mapping[str, Any], tokens: int, longest: int) -> dict[str, Any]:

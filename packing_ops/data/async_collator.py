@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 _NOT_GIVEN: Any = object()  # None may be a step
@@ -171,7 +170,10 @@ class AsyncBatchCollator:
             return self._compute(step)
         except BaseException as raised:
             if raised is error:  # raised again: Python has put the new frames before the old ones
-                _cut_before(earlier, raised.__traceback__)  # type: ignore[arg-type]
+                traceback: Any = raised.__traceback__
+                while traceback.tb_next is not None and traceback.tb_next is not earlier:
+                    traceback = traceback.tb_next
+                traceback.tb_next = None
             self._last_error = raised
             raise
         finally:  # runs before the future is done, so that last_compute_seconds is set when get returns
@@ -239,10 +241,3 @@ def _submit_next(collator: AsyncBatchCollator, steps: Iterator[Any]) -> None:
     for step in steps:
         collator.submit((step,))  # type: ignore[arg-type]
         return
-
-
-def _cut_before(earlier: TracebackType | None, traceback: TracebackType) -> None:
-    """End ``traceback`` before the frames of ``earlier``."""
-    while traceback.tb_next is not None and traceback.tb_next is not earlier:
-        traceback = traceback.tb_next
-    traceback.tb_next = None

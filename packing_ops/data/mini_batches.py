@@ -282,7 +282,13 @@ def normalize_advantages(
     # Normalise, divide, put the padding rows back
     scaled = _where_weighted(advantages.to(dtype), weights)
     if zscore:
-        scaled = _where_weighted(_zscored(scaled, weights, tokens.sum()), weights)
+        total = tokens.sum()
+        mean = _by_rows(lambda v, w: (v.double() * w).sum(dim=1), scaled, weights).sum() / total
+        squares = _by_rows(lambda v, w: (v.double() - mean).square_().mul_(w).sum(dim=1), scaled, weights).sum()
+        deviation = squares.div(total).sqrt()
+        # Equal values may have a deviation that is only rounding error: treated as 0, as inf makes every z-score 0.
+        deviation = torch.where(deviation > 1e-14 * mean.abs(), deviation, torch.inf)
+        scaled = _where_weighted(_by_rows(lambda v: (v.double() - mean).div_(deviation).to(v.dtype), scaled), weights)
     scale = torch.where(tokens > 0, denominator.reciprocal(), 0)
     scaled = scaled.mul_(scale[:, None].to(dtype)).to(advantages.dtype)
     return torch.nn.functional.pad(scaled, (0, 0, 0, rows - ends[-1])) if ends[-1] < rows else scaled
@@ -301,15 +307,6 @@ def _where_weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     become 0 too.
     """
     return torch.ops.aten.threshold_backward(values, weights, 0)
-
-
-def _zscored(values: torch.Tensor, weights: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    mean = _by_rows(lambda v, w: (v.double() * w).sum(dim=1), values, weights).sum() / total
-    squares = _by_rows(lambda v, w: (v.double() - mean).square_().mul_(w).sum(dim=1), values, weights).sum()
-    deviation = squares.div(total).sqrt()
-    # Equal values may have a deviation that is only rounding error: treated as 0, as inf makes every z-score 0.
-    deviation = torch.where(deviation > 1e-14 * mean.abs(), deviation, torch.inf)
-    return _by_rows(lambda v: (v.double() - mean).div_(deviation).to(v.dtype), values)
 
 
 def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

@@ -207,14 +207,6 @@ def select_rows(
     """
     fields = Fields(batch, row_keys, batch_keys)
     rows = fields.count()
-    indices = _row_numbers(indices)
-    wrong = [index for index in indices if not 0 <= index < rows]
-    if wrong:
-        raise ValueError(f"indices: expected 0 to {rows - 1} for {rows} rows, got {wrong[0]}")
-    return fields.map(lambda name, rows: taken(name, rows, indices))
-
-
-def _row_numbers(indices: Any) -> list[int]:
     numbers = plain(indices)
     if not hasattr(numbers, "__iter__"):
         raise wrong_type("indices", "row numbers", indices)
@@ -222,7 +214,11 @@ def _row_numbers(indices: Any) -> list[int]:
     for index in map(plain, numbers):
         if isinstance(index, bool):  # of a mask: True is no row 1
             raise wrong_type("indices", "row numbers", index)
-    return [integer(index, "indices") for index in numbers]
+    indices = [integer(index, "indices") for index in numbers]
+    wrong = [index for index in indices if not 0 <= index < rows]
+    if wrong:
+        raise ValueError(f"indices: expected 0 to {rows - 1} for {rows} rows, got {wrong[0]}")
+    return fields.map(lambda name, rows: taken(name, rows, indices))
 
 
 def empty_like_batch(

@@ -97,7 +97,13 @@ class PackedStream(IterableDataset[Row]):
         num_batches: int | None = None,
         drop_last: bool = False,
     ):
-        _check_examples(examples)
+        if isinstance(examples, Mapping) or not hasattr(examples, "__iter__"):
+            raise TypeError(f"examples: expected an iterable of dicts, got {type(examples).__name__}")
+        if isinstance(examples, Iterator):
+            raise TypeError(
+                f"examples: expected an iterable that starts again with each iter() (a list, a dataset), got "
+                f"{type(examples).__name__}, which can be read once"
+            )
         self.examples, self.sizes = examples, sizes or image_sizes
         self.capacity = budgets_of(capacity)
         self.buffer = at_least(buffer, "buffer", 1, "example")
@@ -254,16 +260,6 @@ def image_sizes(example: Mapping[str, Any]) -> dict[str, int]:
             int(as_tensor(grid).reshape(-1, 3).prod(1).sum()) for grid in grids.values() if grid is not None
         ),
     }
-
-
-def _check_examples(examples: Any) -> None:
-    if isinstance(examples, Mapping) or not hasattr(examples, "__iter__"):
-        raise TypeError(f"examples: expected an iterable of dicts, got {type(examples).__name__}")
-    if isinstance(examples, Iterator):
-        raise TypeError(
-            f"examples: expected an iterable that starts again with each iter() (a list, a dataset), got "
-            f"{type(examples).__name__}, which can be read once"
-        )
 
 
 def budgets_of(capacity: int | Mapping[str, int]) -> dict[str, int]:

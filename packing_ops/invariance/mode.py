@@ -65,8 +65,13 @@ def release(holder: object) -> None:
 
 
 def _restore_if_free(before: Before) -> None:
-    if before is not None and not active():
-        _restore(*before)
+    if before is None or active():
+        return
+    library, size, of_compiler = before
+    torch.backends.cuda.preferred_blas_library(library)
+    if size is not None:
+        torch.backends.cuda.cublaslt_workspace_size(size)
+    _set_compiler(*of_compiler)
 
 
 class ModeHandle:
@@ -98,13 +103,6 @@ def _set() -> Before:
     library = cuda.preferred_blas_library()
     cuda.preferred_blas_library("cublaslt")
     return library, size, _set_compiler(dict.fromkeys(INDUCTOR, True), recompile_limit())
-
-
-def _restore(library: Any, size: int | None, of_compiler: OfCompiler) -> None:
-    torch.backends.cuda.preferred_blas_library(library)
-    if size is not None:
-        torch.backends.cuda.cublaslt_workspace_size(size)
-    _set_compiler(*of_compiler)
 
 
 def _set_compiler(inductor: dict[str, bool], limit: int) -> OfCompiler:

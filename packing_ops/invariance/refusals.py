@@ -18,29 +18,17 @@ def refusals(model: torch.nn.Module, training: bool = False) -> dict[str, str]:
     """Return {name: a sentence} of modules that give other bits. training: also modules that act in training only,
     such as dropout.
     """
-    found = {}
-    for name, module in model.named_modules():
-        reason = _random(module, training) or _batch_norm(module) or _quantised(module) or _capacity(module)
-        if reason := reason or _tensor_parallel(module) or _compiled(module):
-            found[name] = reason
-    return found
+    found = {name: _refusal(module, training) for name, module in model.named_modules()}
+    return {name: reason for name, reason in found.items() if reason}
 
 
-def _random(module: torch.nn.Module, training: bool) -> str | None:
+def _refusal(module: torch.nn.Module, training: bool) -> str | None:
     p = getattr(module, "attention_dropout", None)
     p = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else p
     if isinstance(p, float) and p > 0 and (training or module.training):
         return f"dropout of {p:g} draws by the place in the batch: set it to 0"
-    return None
-
-
-def _batch_norm(module: torch.nn.Module) -> str | None:
     if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
         return "a batch norm takes its statistics from the whole batch"
-    return None
-
-
-def _quantised(module: torch.nn.Module) -> str | None:
     dtypes = {t.dtype for t in module.parameters(recurse=False)}
     dtypes |= {t.dtype for name, t in module.named_buffers(recurse=False) if "weight" in name}
     odd = [t for t in dtypes if not t.is_floating_point or t.itemsize == 1]
@@ -50,14 +38,10 @@ def _quantised(module: torch.nn.Module) -> str | None:
     if own or odd:
         what = f"{type(module).__name__} of {dtype_name(odd[0])}" if odd else type(module).__name__
         return f"a quantised layer ({what}) may scale its rows by those beside them"
-    return None
-
-
-def _capacity(module: torch.nn.Module) -> str | None:
     given = [name for name in _CAPACITY if getattr(module, name, None)]
     if given:
         return f"experts with a capacity ({given[0]}) drop a token for what stands beside it"
-    return None
+    return _tensor_parallel(module) or _compiled(module)
 
 
 def _tensor_parallel(module: torch.nn.Module) -> str | None:
@@ -68,17 +52,12 @@ def _tensor_parallel(module: torch.nn.Module) -> str | None:
             names = parameter.device_mesh.mesh_dim_names or ()
             if any("tp" in name or "tensor" in name for name in names):
                 return parallel
-        if getattr(parameter, "tensor_model_parallel", False) and _ranks(module) > 1:
+        ranks = getattr(getattr(module, "config", None), "tensor_model_parallel_size", 1) or 1  # of Megatron-core
+        if getattr(parameter, "tensor_model_parallel", False) and int(ranks) > 1:
             return parallel
     if (getattr(module, "_tp_size", None) or 1) > 1:
         return parallel
     return None
-
-
-def _ranks(module: torch.nn.Module) -> int:
-    """Return the number of ranks of a layer of Megatron-core."""
-    config = getattr(module, "config", None)
-    return int(getattr(config, "tensor_model_parallel_size", 1) or 1)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -136,7 +136,19 @@ def token_kl(
         teacher_hidden, teacher_weight, teacher_bias = checked_head(teacher_hidden, teacher_weight, teacher_bias)
     except (TypeError, ValueError) as error:
         raise type(error)(f"teacher_{error}") from None
-    _check_teacher(hidden, weight, teacher_hidden, teacher_weight)
+    for name in ("dtype", "device"):
+        wanted, got = getattr(hidden, name), getattr(teacher_hidden, name)
+        if wanted != got:
+            raise ValueError(f"teacher_hidden: expected {name} {wanted} like hidden, got {got}")
+    if teacher_hidden.shape[0] != hidden.shape[0]:
+        raise ValueError(
+            f"teacher_hidden: expected [total={hidden.shape[0]}, hidden] like hidden, got {described(teacher_hidden)}"
+        )
+    if teacher_weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"teacher_weight: expected [vocab={weight.shape[0]}, hidden] like weight, got {described(teacher_weight)}: "
+            "cut both heads to the entries that they share"
+        )
     beta, inv_temperature = number(beta, "beta"), _inverse(temperature, "temperature")
     if not 0 <= beta <= 1:
         raise ValueError(f"beta: expected 0 to 1, got {beta}")
@@ -159,24 +171,6 @@ def token_kl(
     numbers = inv_temperature, teacher_inv_temperature, beta
     keep = bytes_to_keep(keep_logits, (hidden, weight, bias))
     return gate.token_kl(hidden, weight, bias, *teacher, targets, *numbers, chunk, max_targets, keep)[0]
-
-
-def _check_teacher(
-    hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor
-) -> None:
-    for name in ("dtype", "device"):
-        wanted, got = getattr(hidden, name), getattr(teacher_hidden, name)
-        if wanted != got:
-            raise ValueError(f"teacher_hidden: expected {name} {wanted} like hidden, got {got}")
-    if teacher_hidden.shape[0] != hidden.shape[0]:
-        raise ValueError(
-            f"teacher_hidden: expected [total={hidden.shape[0]}, hidden] like hidden, got {described(teacher_hidden)}"
-        )
-    if teacher_weight.shape[0] != weight.shape[0]:
-        raise ValueError(
-            f"teacher_weight: expected [vocab={weight.shape[0]}, hidden] like weight, got {described(teacher_weight)}: "
-            "cut both heads to the entries that they share"
-        )
 
 
 def _inverse(temperature: float, name: str) -> float:

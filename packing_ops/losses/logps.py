@@ -421,7 +421,15 @@ def _scaling(options: LogpsOptions, hidden: torch.Tensor) -> tuple[torch.Tensor 
         check_positive(softcap, "softcap", ", or 0 or inf for none")
     outer, inner = (scale, 0.0) if softcap in (0, float("inf")) else (softcap, scale / softcap)
     if isinstance(temperature, torch.Tensor):
-        return _temperatures(temperature, hidden), outer, inner
+        total = hidden.shape[0]
+        if not temperature.is_floating_point() or temperature.shape not in ((), (total,), (1, total)):
+            raise ValueError(
+                f"temperature: expected a number, or floating [total={total}] like hidden, got {_described(temperature)}"
+            )
+        if temperature.device != hidden.device and temperature.dim():
+            raise ValueError(f"temperature: expected on {hidden.device} like hidden, got {_described(temperature)}")
+        refuse_gradient(temperature, "temperature")
+        return temperature.to(hidden.device).reshape(-1).expand(total), outer, inner
     check_positive(temperature := number(temperature, "temperature"), "temperature")
     return None, outer / temperature, inner
 
@@ -430,18 +438,6 @@ def check_positive(value: float, name: str, more: str = "") -> None:
     """Raise ValueError unless it is above 0 and, with its inverse, within float32."""
     if not 1e-37 < value < 1e37:
         raise ValueError(f"{name}: expected a number above 0{more}, got {value}")
-
-
-def _temperatures(temperature: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    total = hidden.shape[0]
-    if not temperature.is_floating_point() or temperature.shape not in ((), (total,), (1, total)):
-        raise ValueError(
-            f"temperature: expected a number, or floating [total={total}] like hidden, got {_described(temperature)}"
-        )
-    if temperature.device != hidden.device and temperature.dim():
-        raise ValueError(f"temperature: expected on {hidden.device} like hidden, got {_described(temperature)}")
-    refuse_gradient(temperature, "temperature")
-    return temperature.to(hidden.device).reshape(-1).expand(total)
 
 
 def bytes_to_keep(keep_logits: int | str, head: Head) -> int:

@@ -57,7 +57,10 @@ def attend_by_heads(
     # Checks, first those of all ranks together.
     check_agreement("ulysses_attention", scheme, q, k, v, documents, group, options)
     cu_seqlens = whole_row(documents, rows, ranks)
-    _check_heads(q, k, v, ranks)
+    if why := head_refusal(q.shape[1], k.shape[1], ranks):
+        raise ValueError(f"{why} (gathered_attention takes any)")
+    if q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(f"k: expected num_kv_heads that divide num_q_heads={q.shape[1]}, got {k.shape[1]}")
     sinks = options.sinks
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sinks: expected [num_q_heads={q.shape[1]}], got {described(sinks)}")
@@ -92,13 +95,6 @@ def head_refusal(num_heads: int, num_kv_heads: int, ranks: int) -> str:
     if num_kv_heads % ranks and ranks % max(num_kv_heads, 1):
         return f"num_kv_heads: expected a multiple of the {ranks} ranks or a divisor of them, got {num_kv_heads}"
     return ""
-
-
-def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> None:
-    if why := head_refusal(q.shape[1], k.shape[1], ranks):
-        raise ValueError(f"{why} (gathered_attention takes any)")
-    if q.shape[1] % max(k.shape[1], 1):
-        raise ValueError(f"k: expected num_kv_heads that divide num_q_heads={q.shape[1]}, got {k.shape[1]}")
 
 
 def _order(cu_seqlens: torch.Tensor, rows: int, ranks: int, documents: PackedMetadata | torch.Tensor) -> Order:

@@ -114,7 +114,11 @@ def select_attention_backend(
         return name
     if reasons["packing_ops"]:
         return name, reasons
-    return name, {**reasons, "kernels": _kernels_of(q, k, v)}
+    heads = q.shape[1] if q.dim() == 3 else 1
+    kv_heads = heads if k is None or k.dim() != 3 else k.shape[1]
+    device = (torch.cuda.current_device() if q.device.index is None else q.device.index) if q.is_cuda else -1
+    dims = q.shape[-1], q.shape[-1] if v is None else v.shape[-1]
+    return name, {**reasons, "kernels": kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], device, dims[1])}
 
 
 @overload
@@ -325,14 +329,6 @@ def _why_not_this_gpu(q: torch.Tensor) -> str:
     if q.is_cuda and (capability := _capability(q.device)) < _SM80:
         return f"needs a GPU of sm_80 or later, got sm_{capability[0]}{capability[1]}"
     return ""
-
-
-def _kernels_of(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> str:
-    heads = q.shape[1] if q.dim() == 3 else 1
-    kv_heads = heads if k is None or k.dim() != 3 else k.shape[1]
-    device = (torch.cuda.current_device() if q.device.index is None else q.device.index) if q.is_cuda else -1
-    dims = q.shape[-1], q.shape[-1] if v is None else v.shape[-1]
-    return kernels_of(q.dtype != torch.float32, heads, kv_heads, dims[0], device, dims[1])
 
 
 @_assume_constant_result

@@ -297,7 +297,11 @@ def flash_attn_with_kvcache(
         check_tensor(v, "v")
         assert k is not None
         assert v is not None
-        _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+        for name, tensor in {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}.items():
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise NotImplementedError(
+                    f"{name}: expected a tensor without requires_grad, keys in a cache get no gradient"
+                )
         seqused_k = lengths_with(lengths, k.shape[1:2].numel())
         _write_keys(k_cache, v_cache, k, v, block_table, lengths)
     cu_seqlens_q = batch_cache.dense_cu_seqlens(q.shape[0], q.shape[1], q, "q")
@@ -387,11 +391,3 @@ def _cache_lengths(
     if cache_seqlens.is_cpu and batch_cache.is_real(cache_seqlens) and (cache_seqlens < 0).any():
         raise ValueError(f"cache_seqlens: expected numbers of keys, 0 or more, got {int(cache_seqlens.min())}")
     return cache_seqlens
-
-
-def _refuse_gradients(**tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise NotImplementedError(
-                f"{name}: expected a tensor without requires_grad, keys in a cache get no gradient"
-            )

@@ -42,30 +42,25 @@ def mixer_of(stock: type) -> type:
         def _ssm_training(self, zxBCdt, packed_seq_params=None):
             if packed_seq_params is None:
                 return super()._ssm_training(zxBCdt)
-            return _train(self, zxBCdt, packed_seq_params)
+            if self.D_has_hdim:
+                raise NotImplementedError(
+                    "D_has_hdim: expected False, mamba2_scan has a number for each head, got True"
+                )
+            cp, padded = self.cp, getattr(packed_seq_params, "cu_seqlens_q_padded", None)
+            cu_seqlens = field_of(packed_seq_params, "cu_seqlens_q") if padded is None else padded
+            heads, groups = cp.nheads_local_tpcp, cp.ngroups_local_tpcp
+            of_x, of_b = heads * self.headdim, groups * self.d_state
+            z, xBC, dt = zxBCdt[:, 0].split([of_x, of_x + 2 * of_b, heads], 1)
+            weight, bias = cp.get_conv1d_weight().squeeze(1), cp.get_conv1d_bias()
+            xBC, _ = causal_conv1d(xBC, weight, bias, cu_seqlens, activation="silu")
+            x, B, C = (
+                part.unflatten(1, (count, -1))
+                for part, count in zip(xBC.split([of_x, of_b, of_b], 1), (heads, groups, groups), strict=True)
+            )
+            A = -torch.exp(cp.get_A_log().float())
+            constants = {"D": cp.get_D(), "dt_bias": cp.get_dt_bias(), "dt_softplus": True}
+            out, _ = mamba2_scan(x, dt, A, B, C, cu_seqlens, z=z.unflatten(1, x.shape[1:]), **constants)
+            y = cp.post_conv_ssm(out.flatten(1)[:, None], packed_seq_params)
+            return self.norm(y) if self.rmsnorm else y
 
     return PackingMambaMixer
-
-
-def _train(mixer: Any, zxBCdt: torch.Tensor, params: Any) -> torch.Tensor:
-    """Run ``[total, 1, channels]`` of this rank, as the stock mixer projects them, to ``[total, 1, channels of its
-    heads]``.
-    """
-    if mixer.D_has_hdim:
-        raise NotImplementedError("D_has_hdim: expected False, mamba2_scan has a number for each head, got True")
-    cp, padded = mixer.cp, getattr(params, "cu_seqlens_q_padded", None)
-    cu_seqlens = field_of(params, "cu_seqlens_q") if padded is None else padded
-    heads, groups = cp.nheads_local_tpcp, cp.ngroups_local_tpcp
-    of_x, of_b = heads * mixer.headdim, groups * mixer.d_state
-    z, xBC, dt = zxBCdt[:, 0].split([of_x, of_x + 2 * of_b, heads], 1)
-    weight, bias = cp.get_conv1d_weight().squeeze(1), cp.get_conv1d_bias()
-    xBC, _ = causal_conv1d(xBC, weight, bias, cu_seqlens, activation="silu")
-    x, B, C = (
-        part.unflatten(1, (count, -1))
-        for part, count in zip(xBC.split([of_x, of_b, of_b], 1), (heads, groups, groups), strict=True)
-    )
-    A = -torch.exp(cp.get_A_log().float())
-    constants = {"D": cp.get_D(), "dt_bias": cp.get_dt_bias(), "dt_softplus": True}
-    out, _ = mamba2_scan(x, dt, A, B, C, cu_seqlens, z=z.unflatten(1, x.shape[1:]), **constants)
-    y = cp.post_conv_ssm(out.flatten(1)[:, None], params)
-    return mixer.norm(y) if mixer.rmsnorm else y

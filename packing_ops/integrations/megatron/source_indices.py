@@ -33,18 +33,13 @@ def source_of_slots(
     document = po.seq_idx_from_cu_seqlens(cu_seqlens, total)
     position = po.position_ids_from_cu_seqlens(cu_seqlens, total)
     if sub_seq_lengths is None:
-        return _source_by_mask(cu_seqlens, document, position, attention_mask)
+        indices, ends, _, _ = gate.unpad_layout(attention_mask, None, False)
+        lengths = ends.diff()
+        fits = _fits("attention_mask", lengths, cu_seqlens)[document]
+        real = position < lengths[document]
+        slot_in_batch = indices[(ends[document] + position).where(real, 0)]
+        return torch.where(real, slot_in_batch.where(fits, attention_mask.numel()), -1)
     return _source_by_lengths(cu_seqlens, document, position, attention_mask, sub_seq_lengths)
-
-
-def _source_by_mask(cu_seqlens, document, position, attention_mask):
-    """Return source_of_slots where each row is a document, whose tokens the mask marks."""
-    indices, ends, _, _ = gate.unpad_layout(attention_mask, None, False)
-    lengths = ends.diff()
-    fits = _fits("attention_mask", lengths, cu_seqlens)[document]
-    real = position < lengths[document]
-    slot_in_batch = indices[(ends[document] + position).where(real, 0)]
-    return torch.where(real, slot_in_batch.where(fits, attention_mask.numel()), -1)
 
 
 def _source_by_lengths(cu_seqlens, document, position, attention_mask, sub_seq_lengths):

@@ -73,7 +73,9 @@ class _Found:
                 self.first = max(self.first, _first_position(module))
             else:
                 self.takes_none = self.takes_none or class_name(module)
-        if _looks_at_length(module):
+        kinds = vars(module).get("rope_type")
+        kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+        if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
             self.by_length = class_name(module)
             put_around(module, "forward", _by_length)
         elif "Attention" in cls.__name__ and _scales_along_the_row(cls):
@@ -356,13 +358,6 @@ def _axis_of_text(model) -> str | None:
 
 
 # --- RoPE that scales with the length: dynamic NTK, longrope ---
-
-
-def _looks_at_length(module) -> bool:
-    """Return whether a rotary embedding of transformers takes its frequencies by the largest position of the batch."""
-    kinds = vars(module).get("rope_type")
-    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
-    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def _by_length(rotary, stock, x, position_ids, *args, **kwargs):

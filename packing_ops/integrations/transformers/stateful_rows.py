@@ -107,13 +107,6 @@ def result_axes(leaf, shape, axes) -> TokenAxes | None:
     return axes_in(leaf, shape, axes, _FLAT)  # routers return flat tokens, whatever they are given
 
 
-def result_tensors(result, shape, axes) -> list[torch.Tensor]:
-    """Return all tensors of a result that have a place for each token, as ``[batch, seqlen, ...]``."""
-    found = [(leaf, result_axes(leaf, shape, axes)) for leaf in leaves(result)]
-    tensors = [each.to_rows(leaf, *shape) for leaf, each in found if each is not None]
-    return [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
-
-
 # --- documents as rows ---
 
 
@@ -300,7 +293,9 @@ def isolation_of(layer, kind, run, named, documents, shape, axes) -> Isolation |
 
     def results(arguments, size, **boundaries):
         with _without_dropout(layer):
-            return result_tensors(run(**arguments, **boundaries), size, axes)
+            found = [(leaf, result_axes(leaf, size, axes)) for leaf in leaves(run(**arguments, **boundaries))]
+            tensors = [each.to_rows(leaf, *size) for leaf, each in found if each is not None]
+            return [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
 
     # Padding follows a document: the layer must not look there.
     try:
