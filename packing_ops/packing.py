@@ -339,17 +339,14 @@ def lengths_tensor(lengths: object) -> torch.Tensor:
     if not hasattr(rows, "__iter__"):
         return index_tensor(lengths, "lengths")  # type: ignore[arg-type]  # which names what it is
     rows = list(rows)  # of an iterator nothing would be left
-    if not rows or not _has_sides(rows[0]):
+    has_sides = rows and hasattr(rows[0], "__len__") and not isinstance(rows[0], str | bytes)
+    if not has_sides or getattr(rows[0], "ndim", 1) == 0:
         return index_tensor(rows, "lengths")
     sides = [index_tensor(row, f"lengths[{i}]").cpu() for i, row in enumerate(rows)]
     for i, row in enumerate(sides):
         if row.shape != sides[0].shape:
             raise ValueError(f"lengths[{i}]: expected {len(sides[0])} sides like lengths[0], got {described(row)}")
     return torch.stack(sides)
-
-
-def _has_sides(row: object) -> bool:
-    return hasattr(row, "__len__") and not isinstance(row, str | bytes) and getattr(row, "ndim", 1) > 0
 
 
 def _name(value: object, name: str) -> str:

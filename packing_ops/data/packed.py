@@ -177,7 +177,11 @@ class PackedCollator:
         sequences = flattened(input_ids, "input_ids", order=order, gaps=gaps, fill=self.pad_token_id)
         weight = is_action.byte().float()  # bool.float() takes twice as long
         if weights is not None:
-            weight.masked_scatter_(is_action, _checked_weights(weights, order))
+            given = flattened(weights, "loss_mask", torch.float32, order=order).cpu()
+            least, most = given.aminmax() if given.numel() else (0, 0)
+            if not 0 <= least <= most < math.inf:
+                raise ValueError(f"loss_mask: expected finite weights of at least 0, got {least:g} to {most:g}")
+            weight.masked_scatter_(is_action, given)
         weight[starts] = 0  # first tokens of documents: nothing predicts them
         targets = weight.sum().item()
         if targets == math.inf:
@@ -401,14 +405,6 @@ class PackedCollator:
                 )
             segments += [*zip(row, sub_seq_lengths[r], strict=True), (rest, 0)]
         return [segment for segment in segments if segment[0]]
-
-
-def _checked_weights(values: list[Any], order: list[int]) -> torch.Tensor:
-    weights = flattened(values, "loss_mask", torch.float32, order=order).cpu()
-    least, most = weights.aminmax() if weights.numel() else (0, 0)
-    if not 0 <= least <= most < math.inf:
-        raise ValueError(f"loss_mask: expected finite weights of at least 0, got {least:g} to {most:g}")
-    return weights
 
 
 def _covered(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:

@@ -152,7 +152,12 @@ def shard_of(
     whole = _padded(documents, padded)
     own = shard_indices(whole, ranks, rank, scheme=scheme)
     row = _of_row(batch, total)
-    _check_labels_of_tree(row, documents)
+    of_labels = [name for name in ("labels", "shift_labels") if name in row]
+    if documents.paths is not None and of_labels:
+        raise ValueError(
+            f"{of_labels[0]}: expected none in the row of a prefix tree, whose rows predict several tokens "
+            f"(prefix_token_logps takes the whole row: unshard), got {described(row[of_labels[0]])}"
+        )
     if "labels" in row and "shift_labels" not in row:
         row["shift_labels"] = shift_labels(row["labels"], documents.cu_seqlens, ignore_index=ignore_index)
     if "shift_labels" in row:
@@ -403,15 +408,6 @@ def _of_row(batch: Mapping[str, Any], total: int) -> dict[str, torch.Tensor]:
                 f"{name}: expected [total={total}] or [1, total] of the row, got {described(tensors[name])}"
             )
     return row
-
-
-def _check_labels_of_tree(row: Mapping[str, torch.Tensor], documents: PackedMetadata) -> None:
-    for name in ("labels", "shift_labels"):
-        if documents.paths is not None and name in row:
-            raise ValueError(
-                f"{name}: expected none in the row of a prefix tree, whose rows predict several tokens "
-                f"(prefix_token_logps takes the whole row: unshard), got {described(row[name])}"
-            )
 
 
 def _is_of_row(value: torch.Tensor, total: int) -> bool:

@@ -257,18 +257,17 @@ def _documents(cu_seqlens: torch.Tensor, name: str, rows: torch.Tensor) -> torch
     if an op can see it.
     """
     check_cu_seqlens(cu_seqlens, name)
-    if not (cu_seqlens.device.type in ("cpu", "meta") or (cu_seqlens.is_cuda and _has_cuda_ops(cu_seqlens))):
+    has_op = cu_seqlens.device.type in ("cpu", "meta")
+    if cu_seqlens.is_cuda and not library.MISSING:
+        lacks = "seq_idx_from_cu_seqlens" in library.without_cuda_kernel
+        has_op = not lacks and not _why_not_this_gpu(cu_seqlens)
+    if not has_op:
         slots = torch.arange(rows.shape[0], device=cu_seqlens.device, dtype=torch.int32)
         return torch.searchsorted(int32_cu_seqlens(cu_seqlens)[1:], slots, right=True)
     try:
         return gate.seq_idx_from_cu_seqlens(cu_seqlens, rows.shape[0])
     except ValueError as error:
         raise ValueError(f"{name}{str(error).removeprefix('cu_seqlens')}") from None
-
-
-def _has_cuda_ops(tensor: torch.Tensor) -> bool:
-    has = not library.MISSING and "seq_idx_from_cu_seqlens" not in library.without_cuda_kernel
-    return has and not _why_not_this_gpu(tensor)
 
 
 # --- the other backends ---

@@ -110,7 +110,9 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
     masks = {mask and (mask[0], _narrow(mask[1], seqlen)) for mask in call.masks}
     of_layer = causal, _narrow(window, seqlen)
     # Of several masks, a layer that passes no window may have had one that has.
-    unclear = len(masks) > 1 and of_layer[1] == (-1, -1) and not _is_full_attention(module)
+    types, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    is_full = bool(types) and isinstance(index, int) and types[index] == "full_attention"
+    unclear = len(masks) > 1 and of_layer[1] == (-1, -1) and not is_full
     if masks and (of_layer not in masks or None in masks or unclear):
         raise ValueError(
             f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
@@ -121,11 +123,6 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
 def _narrow(window, seqlen):
     """Return the window, or (-1, -1) if it reaches over a row of seqlen slots."""
     return (-1, -1) if window[0] >= seqlen - 1 else window
-
-
-def _is_full_attention(module) -> bool:
-    types, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
-    return bool(types) and isinstance(index, int) and types[index] == "full_attention"
 
 
 def _refuse_parts(length, seqlen, cu_seqlens, padding):
