@@ -161,8 +161,10 @@ ROWS = {  # region: file, and what by_row is given: header, line of a row, note
                  "{requests} prompts of {prompt_tokens} tokens together, {new_tokens} new tokens. {origin}."),
     "matrix": ("matrix", "torch | Python | torch's CUDA | GPU | tests | date | commit",
                "{torch} | {python} | {torch_cuda} | {gpu} | {result} | {date} | {commit!s:.7}", "", (), "none"),
-    "plan": ("plan_cpu", "lengths | ranks | capacity | ranks of one size | plan, of ideal | one size, times the plan | two sizes, times the plan",
-             "{kind} | {ranks} | {capacity:,.0f} | {static_size} | {of_ideal:.2f} | {one_size_times_plan:.2f} | {two_sizes_times_plan:.2f}",
+    "plan": ("plan_cpu", "lengths | ranks | capacity | plan, of the least possible | fewest ranks that hold the longest | groups of "
+             "these, times the plan | and single ranks | groups, times a plan of that `max_size` | best size | times the plan",
+             "{kind} | {ranks} | {capacity:,.0f} | {of_least:.2f} | {static_size} | {one_size_times_plan:.2f} | "
+             "{two_sizes_times_plan:.2f} | {one_size_times_plan_of_that_size:.2f} | {best_size} | {best_size_times_plan:.2f}",
              "`benchmarks/simulate_plan.py`, {steps} steps of each; commit {commits}."),
 }  # fmt: skip
 MADE: dict[str, Callable[[], str]] = {

@@ -1,15 +1,17 @@
 """Plans of packing_ops.parallel.plan_step beside groups of one size: python benchmarks/simulate_plan.py [--steps 20]
 
 Counted by the plan's cost, nothing is measured. Each step draws documents of one of four kinds of lengths until
-``--rows`` rows of ``capacity`` for each rank are full. Groups of one size: every row lies on the fewest ranks that hold
-the longest document, as where context parallelism is set once. Two sizes: documents over capacity on such groups,
-others on single ranks (token_budget_microbatches with sp_size). Writes results/plan_cpu.csv.
+``--rows`` rows of ``capacity`` for each rank are full. Groups of one size, for all steps: every row lies on the fewest
+ranks that hold the longest document, as where context parallelism is set once, or on the size that costs least over all
+steps, which is known only afterwards. Two sizes: documents over capacity on groups of the fewest ranks, others on
+single ranks (token_budget_microbatches with sp_size). The least: no plan costs less than documents that are spread
+evenly in as few rows as their tokens fill, with only those over capacity sent. Writes results/plan_cpu.csv.
 """
 
 import argparse
+import collections
 import math
 import random
-import statistics
 
 import torch
 from harness import RESULTS, commit, write_csv
@@ -60,19 +62,35 @@ def two_sizes(lengths: list[int], ranks: int, capacity: int, size: int) -> float
     )
 
 
+def least(lengths: list[int], ranks: int, capacity: int) -> float:
+    """No plan costs less."""
+    per_token, per_square = cost_coefficients("flops", "cost")
+    tokens = sum(length * (1 + SENT * (length > capacity)) for length in lengths)
+    spread = per_token * tokens + per_square * sum(length * length for length in lengths)
+    return spread / ranks + math.ceil(sum(lengths) / (ranks * capacity)) * per_token * ROW
+
+
 def simulated(kind: str, ranks: int, capacity: int, steps: int, rows: int) -> dict:
-    """Means over the steps, in multiples of the plan's cost; how much of the ideal the plan is."""
-    draws, found = random.Random(f"{kind} {ranks}"), []
-    size = 1 << (-(-KINDS[kind][2] // capacity) - 1).bit_length()
+    """Sums over the steps, in multiples of the plans'."""
+    draws = random.Random(f"{kind} {ranks}")
+    fewest = 1 << (-(-KINDS[kind][2] // capacity) - 1).bit_length()
+    sizes = [size for size in (1 << i for i in range(ranks.bit_length())) if fewest <= size <= ranks]
+    found: dict = collections.Counter()
     for _ in range(steps):
         lengths = lengths_of(kind, ranks * capacity * rows, draws)
         plan = plan_step(lengths, ranks, capacity)
-        others = (one_size(lengths, ranks, capacity, size), two_sizes(lengths, ranks, capacity, size))
-        found.append([plan.ideal / plan.cost, *(other / plan.cost for other in others)])
-    ideal, one, two = (statistics.fmean(column) for column in zip(*found, strict=True))
+        within = plan_step(lengths, ranks, capacity, max_size=fewest)
+        found.update({"plan": plan.cost, "within": within.cost, "ideal": plan.ideal})
+        found.update({"least": least(lengths, ranks, capacity), "two": two_sizes(lengths, ranks, capacity, fewest)})
+        found.update({size: one_size(lengths, ranks, capacity, size) for size in sizes})
+    times = {name: f"{value / found['plan']:.3f}" for name, value in found.items()}
+    best = min(sizes, key=found.__getitem__)
     return {
-        "kind": kind, "ranks": ranks, "capacity": capacity, "static_size": size, "steps": steps,
-        "of_ideal": f"{ideal:.3f}", "one_size_times_plan": f"{one:.3f}", "two_sizes_times_plan": f"{two:.3f}",
+        "kind": kind, "ranks": ranks, "capacity": capacity, "static_size": fewest, "steps": steps,
+        "of_ideal": times["ideal"], "of_least": times["least"], "one_size_times_plan": times[fewest],
+        "one_size_times_least": f"{found[fewest] / found['least']:.3f}", "two_sizes_times_plan": times["two"],
+        "best_size": best, "best_size_times_plan": times[best],
+        "one_size_times_plan_of_that_size": f"{found[fewest] / found['within']:.3f}",
     }  # fmt: skip
 
 
