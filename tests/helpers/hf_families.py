@@ -91,6 +91,7 @@ MORE = {  # what the recipe does not guess
     "llama4_text": {"attention_chunk_size": 6, "floor_scale": 4, "no_rope_layers": [1, 0]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    **{key: {"layer_types": ["linear_attention", "full_attention"]} for key in ("bailing_hybrid", "kimi_linear")},
     "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "phi4_multimodal_audio": {"num_blocks": 1, "nemo_conv_channels": 32, "ext_pw_out_channel": 32},
@@ -222,13 +223,15 @@ def row_of(model) -> Row:
         nothing = reason.startswith(("no rotary embedding", "it has no RMSNorm"))
         verdicts.append(NONE if nothing else (f"yes, but {reason}" if reason else "yes") if count else reason)
     attends = "yes" if apply.attentions(model) else NONE
-    return Row(own or attends, *verdicts, state_of(linear_attention.layers_in(model).values()))
+    layers = linear_attention.layers_in(model)
+    return Row(own or attends, *verdicts, state_of(layers.values(), map(type, layers)))
 
 
-def state_of(reasons) -> str:
-    """Returns the verdict over layers that carry a state by functions which ours may replace."""
+def state_of(reasons, classes) -> str:
+    """Returns the verdict over layers, of these classes, that carry a state by functions which ours may replace."""
     reasons = [*reasons]
-    return "; ".join(dict.fromkeys(filter(None, reasons))) or ("yes" if reasons else NONE)
+    served = "yes" + linear_attention.stock_rules(classes)
+    return "; ".join(dict.fromkeys(filter(None, reasons))) or (served if reasons else NONE)
 
 
 def formula_of_class(cls: type) -> tuple[str | None, str]:
@@ -272,7 +275,7 @@ def row_of_module(model_class) -> Row:
         for cls in classes
         if cls.__module__ == name and hasattr(cls, "forward") and linear_attention.functions_called(cls)
     ]
-    states = state_of(linear_attention.why_not_class(cls) for cls in layers)
+    states = state_of(map(linear_attention.why_not_class, layers), layers)
     return Row("not tried", refusal_of_module(name) or "yes", "; ".join(reasons) or ("yes" if norms else NONE), states)
 
 

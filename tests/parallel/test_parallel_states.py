@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from packing_ops.integrations.transformers import apply_packing_ops
 
-FAMILIES = list(filter(passes_keywords, ["qwen3_5_text", "lfm2", "bamba", "nemotron_h"]))
+FAMILIES = list(filter(passes_keywords, ["qwen3_5_text", "lfm2", "bamba", "nemotron_h", "kimi_linear"]))
 LENGTHS = [[9, 1, 22, 6], [37], [1, 2, 3, 33], [5, 5, 5, 5, 5]]  # a document over all ranks; ends where a part ends
 
 

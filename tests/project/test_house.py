@@ -186,6 +186,7 @@ LONG = {"_runtime.autograd.register_autograd"}  # torch's, rebuilt: its parts be
 MIRRORS = {
     "losses.op._token_logps",
     "integrations.transformers.linear_attention._delta_rule",
+    "integrations.transformers.linear_attention._kimi_delta_rule",
     "integrations.transformers.linear_attention._mamba2",
 }  # fmt: skip
 MODULES = {
@@ -306,7 +307,7 @@ STATEMENTS = {
     "_runtime": 1060,  # older names came, and go with the next minor version
     "contrib": 420,  # mixing_warning, prefix_attention
     "data": 2190,
-    "integrations": 5645,  # vLLM, states over ranks, trees, older names came
+    "integrations": 5705,  # vLLM, states over ranks, trees, older names, Kimi's convolutions came
     "invariance": 730,  # rollouts came
     "losses": 610,
     "parallel": 1030,  # states over ranks came

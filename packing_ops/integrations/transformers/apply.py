@@ -104,6 +104,8 @@ def apply_packing_ops(
         linear_attention: short convolutions, gated delta rules and scans of Mamba-2 in hybrid models (Qwen3-Next,
             Qwen3.5, OLMo-Hybrid, LFM2, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2) run by causal_conv1d,
             gated_delta_rule and mamba2_scan, which get the documents of the rows. It needs attention, which finds them.
+            Of Kimi Linear and bailing_hybrid only the convolutions are ours: the decay of each channel stays
+            transformers', with documents as rows of batches.
             Layers that call another recurrence run as before, each document as a row of a batch.
         rms_norm: RMSNorm modules call torch.nn.functional.rms_norm, where a trial shows it at least as near to float64
             as the stock formula. In bf16 and fp16 the stock formula of Llama, Qwen and Mistral rounds twice: the

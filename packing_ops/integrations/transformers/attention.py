@@ -12,6 +12,7 @@ from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import dtype_name
 from packing_ops.integrations import _additions, _advice
 from packing_ops.integrations._patching import Patch, kept_with_class
+from packing_ops.integrations._walks import DOCUMENTS
 from packing_ops.integrations.transformers import (
     continuous_batching,
     fused_loss,
@@ -29,7 +30,6 @@ from packing_ops.integrations.transformers.call import (
     call_of_layers,
     watched,
 )
-from packing_ops.integrations.transformers.linear_attention import DOCUMENTS
 from packing_ops.integrations.transformers.versions import (
     CACHE,
     AttentionInterface,

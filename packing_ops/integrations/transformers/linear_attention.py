@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -21,11 +22,11 @@ from packing_ops._runtime.batch_cache import dense_cu_seqlens, kept_with
 from packing_ops.conv import causal_conv1d
 from packing_ops.integrations._patching import Patch, kept_with_class, revert_left
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
-from packing_ops.integrations._walks import SWAPPED, constant_of_model, kept_with_model
+from packing_ops.integrations._walks import DOCUMENTS, SWAPPED, constant_of_model, kept_with_model
+from packing_ops.integrations.transformers.stateful_rows import in_rows, keeps_apart
 from packing_ops.integrations.transformers.versions import PreTrainedModel, unwrapped
 from packing_ops.scan import gated_delta_rule, mamba2_scan
 
-DOCUMENTS = "packing_ops_documents"  # RowDocuments, or None: each row is one document
 _HOST = "transformers."
 
 # --- the functions of a modelling module ---
@@ -106,6 +107,32 @@ def _mamba2(
     return (out, _of_rows(state, documents)) if return_final_states else out
 
 
+def _kimi_delta_rule(
+    documents,
+    query,
+    key,
+    value,
+    g,
+    beta,
+    chunk_size=64,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    *,
+    stock,
+):
+    """chunk_kimi_delta_attention of transformers, whose decay is of each channel: its function, documents as rows."""
+    rule = functools.partial(stock, chunk_size=chunk_size, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    given = {"initial_state": initial_state, "output_final_state": output_final_state}
+    if documents is None:
+        return rule(query, key, value, g, beta, **given)
+    batch, seqlen = query.shape[:2]
+    rows, cu_seqlens = _packed([query, key, value, g, beta], documents, batch, seqlen)
+    state = State((value.shape[2], key.shape[3], value.shape[3]), torch.float32)
+    out, state = _with_states(functools.partial(in_rows, rule), rows, cu_seqlens, documents, [], state, **given)
+    return _unpacked(out, documents, batch, seqlen), _of_rows(state, documents)
+
+
 def _apart(documents, *args):
     """mamba2_split_conv1d_scan_combined of transformers: None has the layer call the convolution and the scan."""
 
@@ -182,12 +209,14 @@ def _of_rows(state, documents):
 _SERVED = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _kimi_delta_rule,
     "mamba2_chunk_scan": _mamba2,
     "mamba2_split_conv1d_scan_combined": _apart,
 }
 # They take one token of a cache, and no documents.
 _OF_ONE_TOKEN = frozenset((
     "causal_conv1d_update", "torch_recurrent_gated_delta_rule", "mamba2_selective_state_update",
+    "recurrent_kimi_delta_attention",
 ))  # fmt: skip
 # Names of functions that carry something from token to token.
 _SEQUENTIAL = re.compile(r"causal_conv1d\w*|\w*(delta_rule|delta_attention|_kda|_scan_combined|_scan|state_update)")
@@ -229,11 +258,13 @@ def _patch(module, name, ours) -> Patch:
     known = frozenset([*inspect.signature(ours).parameters][1:])
 
     def make(stock):
+        of_stock = {"stock": stock} if ours is _kimi_delta_rule else {}
+
         @functools.wraps(stock)
         def dispatch(*args, **kwargs):
             if DOCUMENTS not in kwargs:
                 return stock(*args, **kwargs)
-            given = {name: value for name, value in kwargs.items() if name in known}
+            given = {**of_stock, **{name: value for name, value in kwargs.items() if name in known}}
             return ours(kwargs[DOCUMENTS], *args, **given)
 
         return dispatch
@@ -258,6 +289,8 @@ def _agrees(stock, ours) -> bool:
         ]
         return attempt(stock, *[None] * len(needed)) is None
     wanted = [*inspect.signature(ours).parameters][2:]  # the first tensor goes by place
+    if ours is _kimi_delta_rule:
+        return [*parameters][1 : len(wanted)] == wanted[:-1] and keeps_apart(stock)
     if [name for name in [*parameters][1:] if name not in ("kwargs", "args")] != wanted:
         return False
     with quiet():
@@ -323,10 +356,21 @@ _CASES = {_convolution: _convolutions, _delta_rule: _delta_rules, _mamba2: _mamb
 # --- the layers of a model ---
 
 
+def stock_rules(classes: Iterable[type]) -> str:
+    """Return what swapped layers leave to transformers, as the end of a sentence; empty if nothing."""
+    names = (name for cls in classes for name in functions_called(unwrapped(cls)))
+    rule = next((name for name in names if _SERVED.get(name) is _kimi_delta_rule), None)
+    return f", but {rule} is transformers', its documents rows of batches" if rule else ""
+
+
 def why_by_place(model: torch.nn.Module) -> str | None:
-    """Return why bits of a delta rule may depend on a token's place: on the CPU; None on other devices."""
+    """Return why bits of a delta rule may depend on a token's place: on the CPU, or where it is transformers'; else
+    None.
+    """
     for name, module in model.named_modules():
         on_cpu = any(parameter.is_cpu for parameter in module.parameters(recurse=False))
+        if rule := stock_rules([type(module)]):
+            return f"{name}: rows that were tried agree{rule}, whose sums may go by their size"
         if on_cpu and "torch_chunk_gated_delta_rule" in functions_called(unwrapped(type(module))):
             return (
                 f"{name}: rows that were tried agree, but torch's softplus and sigmoid of its heads round otherwise in "

@@ -19,7 +19,7 @@ import torch
 from packing_ops._runtime.batch_cache import unseen
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
-from packing_ops.integrations._walks import CHECKPOINTS, MIXES, kept_with_model
+from packing_ops.integrations._walks import CHECKPOINTS, DOCUMENTS, MIXES, kept_with_model
 from packing_ops.integrations.transformers import linear_attention, sequence_group
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
@@ -408,7 +408,7 @@ def _forward(layer, stock, isolations, *args, **kwargs):
     """
     found = _current_documents()
     run = functools.partial(type(layer).forward, layer) if stock is None else stock
-    if linear_attention.DOCUMENTS in kwargs:
+    if DOCUMENTS in kwargs:
         return run(*args, **kwargs)
     return run(*args, **kwargs) if found is None else _apart(layer, run, isolations, found, args, kwargs)
 

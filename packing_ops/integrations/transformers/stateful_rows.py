@@ -7,15 +7,20 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from packing_ops._runtime.batch_cache import kept_with
-from packing_ops.integrations.transformers.linear_attention import DOCUMENTS
+from packing_ops.boundaries import seq_idx_from_cu_seqlens
+from packing_ops.integrations._patching import kept_with_class
+from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of
+from packing_ops.integrations._walks import DOCUMENTS
 from packing_ops.keys import PrefixPaths
 
 if TYPE_CHECKING:
@@ -254,6 +259,70 @@ def _joined(parts, batches, documents, shape, axes):
     if documents.padded:
         tokens.append(tokens[0].new_zeros(1, *tokens[0].shape[1:]))
     return found[0].from_rows(torch.cat(tokens).index_select(0, documents.order).unflatten(0, shape))
+
+
+# --- a recurrence of transformers that no op computes, in a layer that keeps its packed rows ---
+
+
+@torch.compiler.disable(reason="packing_ops: how long documents are is known when the layer runs")
+def in_rows(
+    rule: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    cu_seqlens: torch.Tensor, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Return (out, final state or None) of a delta rule ``rule(q, k, v, g, beta, ...)`` of ``[batch, seqlen, ...]``.
+
+    Tensors are packed, ``[total, ...]``; states ``[documents, ...]`` in float32.
+    """
+    order, batches = kept_with((cu_seqlens,), ("rules in rows", len(q)), functools.partial(_split, cu_seqlens, len(q)))
+    outs = []
+    final = initial_state
+    if output_final_state and final is None:
+        final = g.new_zeros(len(cu_seqlens) - 1, v.shape[1], k.shape[2], v.shape[2], dtype=torch.float32)
+    for documents, slots, inside in batches:
+        rows = [each.index_select(0, slots.flatten()).unflatten(0, slots.shape) for each in (q, k, v, g, beta)]
+        # After its end a document forgets and learns nothing.
+        rows[3:] = [each.masked_fill(~inside.view(*inside.shape, *[1] * (each.dim() - 2)), 0) for each in rows[3:]]
+        initial = None if initial_state is None else initial_state.index_select(0, documents)
+        out, state = rule(*rows, initial_state=initial, output_final_state=output_final_state)
+        outs.append(out.flatten(0, 1))
+        final = final.index_copy(0, documents, state.to(final.dtype)) if output_final_state else None
+    out = torch.cat([*outs, torch.zeros_like(v[:1]) if len(v) else v]).index_select(0, order)
+    return out, final
+
+
+def _split(cu_seqlens, total):
+    """Return (where each token is among those of all batches, [(documents, their slots, which are no repeats)])."""
+    seq_idx = seq_idx_from_cu_seqlens(cu_seqlens, total)
+    seq_idx = seq_idx.masked_fill(seq_idx == len(cu_seqlens) - 1, -1)  # padding after the last document
+    split = SplitDocuments(seq_idx[None])
+    firsts = [pad(slots[:, 1:] != slots[:, :-1], (1, 0), value=True) for slots in split.batches]
+    numbered = [seq_idx[slots[:, 0]].long() for slots in split.batches]
+    return split.order, [*zip(numbered, split.batches, firsts, strict=True)]
+
+
+@kept_with_class
+@torch.compiler.disable
+def keeps_apart(rule: Any) -> bool:
+    """Return whether in_rows gives what this rule gives for each document alone, states too."""
+    tokens, heads = [70, 65, 1], 2  # the first two share a batch
+    total = sum(tokens)
+    q, k, v = (numbers(total, heads, 8, start=start) for start in (0.0, 1.0, 2.0))
+    g, beta = -numbers(total, heads, 8, start=3.0).abs(), numbers(total, heads, start=4.0).abs()
+    rows, states = [q, k, v, g, beta], numbers(3, heads, 8, 8, start=5.0)
+    rule = functools.partial(rule, use_qk_l2norm_in_kernel=True)
+    with quiet():
+        cu_seqlens = torch.tensor([0, *tokens]).cumsum(0).int()
+        found = tensors_of(attempt(in_rows, rule, *rows, cu_seqlens, states, True))
+        parts = zip(*(each.split(tokens) for each in rows), states, strict=True)
+        wanted = [
+            attempt(rule, *(each[None] for each in part), initial_state=state[None], output_final_state=True)
+            for *part, state in parts
+        ]
+        wanted = [[each[0] for each in tensors_of(result)] for result in wanted]
+        if not found or not all(wanted):
+            return False
+        outs, finals = zip(*wanted, strict=True)
+        return alike(found, [torch.cat(outs), torch.stack(finals)], 64)
 
 
 # --- how a layer keeps documents apart ---

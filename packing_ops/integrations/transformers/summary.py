@@ -53,8 +53,9 @@ def info(model: torch.nn.Module) -> str:
     lines.append(f"attention: {_attention(model, found)}")
     lines.append(f"rope: {_swapped(rope_patch, model, 'apply_packing_ops(model)')}")
     lines.append(f"rms_norm: {_swapped(rms_norm_patch, model, 'apply_packing_ops(model)')}")
-    if linear_attention_patch.layers_in(model):
+    if layers := linear_attention_patch.layers_in(model):
         lines.append(f"linear_attention: {_swapped(linear_attention_patch, model, 'apply_packing_ops(model)')}")
+        lines[-1] += linear_attention_patch.stock_rules(map(type, layers))
     lines += [f"loss: {_loss(found)}", f"invariant: {_mode(model)}", f"documents: {_documents(found)}"]
     if any(map(_runs_without_padding, found)):
         lines.append("padding: none in a trainer's batches, by enable_padding_free(trainer)")

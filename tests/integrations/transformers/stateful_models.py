@@ -70,6 +70,9 @@ MORE_HYBRIDS = {  # with the layers of qwen3_next and of bamba
                    "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "mamba_headdim": 16, "mamba_ngroups": 1,
                "n_mamba_heads": 4, "chunk_size": 8, "num_mem_blocks": 1, "attention_head_dim": 16},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"],
+                    "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+                    "linear_head_dim": 8, "linear_num_heads": 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
 }  # fmt: skip
 SERVED = [name for name in FAMILIES if name in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES]

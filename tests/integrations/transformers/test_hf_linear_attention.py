@@ -4,7 +4,10 @@ the layers.
 
 import copy
 import functools
+import inspect
+import itertools
 import pickle
+import sys
 import types
 
 import pytest
@@ -26,12 +29,13 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     revert_packing_ops,
     rms_norm,
     stateful,
+    stateful_rows,
 )
 from packing_ops.keys import prefix_paths  # noqa: E402
 
 MAMBA2 = ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2"]
-WITHOUT_ROPE = {"granitemoehybrid", "nemotron_h", "zamba2", "mamba2"}  # that is ours
-FAMILIES = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", *MAMBA2]
+WITHOUT_ROPE = {"granitemoehybrid", "kimi_linear", "nemotron_h", "zamba2", "mamba2"}  # that is ours
+FAMILIES = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2", "kimi_linear", *MAMBA2]
 
 
 def hybrid(family, device="cpu", **more):
@@ -104,7 +108,12 @@ def test_gradients_are_those_of_each_document_alone(family, checkpointing, devic
 
 @pytest.mark.parametrize(
     ("family", "whole"),
-    [*((family, False) for family in FAMILIES), ("qwen3_next", True), ("lfm2", True), ("bamba", True)],
+    [
+        *((family, False) for family in FAMILIES if family != "kimi_linear"),
+        ("qwen3_next", True),
+        ("lfm2", True),
+        ("bamba", True),
+    ],
     ids=lambda value: value if isinstance(value, str) else "whole model" if value else "layers",
 )
 def test_compiled_without_a_break(family, whole, device, fresh_compile):
@@ -309,6 +318,47 @@ def test_copies_and_pickles_run_ours(copied, device):
     made = copied(model)
     revert_packing_ops(model)
     assert torch.equal(logits(made, ids, **forms(device)[1]), wanted)
+
+
+def test_a_rule_that_is_transformers_is_named(device):
+    model, _ = hybrid("kimi_linear", device)
+    assert "linear_attention: packing_ops in 1 module, but chunk_kimi_delta_attention is transformers'" in info(model)
+
+
+def test_a_rule_of_another_meaning_is_left(monkeypatch):
+    """One that forgets where its gate is 0, as padding has it."""
+    model = stateful_model("kimi_linear", attn_implementation="eager")
+    home = sys.modules[type(model).__module__]
+    stock = inspect.unwrap(home.chunk_kimi_delta_attention)
+
+    def other(query, key, value, g, beta, **options):
+        return stock(query, key, value, g - 1, beta, **options)
+
+    assert stateful_rows.keeps_apart(stock)
+    assert not stateful_rows.keeps_apart(other)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "total"), [([0, 3, 3, 8, 12], 14), ([0], 0), ([0], 3), ([0, 0], 2), ([0, 0, 5, 5], 5)], ids=str
+)
+@pytest.mark.parametrize("with_state", [False, True])
+def test_rules_in_rows_with_empty_documents_and_padding(cu_seqlens, total, with_state, device):
+    home = sys.modules[type(stateful_model("kimi_linear")).__module__]
+    rule = inspect.unwrap(home.chunk_kimi_delta_attention)
+    rows = [torch.randn(total, 2, 8, device=device, requires_grad=True) for _ in range(4)]
+    rows[3:] = [-rows[3].abs(), torch.rand(total, 2, device=device)]
+    states = torch.randn(len(cu_seqlens) - 1, 2, 8, 8, device=device) if with_state else None
+    out, final = stateful_rows.in_rows(rule, *rows, torch.tensor(cu_seqlens, device=device).int(), states, True)
+    wanted, rest = torch.zeros(total, 2, 8, device=device), torch.zeros(len(cu_seqlens) - 1, 2, 8, 8, device=device)
+    for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens)):
+        state = None if states is None else states[i : i + 1]
+        rest[i] = 0 if state is None else state[0]
+        if end > start:
+            of_document = [each[None, start:end] for each in rows]
+            found, state = rule(*of_document, initial_state=state, output_final_state=True)
+            wanted[start:end], rest[i] = found[0], state[0]
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(final, rest)
 
 
 def test_layers_of_another_recurrence_say_why(device):
