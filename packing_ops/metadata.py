@@ -129,7 +129,15 @@ class PackedMetadata:
         """
         check_cu_seqlens(cu_seqlens)
         if cu_seqlens.is_cpu and is_real(cu_seqlens):
-            _check_values(cu_seqlens, total, max_seqlen, num_tokens)
+            check_cumulated(cu_seqlens)
+            last, longest = _end_and_longest(cu_seqlens)
+            _checked_total(total, last)
+            if max_seqlen is not None and integer(max_seqlen, "max_seqlen") < longest:
+                raise ValueError(
+                    f"max_seqlen: expected at least {longest}, the longest of cu_seqlens, got {max_seqlen}"
+                )
+            if num_tokens is not None and integer(num_tokens, "num_tokens") != last:
+                raise ValueError(f"num_tokens: expected {last}, the last of cu_seqlens, got {num_tokens}")
         cu_seqlens = int32_cu_seqlens(cu_seqlens)
         if max_seqlen is None or (total is None and num_tokens is None):
             num_tokens, longest = _end_and_longest(cu_seqlens)
@@ -458,17 +466,6 @@ def cu_seqlens_of(
     if not torch.compiler.is_compiling() and documents.total != total:
         raise ValueError(f"{name}: expected total={total} like {like}, got PackedMetadata with total={documents.total}")
     return documents.cu_seqlens
-
-
-def _check_values(cu_seqlens: torch.Tensor, total: int | None, max_seqlen: int | None, num_tokens: int | None) -> None:
-    """Raise ValueError for wrong cu_seqlens on the CPU, and for arguments that contradict them."""
-    check_cumulated(cu_seqlens)
-    last, longest = _end_and_longest(cu_seqlens)
-    _checked_total(total, last)
-    if max_seqlen is not None and integer(max_seqlen, "max_seqlen") < longest:
-        raise ValueError(f"max_seqlen: expected at least {longest}, the longest of cu_seqlens, got {max_seqlen}")
-    if num_tokens is not None and integer(num_tokens, "num_tokens") != last:
-        raise ValueError(f"num_tokens: expected {last}, the last of cu_seqlens, got {num_tokens}")
 
 
 def _end_and_longest(cu_seqlens: torch.Tensor) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import re
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,25 +38,20 @@ OPS = """
 """
 
 
-def _installed_libraries() -> Iterator[Path]:
-    """Yield the libraries of installed distributions, in the order of sys.path."""
-    for distribution in metadata.distributions(name="packing_ops"):
-        yield Path(str(distribution.locate_file("packing_ops/_C.so"))).absolute()
-        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-        if origin.get("dir_info", {}).get("editable"):
-            yield Path(unquote(urlsplit(origin["url"]).path), "packing_ops", "_C.so")
-
-
 def _find_library() -> tuple[Path, str]:
     """Find the library, and return it and its origin. Inside a clone, which hides the installed package, it is the
     installed one's.
     """
-    own = PACKAGE / "_C.so"
-    if not own.exists():
-        for library in _installed_libraries():
-            if library.exists():
-                return library, f"the installed packing_ops, as {PACKAGE} has none"
-    return own, "this package"
+    own, found = PACKAGE / "_C.so", []
+    for distribution in () if own.exists() else metadata.distributions(name="packing_ops"):  # in sys.path's order
+        found.append(Path(str(distribution.locate_file("packing_ops/_C.so"))).absolute())
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable"):
+            found.append(Path(unquote(urlsplit(origin["url"]).path), "packing_ops", "_C.so"))
+    installed = next((library for library in found if library.exists()), None)
+    return (
+        (own, "this package") if installed is None else (installed, f"the installed packing_ops, as {PACKAGE} has none")
+    )
 
 
 LIBRARY, LIBRARY_FROM = _find_library()

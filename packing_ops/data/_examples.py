@@ -329,9 +329,12 @@ def tokens_of(examples: Sequence[Mapping[str, Any]], prefix: str = "") -> tuple[
     input_ids, lengths = sequences(examples, name)
     if 0 in lengths:
         raise ValueError(f"{name}: expected at least 1 token, got 0 in example {lengths.index(0)}")
-    masks = optional_column(examples, prefix + "attention_mask", lengths, name)
-    if masks is not None:
-        _check_no_padding(masks, prefix + "attention_mask")
+    mask_name = prefix + "attention_mask"
+    masks = optional_column(examples, mask_name, lengths, name) or ()
+    ones = all(isinstance(mask, list) and mask.count(1) == len(mask) for mask in masks)
+    if not ones and any(edge != 1 for edge in flattened(masks, mask_name).aminmax()):
+        index = next(i for i, mask in enumerate(masks) if not (as_tensor(mask) == 1).all())
+        raise ValueError(f"{mask_name}: expected no padding, got other values than 1 in example {index}")
     return input_ids, lengths
 
 
@@ -394,14 +397,6 @@ def _becomes(values: torch.Tensor, dtype: torch.dtype) -> bool:
     if values.dtype == torch.uint64 and (values.long() < 0).any():
         return False
     return not values.is_complex() and (dtype.is_floating_point or not values.is_floating_point())
-
-
-def _check_no_padding(masks: Sequence[Any], name: str) -> None:
-    if all(isinstance(mask, list) and mask.count(1) == len(mask) for mask in masks):
-        return
-    if any(edge != 1 for edge in flattened(masks, name).aminmax()):
-        index = next(i for i, mask in enumerate(masks) if not (as_tensor(mask) == 1).all())
-        raise ValueError(f"{name}: expected no padding, got other values than 1 in example {index}")
 
 
 def _dim(value: Any) -> int:

@@ -56,16 +56,15 @@ class WaitingExamples:
         """
         room, row = list(self.budgets), list[Waiting]()
         while self._arrived:
-            item = next(iter(self._arrived.values())) if draws is None else self._drawn(draws)
+            first = next(iter(self._arrived))
+            number = first if draws is None else self._sorted[int(draws.random() * len(self._sorted))][1]
+            item = self._arrived[number]
             if row and not fits(item, room):
                 break
             row.append(self._taken(item, room))
         while min(room) >= 0 and (largest := self._largest(room)):
             row.append(self._taken(largest, room))
         return row
-
-    def _drawn(self, draws: random.Random) -> Waiting:
-        return self._arrived[self._sorted[int(draws.random() * len(self._sorted))][1]]
 
     def _largest(self, room: Sequence[int]) -> Waiting | None:
         place = bisect_right(self._sorted, (room[0], sys.maxsize))

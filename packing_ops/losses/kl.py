@@ -227,14 +227,6 @@ def _is_finite(stats: torch.Tensor) -> torch.Tensor:
     return stats[1:].isfinite().all(0)
 
 
-def _scales(grad: torch.Tensor, targets: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """Return the factor of each row of d(z): grad, 0 where the row does not count, NaN where d(z) is not finite: kept,
-    it is zeros.
-    """
-    scales = grad.masked_fill(targets < 0, 0)
-    return scales.masked_fill_((scales != 0) & ~finite, torch.nan)
-
-
 def _block_of(head: Chunks) -> int:
     """Count the rows of the whole vocabulary that are no more logits than a chunk has, in equal blocks."""
     blocks = -(-head.rows // max(head.rows * head.chunk // head.weight.shape[0], 1))
@@ -286,7 +278,9 @@ def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torc
     check_kept(kept, arguments[0], arguments[1].shape[0], chunk, max_targets, heads=2)
     head, teacher = _heads(rows, arguments[:3], arguments[3:6], chunk, max_targets, kept)
     stats = rows.of(stats)
-    scales = _scales(numbers[0] * rows.of(grad), rows.targets, _is_finite(stats))
+    # Of each row of d(z): grad, 0 where the row does not count, NaN where d(z) is not finite: kept, it is zeros
+    scales = (numbers[0] * rows.of(grad)).masked_fill(rows.targets < 0, 0)
+    scales.masked_fill_((scales != 0) & ~_is_finite(stats), torch.nan)
     of_rows = rows.targets, *numbers, stats, scales
     gradients = Gradients(head, stats.dtype, need_hidden, need_weight, need_bias)
     of_kept = head.scratch() if kept.shape[0] else kept  # memory for their d(logits)

@@ -147,7 +147,11 @@ class PackingDotProductAttention(MegatronModule):
         options = checked_options(causal, self.softmax_scale, window, sinks=self.softmax_offset)
         # Ranks.
         params, heads = packed_seq_params, (query, key, value)
-        group = self._ranks_of(getattr(params, "cp_group", None), getattr(params, "local_cp_size", None))
+        group = getattr(params, "cp_group", None)
+        if group is None and getattr(params, "local_cp_size", None) != 1:
+            group = self.cp_group
+        if group is not None and group.size() == 1:
+            group = None
         if len(query) == len(key) == 0:
             group = None  # nothing to exchange
         tree = None
@@ -172,11 +176,6 @@ class PackingDotProductAttention(MegatronModule):
                 return self._attend_over_ranks(*heads, documents, options, group).flatten(1)
             call = varlen_call_of(documents, len(key), causal=causal)
         return attend(*heads, *call, options)[0].flatten(1)
-
-    def _ranks_of(self, cp_group, local_cp_size):
-        """Return the group of ranks that hold the documents, which a batch may bring; None for this rank only."""
-        group = self.cp_group if cp_group is None and local_cp_size != 1 else cp_group
-        return None if group is None or group.size() == 1 else group
 
     def _attend_sbhd(self, query, key, value, attention_mask, mask_type, options, group):
         _expect((query, key, value), "[seqlen, batch, num_heads, head_dim]", 4)

@@ -194,18 +194,14 @@ class PackedCall:
             by = "position_ids"
         elif padding is not None and padding.dtype != torch.bool:
             by = "attention_mask"
-        self._saw(shape[0], documents.cu_seqlens, by)
+        for call in (self, *self.outers):  # for info; no tensor is kept
+            call.seen = call.seen or LastForward(shape[0], documents.cu_seqlens.numel() - 1, by)
         return documents
 
     def has_positions(self) -> bool:
         """Return whether position_ids were given that may show documents."""
         given = [call.position_ids for call in (self, *self.outers)]
         return any(each is not None and each is not self.made_positions for each in given)
-
-    def _saw(self, rows, cu_seqlens, found_by):
-        """Keep for info what this call found, without a tensor."""
-        for call in (self, *self.outers):
-            call.seen = call.seen or LastForward(rows, cu_seqlens.numel() - 1, found_by)
 
     def row_positions(self, batch, seqlen):
         """Return position_ids ``[batch or 1, seqlen]`` that restart with each document, or None."""

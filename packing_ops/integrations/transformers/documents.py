@@ -40,11 +40,12 @@ class BatchDocuments:
         """Return the same documents on another device, for models with layers on several."""
         if self.device == device:
             return self
-        return kept_with([self.cu_seqlens], ("documents on", device), lambda: self._moved(device))
 
-    def _moved(self, device):
-        indices = None if self.indices is None else self.indices.to(device)
-        return BatchDocuments(self.cu_seqlens.to(device), indices, self.has_interior_padding, self.several)
+        def moved():
+            indices = None if self.indices is None else self.indices.to(device)
+            return BatchDocuments(self.cu_seqlens.to(device), indices, self.has_interior_padding, self.several)
+
+        return kept_with([self.cu_seqlens], ("documents on", device), moved)
 
     def document_ids(self, batch, seqlen):
         """Return int32 ``[batch, seqlen]``: the document of each slot, -1 for padding."""
