@@ -49,7 +49,7 @@ def case(kind, size, dtype=torch.int64):
     cu_seqlens = torch.tensor([0, *map(len, samples)]).cumsum(0)
     tree = po.pack_prefix_tree(tokens, cu_seqlens, capacity=CAPACITY)
     results = [value for value in vars(tree).values() if isinstance(value, torch.Tensor)]
-    shape = f"{kind}, samples={len(samples)} tokens={len(tokens)} rows={tree.num_rows}"
+    shape = f"{kind}, samples={len(samples)} tokens={len(tokens)} rows={tree.num_slots}"
     return Case(
         "pack_prefix_tree",
         shape,

@@ -45,9 +45,9 @@ class Tree:
         self.tree = po.pack_prefix_tree(tokens, torch.arange(answers + 1) * length)
         self.metadata = po.PackedMetadata.from_prefix_tree(self.tree, device=device)
         self.samples = po.PackedMetadata.from_lengths([length] * answers, device=device)
-        self.row_of_token = self.tree.row_of_token.to(device)
+        self.slot_of_token = self.tree.slot_of_token.to(device)
         heads, kv_heads, dim = HEADS[device]
-        rows = self.tree.num_rows
+        rows = self.tree.num_slots
         new = functools.partial(torch.randn, dtype=DTYPES[device], device=device)
         self.q, self.dout = new(rows, heads, dim), new(rows, heads, dim)
         self.k, self.v = new(rows, kv_heads, dim), new(rows, kv_heads, dim)
@@ -55,7 +55,7 @@ class Tree:
         self.shape = f"answers={answers} prompt={prompt} answer={answer}: {sizes}"
 
     def of_samples(self, tensor):
-        return tensor[self.row_of_token]
+        return tensor[self.slot_of_token]
 
 
 def calls(attend, inputs, dout):
@@ -77,7 +77,7 @@ def gathered(tree):
     segments = int(tree.metadata.lengths.max())
 
     def attend(q, k, v):
-        k, v = (t.index_select(0, paths.row_of_key) for t in (k, v))
+        k, v = (t.index_select(0, paths.slot_of_key) for t in (k, v))
         documents = tree.metadata.cu_seqlens, paths.cu_seqlens, segments, longest
         return varlen.varlen_attn(q, k, v, *documents, window_size=(-1, 0), **GROUPED)
 
@@ -87,7 +87,7 @@ def gathered(tree):
 def flex(tree):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    device, rows = tree.q.device, tree.tree.num_rows
+    device, rows = tree.q.device, tree.tree.num_slots
     segment = tree.metadata.seq_idx
     parents = tree.tree.parents.tolist()
     ends = list(range(1, len(parents) + 1))  # one past the last segment of each subtree
@@ -139,7 +139,7 @@ def whole_model(answers, prompt, answer, device):
         device
     )
     apply_packing_ops(model)
-    tokens = torch.randint(MODELS[device]["vocab_size"], (made.tree.num_rows,), device=device)
+    tokens = torch.randint(MODELS[device]["vocab_size"], (made.tree.num_slots,), device=device)
     trained = (made.samples.position_ids >= prompt - 1) & (made.samples.position_ids < prompt + answer - 1)
 
     def step(input_ids, metadata, logps_of, others):

@@ -94,7 +94,7 @@ def grpo_tree() -> str:
     results, kinds = json_of("grpo_tree_cpu"), ("each sample with its prompt", "as a prefix tree")
     line = "{kind} | {rows:,} | {seconds:.2f} s | {kept_mib:.0f} MiB | {loss:.7f}"
     before, after = (results[kind]["seconds"] for kind in kinds)
-    header = "a step of GRPO | rows computed | time | kept for the backward | loss"
+    header = "a step of GRPO | tokens computed | time | kept for the backward | loss"
     return table(header, (line.format(kind=kind, **results[kind]) for kind in kinds), (
         f"{before / after:.1f} times as fast. The gradients differ by {results['gradients_differ_by']:.0e} of the largest entry. "
         "From [grpo_tree_cpu.json](benchmarks/results/grpo_tree_cpu.json) ([picture](benchmarks/results/grpo_tree_cpu.png)): "

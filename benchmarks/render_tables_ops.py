@@ -37,7 +37,7 @@ def label_of_kl(op: str, shape: str) -> str:
 
 def label_of_tree(op: str, shape: str) -> str:
     work = "training step" if op == "training_step" else "attention"
-    return f"{work}, {shape.split(' heads')[0].split(' hidden')[0]}"
+    return f"{work}, {shape.split(' heads')[0].split(' hidden')[0].replace(' rows=', ' slots=')}"
 
 
 # fmt: off

@@ -103,7 +103,7 @@ def unshared_logps(model: torch.nn.Module, samples: Samples) -> torch.Tensor:
 def shared_logps(model: torch.nn.Module, samples: Samples) -> torch.Tensor:
     tree = samples.tree.to(samples.tokens.device)
     metadata = po.PackedMetadata.from_prefix_tree(samples.tree, device=samples.tokens.device)
-    input_ids = samples.tokens[tree.rows]
+    input_ids = samples.tokens[tree.token_of_slot]
     hidden = model.model(
         input_ids=input_ids[None], position_ids=metadata.position_ids[None], **metadata.to_transformers()
     ).last_hidden_state
@@ -187,7 +187,7 @@ def main() -> None:
     unshared, shared = (results[kind].pop("gradients") for kind in KINDS)
     largest = max(float(g.abs().max()) for g in unshared.values())
     apart = max(float((shared[name] - g).abs().max()) for name, g in unshared.items()) / largest
-    for kind, rows in zip(KINDS, (samples.tree.num_tokens, samples.tree.num_rows), strict=True):
+    for kind, rows in zip(KINDS, (samples.tree.num_tokens, samples.tree.num_slots), strict=True):
         results[kind]["rows"] = rows
         figures = results[kind]
         print(

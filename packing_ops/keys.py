@@ -1,12 +1,12 @@
 """Where the keys of attention are: end to end by cu_seqlens, along the paths of a prefix tree, or in pages.
 
-A prefix tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then
-its rows. In pages key j of document i is row ``j % page_size`` of page ``block_table[i, j // page_size]``.
+A prefix tree is a row of segments in depth-first order. A segment's keys are its path: the slots of its ancestors,
+then its slots. In pages key j of document i is row ``j % page_size`` of page ``block_table[i, j // page_size]``.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_tensor, int32_cu_seqlens, integer, refuse_beside
 from packing_ops._runtime.batch_cache import BatchCache, check_same, is_captured, kept_with
+from packing_ops._runtime.lazy import old_attributes
 from packing_ops.varlen.options import AttentionOptions
 
 # --- a prefix tree ---
@@ -26,28 +27,30 @@ FORK_ALIGNMENT = 128  # csrc/core/fork_alignment.h
 class PrefixTree:
     """Samples as trees of segments; pack_prefix_tree makes it.
 
-    A row is one token that a model computes. It sees the rows of its segment up to itself, and all rows of the segments
-    above: of the segment's parent, of the parent's parent, and so on. Segments are in depth-first order, tree after
-    tree, so that all segments below one follow it. Those of one bin (one row of the batch) are next to each other.
+    A slot is the place of one token that a model computes. It sees the slots of its segment up to itself, and all slots
+    of the segments above: of the segment's parent, of the parent's parent, and so on. Segments are in depth-first
+    order, tree after tree, so that all segments below one follow it. Those of one bin (one row of the batch) are next
+    to each other.
 
     Attributes:
-        rows: int64 ``[num_rows]``, the token that each row holds: ``tokens[tree.rows]`` are the input_ids.
-        cu_seqlens: int32 ``[num_segments + 1]``; segment i has the rows ``cu_seqlens[i] : cu_seqlens[i + 1]``. The
+        token_of_slot: int64 ``[num_slots]``, the token that each slot holds: ``tokens[tree.token_of_slot]`` are the
+            input_ids.
+        cu_seqlens: int32 ``[num_segments + 1]``; segment i has the slots ``cu_seqlens[i] : cu_seqlens[i + 1]``. The
             length of a segment with children is a multiple of FORK_ALIGNMENT.
         parents: int32 ``[num_segments]``, the segment that each one continues, always an earlier one; -1: a root.
-        position_ids: int64 ``[num_rows]``, each row's distance from its root: its tokens' positions in their samples.
-        row_of_token: int64 ``[num_tokens]``, the row that computes each token of the samples. What a model makes of
-            the rows, indexed by it, is what it makes of the samples end to end, and the gradient of a row is the sum
+        position_ids: int64 ``[num_slots]``, each slot's distance from its root: its tokens' positions in their samples.
+        slot_of_token: int64 ``[num_tokens]``, the slot that computes each token of the samples. What a model makes of
+            the slots, indexed by it, is what it makes of the samples end to end, and the gradient of a slot is the sum
             over its tokens.
-        copies: int64 ``[num_rows]``, the number of tokens that each row computes, at least 1.
+        copies: int64 ``[num_slots]``, the number of tokens that each slot computes, at least 1.
         bin_offsets: int64 ``[num_bins + 1]``; bin b has the segments ``bin_offsets[b] : bin_offsets[b + 1]``.
         samples: int64 ``[num_samples]``, ascending: which of the samples that were packed. All of them, except in the
             tree of one bin.
-        sample_bins: int64 ``[num_samples]``, the bin that has all rows of a sample.
-        sample_cu_seqlens: int32 ``[num_samples + 1]``, where the samples are in row_of_token.
-        repeated_at_forks: rows that hold again what a sibling segment holds, since a fork is at a multiple of
+        sample_bins: int64 ``[num_samples]``, the bin that has all slots of a sample.
+        sample_cu_seqlens: int32 ``[num_samples + 1]``, where the samples are in slot_of_token.
+        repeated_at_forks: slots that hold again what a sibling segment holds, since a fork is at a multiple of
             FORK_ALIGNMENT and no earlier than min_shared. None in the tree of one bin.
-        repeated_by_cuts: rows that bins hold again of a tree that capacity cut. None in the tree of one bin.
+        repeated_by_cuts: slots that bins hold again of a tree that capacity cut. None in the tree of one bin.
 
     Example:
         >>> from packing_ops import pack_prefix_tree
@@ -55,20 +58,20 @@ class PrefixTree:
         >>> tokens[200:350] = tokens[:150]  # two samples of 200 tokens begin with the same 150
         >>> tree = pack_prefix_tree(tokens, [0, 200, 400])
         >>> tree
-        PrefixTree(num_samples=2, num_tokens=400, num_rows=272, num_segments=3, num_bins=1)
+        PrefixTree(num_samples=2, num_tokens=400, num_slots=272, num_segments=3, num_bins=1)
         >>> tree.lengths.tolist(), tree.parents.tolist()  # 22 of the 150 tokens are once in each child
         ([128, 72, 72], [-1, 0, 0])
-        >>> bool((tokens[tree.rows][tree.row_of_token] == tokens).all())
+        >>> bool((tokens[tree.token_of_slot][tree.slot_of_token] == tokens).all())
         True
 
     Compared by identity, as PackedMetadata.
     """
 
-    rows: torch.Tensor
+    token_of_slot: torch.Tensor
     cu_seqlens: torch.Tensor
     parents: torch.Tensor
     position_ids: torch.Tensor
-    row_of_token: torch.Tensor
+    slot_of_token: torch.Tensor
     copies: torch.Tensor
     bin_offsets: torch.Tensor
     samples: torch.Tensor
@@ -77,15 +80,25 @@ class PrefixTree:
     repeated_at_forks: int | None
     repeated_by_cuts: int | None
 
+    if not TYPE_CHECKING:
+        __getattr__ = old_attributes(
+            {
+                "rows": "token_of_slot",
+                "row_of_token": "slot_of_token",
+                "num_rows": "num_slots",
+                "rows_before": "slots_before",
+            }
+        )
+
     @property
-    def num_rows(self) -> int:
+    def num_slots(self) -> int:
         """Return the number of tokens that a model computes."""
-        return self.rows.numel()
+        return self.token_of_slot.numel()
 
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens of the samples."""
-        return self.row_of_token.numel()
+        return self.slot_of_token.numel()
 
     @property
     def num_segments(self) -> int:
@@ -101,12 +114,12 @@ class PrefixTree:
 
     @property
     def shared_tokens(self) -> int | None:
-        """Return the number of tokens that an earlier sample begins with too: num_rows is num_tokens less these,
+        """Return the number of tokens that an earlier sample begins with too: num_slots is num_tokens less these,
         plus what is repeated.
         """
         if self.repeated_at_forks is None or self.repeated_by_cuts is None:
             return None
-        return self.num_tokens - self.num_rows + self.repeated_at_forks + self.repeated_by_cuts
+        return self.num_tokens - self.num_slots + self.repeated_at_forks + self.repeated_by_cuts
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -114,26 +127,27 @@ class PrefixTree:
         return self.cu_seqlens.diff()
 
     @property
-    def rows_before(self) -> torch.Tensor:
-        """Return int64 ``[num_rows]``: the row before each row on its path; -1 for a root's first row. No
+    def slots_before(self) -> torch.Tensor:
+        """Return int64 ``[num_slots]``: the slot before each slot on its path; -1 for a root's first slot. No
         synchronisation.
         """
-        before = torch.arange(-1, self.num_rows - 1, device=self.rows.device)
-        last_rows = F.pad(
+        before = torch.arange(-1, self.num_slots - 1, device=self.token_of_slot.device)
+        last_slots = F.pad(
             self.cu_seqlens[1:].long() - 1, (0, 1), value=-1
         )  # of each segment; parent -1 has the last entry
-        return before.index_put((self.cu_seqlens[:-1].long(),), last_rows[self.parents.long()])
+        return before.index_put((self.cu_seqlens[:-1].long(),), last_slots[self.parents.long()])
 
     def bin(self, index: int) -> "PrefixTree":
         """Return the tree of one bin, one row of the batch, with the samples that the bin has.
 
-        ``rows`` are still indices of the tokens that were packed, ``samples`` of the samples; the rest counts from 0.
+        ``token_of_slot`` are still indices of the tokens that were packed, ``samples`` of the samples; the rest counts
+        from 0.
         Take it before ``to``: on a GPU it waits for values.
 
         Example:
             >>> from packing_ops import pack_prefix_tree
             >>> tree = pack_prefix_tree(torch.tensor([5, 6, 7, 8, 9]), [0, 2, 5], capacity=3)
-            >>> tree.bin(1).samples.tolist(), tree.bin(1).rows.tolist()
+            >>> tree.bin(1).samples.tolist(), tree.bin(1).token_of_slot.tolist()
             ([0], [0, 1])
 
         Raises:
@@ -148,13 +162,13 @@ class PrefixTree:
         parents = self.parents[first:last]
         served = self.sample_bins == index
         lengths = self.sample_cu_seqlens.diff()
-        row_of_token = self.row_of_token[served.repeat_interleave(lengths)]
+        slot_of_token = self.slot_of_token[served.repeat_interleave(lengths)]
         return PrefixTree(
-            rows=self.rows[begin:end].clone(),  # a view would be pickled with all of its memory
+            token_of_slot=self.token_of_slot[begin:end].clone(),  # a view would be pickled with all of its memory
             cu_seqlens=self.cu_seqlens[first : last + 1] - begin,
             parents=torch.where(parents < 0, parents, parents - first),
             position_ids=self.position_ids[begin:end].clone(),
-            row_of_token=row_of_token - begin,
+            slot_of_token=slot_of_token - begin,
             copies=self.copies[begin:end].clone(),
             bin_offsets=self.bin_offsets[index : index + 2] - first,
             samples=self.samples[served],
@@ -175,36 +189,36 @@ class PrefixTree:
 
     def __repr__(self) -> str:
         return (
-            f"PrefixTree(num_samples={self.num_samples}, num_tokens={self.num_tokens}, num_rows={self.num_rows}, "
+            f"PrefixTree(num_samples={self.num_samples}, num_tokens={self.num_tokens}, num_slots={self.num_slots}, "
             f"num_segments={self.num_segments}, num_bins={self.num_bins})"
         )
 
 
 class PrefixPaths(NamedTuple):
-    """The paths of a tree's segments, one after the other: which rows of k and v they hold. int32, on the device of k.
+    """The paths of a tree's segments, one after the other: which slots of k and v they hold. int32, on the device of k.
 
     Attributes:
         segments: ``[num_segments + 1]``, the tree's cu_seqlens that the paths are of.
-        cu_seqlens: ``[num_segments + 1]``, where each path starts in ``row_of_key``.
-        row_of_key: ``[paths]``.
-        key_offsets: ``[total + 1]``; the keys of row ``r`` are ``keys_of_row[key_offsets[r] : key_offsets[r + 1]]``.
-        keys_of_row: ``[paths]``.
+        cu_seqlens: ``[num_segments + 1]``, where each path starts in ``slot_of_key``.
+        slot_of_key: ``[paths]``.
+        key_offsets: ``[total + 1]``; the keys of slot ``s`` are ``keys_of_slot[key_offsets[s] : key_offsets[s + 1]]``.
+        keys_of_slot: ``[paths]``.
         shares: whether a segment has a parent. Without, the segments are documents.
-        in_blocks: whether in every FORK_ALIGNMENT keys of a path, counted from its start, the rows follow each other.
+        in_blocks: whether in every FORK_ALIGNMENT keys of a path, counted from its start, the slots follow each other.
             Then the forward of attention reads k and v in place, else it gathers them along the paths.
     """
 
     segments: torch.Tensor
     cu_seqlens: torch.Tensor
-    row_of_key: torch.Tensor
+    slot_of_key: torch.Tensor
     key_offsets: torch.Tensor
-    keys_of_row: torch.Tensor
+    keys_of_slot: torch.Tensor
     shares: bool = True
     in_blocks: bool = False
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.cu_seqlens, self.row_of_key, self.key_offsets, self.keys_of_row
+        return self.cu_seqlens, self.slot_of_key, self.key_offsets, self.keys_of_slot
 
     def padded(self, total: int) -> "PrefixPaths":
         """Return the paths of the same tree in a row of ``total`` slots."""
@@ -223,6 +237,10 @@ class PrefixPaths(NamedTuple):
         return self._replace(**tensors)
 
 
+if not TYPE_CHECKING:
+    PrefixPaths.__getattr__ = old_attributes({"row_of_key": "slot_of_key", "keys_of_row": "keys_of_slot"})
+
+
 def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:
     """Find the paths of a tree's segments. Tensors on CUDA are copied to the host, which waits for them.
 
@@ -230,21 +248,21 @@ def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) ->
         cu_seqlens: int32 ``[num_segments + 1]``; a segment with children has a multiple of 128 tokens.
         parents: int32 ``[num_segments]``, the index of an earlier segment, -1 for a root; segments are in depth-first
             order.
-        total: rows, those after the last segment included.
+        total: slots, those after the last segment included.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 128, 130, 131], dtype=torch.int32)
         >>> paths = prefix_paths(cu_seqlens, torch.tensor([-1, 0, 0], dtype=torch.int32), 131)
-        >>> paths.cu_seqlens.tolist(), paths.row_of_key[128 + 128 :].tolist()[:4], paths.row_of_key[-1:].tolist()
+        >>> paths.cu_seqlens.tolist(), paths.slot_of_key[128 + 128 :].tolist()[:4], paths.slot_of_key[-1:].tolist()
         ([0, 128, 258, 387], [128, 129, 0, 1], [130])
 
     Raises:
         ValueError: segments or parents that are no tree in this form; the message names the argument.
     """
-    path_cu_seqlens, row_of_key, key_offsets, keys_of_row = gate.prefix_paths(cu_seqlens, parents, total)
+    path_cu_seqlens, slot_of_key, key_offsets, keys_of_slot = gate.prefix_paths(cu_seqlens, parents, total)
     shares = torch.compiler.is_compiling() or bool((parents >= 0).any())
     return PrefixPaths(
-        cu_seqlens.clone(), path_cu_seqlens, row_of_key, key_offsets, keys_of_row, shares, in_blocks=True
+        cu_seqlens.clone(), path_cu_seqlens, slot_of_key, key_offsets, keys_of_slot, shares, in_blocks=True
     )
 
 
@@ -257,7 +275,7 @@ def paths_of_segments(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: in
     Example:
         >>> cu_seqlens, parents = torch.tensor([[0, 2, 3, 5], [-1, 0, 0, 0]], dtype=torch.int32)
         >>> paths = paths_of_segments(cu_seqlens, parents[:3], 5)
-        >>> paths.cu_seqlens.tolist(), paths.row_of_key.tolist(), paths.in_blocks
+        >>> paths.cu_seqlens.tolist(), paths.slot_of_key.tolist(), paths.in_blocks
         ([0, 2, 5, 9], [0, 1, 0, 1, 2, 0, 1, 3, 4], False)
 
     Raises:
@@ -266,35 +284,35 @@ def paths_of_segments(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: in
     of_paths, *found = gate.prefix_paths(cu_seqlens, parents, total, True)
     forks = of_paths.diff()[parents[parents >= 0]]
     in_blocks = bool((forks % FORK_ALIGNMENT == 0).all())
-    row_of_key, key_offsets, keys_of_row = found
+    slot_of_key, key_offsets, keys_of_slot = found
     shares = forks.numel() > 0
-    return PrefixPaths(cu_seqlens, of_paths, row_of_key, key_offsets, keys_of_row, shares, in_blocks)
+    return PrefixPaths(cu_seqlens, of_paths, slot_of_key, key_offsets, keys_of_slot, shares, in_blocks)
 
 
-def paths_of_rows(
-    segments: torch.Tensor, cu_seqlens: torch.Tensor, row_of_key: torch.Tensor, total: int
+def paths_of_slots(
+    segments: torch.Tensor, cu_seqlens: torch.Tensor, slot_of_key: torch.Tensor, total: int
 ) -> PrefixPaths:
-    """Return the paths of a library that finds their rows itself. No synchronisation.
+    """Return the paths of a library that finds their slots itself. No synchronisation.
 
     Args:
         segments: int32 ``[num_segments + 1]``, the tree's cu_seqlens.
-        cu_seqlens: int32 ``[num_segments + 1]``, where each path starts in ``row_of_key``.
-        row_of_key: integer ``[paths]``.
-        total: rows of k and v.
+        cu_seqlens: int32 ``[num_segments + 1]``, where each path starts in ``slot_of_key``.
+        slot_of_key: integer ``[paths]``.
+        total: slots of k and v.
 
     Example:
         >>> segments, cu_seqlens = torch.tensor([[0, 2, 3], [0, 2, 5]], dtype=torch.int32)
-        >>> paths = paths_of_rows(segments, cu_seqlens, torch.tensor([0, 1, 0, 1, 2]), 3)
-        >>> paths.key_offsets.tolist(), paths.keys_of_row.tolist()
+        >>> paths = paths_of_slots(segments, cu_seqlens, torch.tensor([0, 1, 0, 1, 2]), 3)
+        >>> paths.key_offsets.tolist(), paths.keys_of_slot.tolist()
         ([0, 2, 4, 5], [0, 2, 1, 3, 4])
     """
-    in_order, keys_of_row = row_of_key.sort(stable=True)
-    key_offsets = torch.searchsorted(in_order, torch.arange(total + 1, device=row_of_key.device))
-    return PrefixPaths(segments.clone(), cu_seqlens, row_of_key.int(), key_offsets.int(), keys_of_row.int())
+    in_order, keys_of_slot = slot_of_key.sort(stable=True)
+    key_offsets = torch.searchsorted(in_order, torch.arange(total + 1, device=slot_of_key.device))
+    return PrefixPaths(segments.clone(), cu_seqlens, slot_of_key.int(), key_offsets.int(), keys_of_slot.int())
 
 
 def positions_of_paths(paths: PrefixPaths, total: int) -> torch.Tensor:
-    """Return int64 ``[total]``: each row's distance from its root; the rows after the last segment count from 0.
+    """Return int64 ``[total]``: each slot's distance from its root; the slots after the last segment count from 0.
 
     Example:
         >>> segments, parents = torch.tensor([0, 128, 130, 133], dtype=torch.int32), torch.tensor([-1, 0, 0])
@@ -443,7 +461,7 @@ def plan_for(
         total_k = pages.block_table.shape[-1] * k.shape[1] if k.shape[0] else 0
     else:
         num_kv_heads = k.shape[1] if q.dim() == 3 or q.shape[0] == k.shape[0] == 1 else 0
-        total_k = keys.row_of_key.shape[0] if isinstance(keys, PrefixPaths) else k.shape[tokens]
+        total_k = keys.slot_of_key.shape[0] if isinstance(keys, PrefixPaths) else k.shape[tokens]
     if num_kv_heads == 0 or num_heads % num_kv_heads or not (0 < head_dim <= 512 and 0 < head_dim_v <= 512):
         return None
     geometry = total_q, total_k, num_heads, num_kv_heads, head_dim, options.causal, *options.window_size, head_dim_v

@@ -177,7 +177,7 @@ class PackedMetadata:
         synchronisation.
 
         varlen_attention and apply_rotary_qk take it, and models by to_transformers. What works sample by sample
-        (token_logps, labels, segment sums) refuses it: it takes the samples, see PrefixTree.row_of_token.
+        (token_logps, labels, segment sums) refuses it: it takes the samples, see PrefixTree.slot_of_token.
 
         Args:
             tree: of one row of the batch (PrefixTree.bin), on the CPU; one on CUDA is read by the host, which waits.
@@ -196,7 +196,7 @@ class PackedMetadata:
         """
         if tree.num_bins > 1:
             raise ValueError(f"tree: expected that of one row of the batch (PrefixTree.bin), got {tree.num_bins} bins")
-        return metadata_of_segments(tree.cu_seqlens, tree.parents, tree.num_rows, device)
+        return metadata_of_segments(tree.cu_seqlens, tree.parents, tree.num_slots, device)
 
     @property
     def num_documents(self) -> int:
@@ -308,7 +308,7 @@ class PackedMetadata:
         keys: Keys = self.cu_seqlens
         total_k = self.total
         if self.paths is not None and self.paths.shares:
-            keys, total_k = self.paths, self.paths.row_of_key.shape[0]
+            keys, total_k = self.paths, self.paths.slot_of_key.shape[0]
         geometry = (self.total, total_k, num_heads, num_kv_heads, head_dim, causal, *sides, of_v)
         return plan_of(self.cu_seqlens, keys, geometry, self._cache, visible_end=self.visible_end)
 
@@ -391,7 +391,7 @@ class PackedMetadata:
         if num_tokens >= self.total:
             return self.cu_seqlens, self.max_seqlen
         if self.paths is not None:
-            raise ValueError(f"total: expected the {num_tokens} rows of a prefix tree, got {self.total}")
+            raise ValueError(f"total: expected the {num_tokens} slots of a prefix tree, got {self.total}")
         end = self.cu_seqlens.new_full((1,), self.total)
         return torch.cat([self.cu_seqlens, end]), max(self.max_seqlen, self.total - num_tokens)
 
@@ -438,7 +438,7 @@ def check_no_tree(metadata: PackedMetadata, name: str = "metadata") -> None:
     """
     if metadata.paths is not None:
         raise ValueError(
-            f"{name}: expected packed documents, got a prefix tree: index the values of its rows with PrefixTree.row_of_token "
+            f"{name}: expected packed documents, got a prefix tree: index the values of its slots with PrefixTree.slot_of_token "
             "and pass the samples' metadata"
         )
 

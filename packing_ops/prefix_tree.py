@@ -45,11 +45,11 @@ def pack_prefix_tree(
         tokens: int32 or int64 ``[total]`` or ``[1, total]``, the samples end to end. A CUDA tensor is copied to the
             CPU, which synchronises once; so are cu_seqlens and groups.
         cu_seqlens: int32 or int64 ``[num_samples + 1]``, a Python sequence, or a PackedMetadata: where the samples are,
-            from 0 to total. A sample of no tokens has no rows, and is in bin 0.
+            from 0 to total. A sample of no tokens has no slots, and is in bin 0.
         groups: int32 or int64 ``[num_samples]``, or a Python sequence: only samples of the same number are compared.
             They need not be next to each other. None: all are compared.
-        capacity: most rows of a bin, one row of the batch. Trees are put into bins first-fit-decreasing, the one with
-            the most rows first. A tree that does not fit is cut where segments fork: each bin that has a part of it
+        capacity: most slots of a bin, one row of the batch. Trees are put into bins first-fit-decreasing, the one with
+            the most slots first. A tree that does not fit is cut where segments fork: each bin that has a part of it
             holds the segments above the part again (``repeated_by_cuts``). None: one bin.
         min_shared: samples that part before this number of tokens, rounded up to a multiple of FORK_ALIGNMENT, are
             not joined. More makes fewer and longer segments.
@@ -58,7 +58,7 @@ def pack_prefix_tree(
         PrefixTree on the CPU. Trees and the children of a segment are in the order of their first sample.
 
     Samples fork at the last multiple of FORK_ALIGNMENT that they share; what they share beyond it is once in each
-    child, at most 127 tokens. A sample that is the beginning of another, or equal to it, has no extra rows, however
+    child, at most 127 tokens. A sample that is the beginning of another, or equal to it, has no extra slots, however
     short. If it is the beginning of several, it ends in the first of them in lexicographic order.
 
     Example:
@@ -69,7 +69,7 @@ def pack_prefix_tree(
         ([256, 2, 1], [-1, 0, 0])
         >>> tree.position_ids[-3:].tolist(), tree.copies[-4:].tolist()
         ([256, 257, 256], [2, 1, 1, 1])
-        >>> tree.num_tokens, tree.num_rows, tree.shared_tokens
+        >>> tree.num_tokens, tree.num_slots, tree.shared_tokens
         (515, 259, 256)
 
     Raises:
@@ -98,14 +98,14 @@ def pack_prefix_tree(
         None if capacity is None else integer(capacity, "capacity"),
         integer(min_shared, "min_shared"),
     )
-    rows, segments, parents, position_ids, row_of_token, copies, bin_offsets, sample_bins = layout
+    token_of_slot, segments, parents, position_ids, slot_of_token, copies, bin_offsets, sample_bins = layout
     repeated_at_forks, repeated_by_cuts = repeated.tolist()
     return PrefixTree(
-        rows=rows,
+        token_of_slot=token_of_slot,
         cu_seqlens=segments,
         parents=parents,
         position_ids=position_ids,
-        row_of_token=row_of_token,
+        slot_of_token=slot_of_token,
         copies=copies,
         bin_offsets=bin_offsets,
         samples=torch.arange(sample_bins.numel(), device="cpu"),
@@ -227,34 +227,35 @@ def prefix_token_logps(
     allowed_ids: torch.Tensor | None = None,
     allowed_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Compute token_logps of the samples from the hidden states of a prefix tree's rows. Differentiable.
+    """Compute token_logps of the samples from the hidden states of a prefix tree's slots. Differentiable.
 
-    Each row but a root's first is predicted once, by the row before it: the last row of a shared prompt predicts the
+    Each slot but a root's first is predicted once, by the slot before it: the last slot of a shared prompt predicts the
     first of each answer. The samples' slots are then looked up, so that losses, advantages and masks of packed samples
-    apply as they are, and a shared row gets the sum of its samples' gradients.
+    apply as they are, and a shared slot gets the sum of its samples' gradients.
 
     Args:
-        hidden: ``[num_rows, hidden]`` or ``[1, num_rows, hidden]``, as token_logps.
+        hidden: ``[num_slots, hidden]`` or ``[1, num_slots, hidden]``, as token_logps.
         weight, chunk, entropy, bias, outputs, scale, softcap, keep_logits: as token_logps.
-        temperature: as token_logps; a tensor is ``[num_rows]``, of what each row predicts.
-        labels: int64 or int32 ``[num_rows]`` or ``[1, num_rows]``, not shifted: ``tokens[tree.rows]``. ``ignore_index``
-            where nothing counts in any of a row's samples; where it depends on the sample, mask the result.
+        temperature: as token_logps; a tensor is ``[num_slots]``, of what each slot predicts.
+        labels: int64 or int32 ``[num_slots]`` or ``[1, num_slots]``, not shifted: ``tokens[tree.token_of_slot]``.
+            ``ignore_index`` where nothing counts in any of a slot's samples; where it depends on the sample, mask the
+            result.
         tree: on the device of hidden.
-        max_targets: rows that are predicted, or an upper bound, as in token_logps; on CUDA num_rows by default.
-        allowed_ids, allowed_offsets: as token_logps, of each row, ``[num_rows + 1]`` offsets: what its token was drawn
-            from.
+        max_targets: slots that are predicted, or an upper bound, as in token_logps; on CUDA num_slots by default.
+        allowed_ids, allowed_offsets: as token_logps, of each slot, ``[num_slots + 1]`` offsets: what its token was
+            drawn from.
 
     Returns:
         ``[num_tokens]``, in the order of the samples' tokens, float32 (float64 for float64): slot t holds
         log p(token t + 1), 0 at the last slot of each sample. With ``outputs`` a tuple of such, likewise 0 there (top1:
-        -1). Nothing synchronises. One row is multiplied with weight for each row that is predicted. Within
+        -1). Nothing synchronises. One row of hidden is multiplied with weight for each slot that is predicted. Within
         packing_ops.invariant() a token has the bits that token_logps gives its sample in a row without others.
 
     Example:
         >>> tokens = torch.tensor([5, 6, 7, 5, 6])  # the second sample is the beginning of the first
         >>> tree = pack_prefix_tree(tokens, [0, 3, 5])
-        >>> hidden, weight = torch.zeros(tree.num_rows, 2), torch.zeros(8, 2)
-        >>> prefix_token_logps(hidden, weight, tokens[tree.rows], tree).exp()
+        >>> hidden, weight = torch.zeros(tree.num_slots, 2), torch.zeros(8, 2)
+        >>> prefix_token_logps(hidden, weight, tokens[tree.token_of_slot], tree).exp()
         tensor([0.1250, 0.1250, 1.0000, 0.1250, 1.0000])
 
     Raises:
@@ -262,35 +263,37 @@ def prefix_token_logps(
 
     Determinism: the same bits in every call; within packing_ops.invariant() those of token_logps for each sample.
     Synchronises: never; a wrong label on CUDA raises in a later call.
-    Memory: as token_logps for the rows of the tree.
+    Memory: as token_logps for the slots of the tree.
     Gradients: of hidden, weight and bias, as token_logps.
     """
     if not isinstance(tree, PrefixTree):
         raise wrong_type("tree", "a PrefixTree", tree)
     hidden, weight, bias = checked_head(hidden, weight, bias)
-    num_rows = tree.num_rows
-    if hidden.shape[0] != num_rows:
-        raise ValueError(f"hidden: expected [num_rows={num_rows}, hidden] like the tree, got {described(hidden)}")
-    if tree.rows.device != hidden.device:
-        raise ValueError(f"tree: expected on {hidden.device} like hidden (PrefixTree.to), got on {tree.rows.device}")
+    num_slots = tree.num_slots
+    if hidden.shape[0] != num_slots:
+        raise ValueError(f"hidden: expected [num_slots={num_slots}, hidden] like the tree, got {described(hidden)}")
+    if tree.token_of_slot.device != hidden.device:
+        raise ValueError(
+            f"tree: expected on {hidden.device} like hidden (PrefixTree.to), got on {tree.token_of_slot.device}"
+        )
     labels = checked_labels(labels, hidden)
-    # Row r is a target, and the row before it predicts it. The op gives each slot the label of the next one: shift it
+    # Slot s is a target, and the slot before it predicts it. The op gives each slot the label of the next one: shift it
     # back.
-    before = tree.rows_before
-    labels = labels.masked_fill(before < 0, ignore_index)  # nothing predicts a root's first row
-    whole_row = torch.arange(2, dtype=torch.int32, device=labels.device) * num_rows
+    before = tree.slots_before
+    labels = labels.masked_fill(before < 0, ignore_index)  # nothing predicts a root's first slot
+    whole_row = torch.arange(2, dtype=torch.int32, device=labels.device) * num_slots
     of_next = gate.logps_targets(labels, whole_row, ignore_index, weight.shape[0])
-    targets = F.pad(of_next[:-1], (1, 0), value=-1)[:num_rows]
+    targets = F.pad(of_next[:-1], (1, 0), value=-1)[:num_slots]
     allowed = checked_allowed((allowed_ids, allowed_offsets), targets, weight.shape[0], ahead=0)
-    if isinstance(temperature, torch.Tensor) and temperature.shape in ((num_rows,), (1, num_rows)):
+    if isinstance(temperature, torch.Tensor) and temperature.shape in ((num_slots,), (1, num_slots)):
         temperature = temperature.reshape(-1)[before]
     options = LogpsOptions(temperature, scale, softcap, chunk, max_targets, keep_logits, allowed=allowed)
     names = output_names(entropy, outputs)
     predicted = logps_of_targets((hidden[before], weight, bias), targets, names, options)
     # The samples' slots: each shows what predicts the token after it.
-    rows = tree.row_of_token
-    first = tree.position_ids[rows] == 0
-    after, is_last = rows.roll(-1), first.roll(-1)
+    slots = tree.slot_of_token
+    first = tree.position_ids[slots] == 0
+    after, is_last = slots.roll(-1), first.roll(-1)
     found = tuple(
         values[after].masked_fill(is_last, -1 if name == "top1" else 0)
         for name, values in zip(names, predicted, strict=True)

@@ -25,6 +25,22 @@ def old_names(package: dict[str, Any], renamed: dict[str, str]) -> Callable[[str
     return __getattr__
 
 
+def old_attributes(renamed: dict[str, str]) -> Callable[[object, str], object]:
+    """Return the ``__getattr__`` of a class that finds attributes by older names too, and warns of it.
+
+    Args:
+        renamed: {older name: name}.
+    """
+
+    def __getattr__(self: object, name: str) -> object:
+        if name not in renamed:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warnings.warn(f"{name}: it is called {renamed[name]} now", DeprecationWarning, stacklevel=2)
+        return getattr(self, renamed[name])
+
+    return __getattr__
+
+
 def lazy_names(
     package: dict[str, Any], modules: dict[str, str], library: str, needs: str, renamed: dict[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:

@@ -388,13 +388,22 @@ def pack_prefix_tree(tokens, cu_seqlens, groups, capacity, min_shared):
     if capacity is not None and capacity < longest:
         at = lengths.index(longest)
         raise ValueError(f"capacity: expected at least {longest}, the tokens of sample {at}, got {capacity}")
-    # Find the tree; its rows become indices into tokens
+    # Find the tree; its slots become indices into tokens
     values = tokens.tolist()
     samples = [values[start:end] for start, end in itertools.pairwise(ends)]
     numbers = None if groups is None else groups.tolist()
     found = prefix_tree.pack_prefix_tree(samples, numbers, math.inf if capacity is None else capacity, min_shared)
-    found["rows"] = [ends[sample] + depth for sample, depth in found["rows"]]
-    names = "rows", "cu_seqlens", "parents", "position_ids", "row_of_token", "copies", "bin_offsets", "sample_bins"
+    found["token_of_slot"] = [ends[sample] + depth for sample, depth in found["token_of_slot"]]
+    names = (
+        "token_of_slot",
+        "cu_seqlens",
+        "parents",
+        "position_ids",
+        "slot_of_token",
+        "copies",
+        "bin_offsets",
+        "sample_bins",
+    )
     layout = [
         torch.tensor(found[name], dtype=torch.int32 if name in ("cu_seqlens", "parents") else torch.int64, device="cpu")
         for name in names

@@ -66,7 +66,7 @@ def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_
     Raises:
         ValueError: no tensor of that name, or one of another rank; a mask of another shape; cu_seqlens of another dtype
             or shape; a prefix tree, which holds several samples in a row of fewer tokens: count ``input_ids[:,
-            row_of_token]`` with ``sample_cu_seqlens`` for cu_seqlens.
+            slot_of_token]`` with ``sample_cu_seqlens`` for cu_seqlens.
         TypeError: a pad_token_id that is no integer.
 
     open-instruct's get_num_tokens is ``tokens``, its get_num_sequences ``sequences``, its get_num_padded_tokens
@@ -128,7 +128,7 @@ def _cu_seqlens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
     if batch.get(prefix + "segment_parents") is not None:
         raise ValueError(
             f"{prefix}segment_parents: expected packed documents, got a prefix tree, whose segments are no samples: count "
-            "input_ids[:, row_of_token] with sample_cu_seqlens for cu_seqlens"
+            "input_ids[:, slot_of_token] with sample_cu_seqlens for cu_seqlens"
         )
     for name, value in batch.items():
         if isinstance(value, PackedMetadata) and not prefix:

@@ -403,14 +403,14 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
             from their first token on, as a pair its prompt. Documents are in the order of ``concatenated``. Returned
             are
 
-            input_ids, position_ids: ``[1, num_rows]``. Nothing pads the row; capacity limits the documents of a
+            input_ids, position_ids: ``[1, num_slots]``. Nothing pads the row; capacity limits the documents of a
                 side, counted as without sharing.
             cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of the segments; max_length of the longest
                 document.
             segment_parents: int32 ``[num_segments]``.
-            row_of_token: int64 ``[num_tokens]``: hidden states or logits of the row, indexed by it, are those of the
+            slot_of_token: int64 ``[num_tokens]``: hidden states or logits of the row, indexed by it, are those of the
                 documents end to end.
-            sample_cu_seqlens: int32 ``[2 * num_pairs + 1]``, where each document is in row_of_token and labels.
+            sample_cu_seqlens: int32 ``[2 * num_pairs + 1]``, where each document is in slot_of_token and labels.
             labels: ``[1, num_tokens]``, of the documents and not of the row: keep them from the model, for the loss.
             prefix_tree: with return_packed_metadata the PrefixTree, which prefix_token_logps takes.
 
@@ -477,14 +477,15 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
         tokens = documents.flattened("input_ids")
         tree = pack_prefix_tree(tokens, cu_seqlens_from_lengths(lengths)).to(tokens.device)
         batch = {
-            "input_ids": tokens[tree.rows][None],
+            "input_ids": tokens[tree.token_of_slot][None],
             "position_ids": tree.position_ids[None],
             "cu_seq_lens_q": tree.cu_seqlens,
             "cu_seq_lens_k": tree.cu_seqlens,
             "max_length_q": max(lengths),
             "max_length_k": max(lengths),
             "segment_parents": tree.parents,  # a tensor: trainers that move tuples rebuild them from one argument
-            "row_of_token": tree.row_of_token,
+            "slot_of_token": tree.slot_of_token,
+            "row_of_token": tree.slot_of_token,  # the older name, until the next minor version
             "sample_cu_seqlens": tree.sample_cu_seqlens,
             "labels": self._targets(documents, tokens, tree.sample_cu_seqlens, separator_id)[None],
         }

@@ -117,7 +117,7 @@ def _numbers(
     visible_end = None if metadata is None else metadata.visible_end
     numbers["visible_end (checksum)"] = 0.0 if visible_end is None else _checksum(visible_end)
     paths = None if metadata is None else metadata.paths
-    numbers["paths (checksum)"] = 0.0 if paths is None else _checksum(paths.row_of_key)
+    numbers["paths (checksum)"] = 0.0 if paths is None else _checksum(paths.slot_of_key)
     return numbers
 
 

@@ -62,18 +62,18 @@ def pack_prefix_tree(
         top.children += [grow(samples, run, 0, first_block) for run in branches(samples, members, 0, first_block)]
     top.children.sort(key=lambda node: node.served[0])
 
-    found: dict[str, Any] = {name: [] for name in ("rows", "position_ids", "parents")}
+    found: dict[str, Any] = {name: [] for name in ("token_of_slot", "position_ids", "parents")}
     found |= {"cu_seqlens": [0], "bin_offsets": [0], "sample_bins": [-1] * len(samples)}
-    row_of: dict[tuple[int, int], int] = {}
+    slot_of: dict[tuple[int, int], int] = {}
     for bin, piece in enumerate(pieces(top, capacity) if samples else []):
-        emit(piece, -1, bin, samples, found, row_of)
+        emit(piece, -1, bin, samples, found, slot_of)
         found["bin_offsets"].append(len(found["parents"]))
-    found["row_of_token"] = [row_of[i, depth] for i, sample in enumerate(samples) for depth in range(len(sample))]
-    found["copies"] = [0] * len(found["rows"])
-    for row in found["row_of_token"]:
-        found["copies"][row] += 1
+    found["slot_of_token"] = [slot_of[i, depth] for i, sample in enumerate(samples) for depth in range(len(sample))]
+    found["copies"] = [0] * len(found["token_of_slot"])
+    for slot in found["slot_of_token"]:
+        found["copies"][slot] += 1
     found["repeated_at_forks"] = top.rows - distinct_prefixes(samples, groups)
-    found["repeated_by_cuts"] = len(found["rows"]) - top.rows
+    found["repeated_by_cuts"] = len(found["token_of_slot"]) - top.rows
     return found
 
 
@@ -131,25 +131,25 @@ def emit(
     bin: int,
     samples: Sequence[Tokens],
     found: dict[str, Any],
-    row_of: dict[tuple[int, int], int],
+    slot_of: dict[tuple[int, int], int],
 ) -> list[int]:
     """Add the piece's segments, and return its samples."""
-    first_row, segment = len(found["rows"]), parent
+    first_slot, segment = len(found["token_of_slot"]), parent
     if piece.end > piece.begin:
         segment = len(found["parents"])
         sample = next(i for i in piece.nodes[-1].served if len(samples[i]) >= piece.end)
         found["parents"].append(parent)
-        found["rows"] += [(sample, depth) for depth in range(piece.begin, piece.end)]
+        found["token_of_slot"] += [(sample, depth) for depth in range(piece.begin, piece.end)]
         found["position_ids"] += range(piece.begin, piece.end)
-        found["cu_seqlens"].append(len(found["rows"]))
+        found["cu_seqlens"].append(len(found["token_of_slot"]))
     here = [i for node in piece.nodes for i in node.ends if found["sample_bins"][i] < 0]
     for i in here:
         found["sample_bins"][i] = bin
     for part in piece.parts:
-        here += emit(part, segment, bin, samples, found, row_of)
+        here += emit(part, segment, bin, samples, found, slot_of)
     for i in here:
         for depth in range(piece.begin, min(piece.end, len(samples[i]))):
-            row_of[i, depth] = first_row + depth - piece.begin
+            slot_of[i, depth] = first_slot + depth - piece.begin
     return here
 
 

@@ -34,10 +34,10 @@ def savings(
     return {
         "documents": lengths.numel(),
         "groups": None if groups is None else groups.unique().numel(),
-        "tokens": {"alone": tree.num_tokens, "shared": tree.num_rows},
+        "tokens": {"alone": tree.num_tokens, "shared": tree.num_slots},
         "rows": {
             "alone": po.pack_sequences(lengths, capacity).num_bins,
-            "shared": tree.num_bins if tree.num_rows else 0,
+            "shared": tree.num_bins if tree.num_slots else 0,
         },
         "pairs": pairs,
         "repeated_at_forks": tree.repeated_at_forks,

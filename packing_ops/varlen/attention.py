@@ -276,7 +276,7 @@ def attention_plan(
     if parents is not None:
         refuse_beside("parents", cu_seqlens_k=cu_seqlens_k, visible_end=visible_end, seqused_k=seqused_k)
         paths = cached_paths(cu_seqlens_q, parents, total_q, None)
-        cu_seqlens_k, total_k = (paths.cu_seqlens, paths.row_of_key.shape[0]) if paths.shares else (None, None)
+        cu_seqlens_k, total_k = (paths.cu_seqlens, paths.slot_of_key.shape[0]) if paths.shares else (None, None)
     total_k = total_q if total_k is None else total_k
     geometry = total_q, total_k, num_heads, num_kv_heads, head_dim, causal, *window_sides(window_size), head_dim_v
     if seqused_k is not None:

@@ -107,7 +107,7 @@ def test_a_prefix_tree_is_refused():
         count_tokens(
             {"input_ids": tree["input_ids"], "layout": po.PackedMetadata.from_prefix_tree(tree["prefix_tree"])}
         )
-    samples = {"input_ids": tree["input_ids"][:, tree["row_of_token"]], "cu_seqlens": tree["sample_cu_seqlens"]}
+    samples = {"input_ids": tree["input_ids"][:, tree["slot_of_token"]], "cu_seqlens": tree["sample_cu_seqlens"]}
     assert counted(samples) == counted(PaddingFreeDPOCollator(concatenated=True)(pairs)) == (802, 0, 4)
 
 

@@ -30,7 +30,7 @@ def test_pairs_that_share_their_prompt(device):
     assert batch["cu_seq_lens_q"].tolist() == [0, 128, 133, 137, 145, 152]
     assert batch["segment_parents"].tolist() == [-1, 0, 0, -1, -1]
     assert (batch["max_length_q"], batch["max_length_k"]) == (133, 133)
-    rows = batch["row_of_token"]
+    rows = batch["slot_of_token"]
     for name in ("input_ids", "position_ids"):
         assert_same(batch[name][:, rows], unshared[name])
     assert_same(batch["labels"], unshared["labels"])
@@ -39,7 +39,7 @@ def test_pairs_that_share_their_prompt(device):
     assert {t.device.type for t in batch.values() if isinstance(t, torch.Tensor) and t is not batch["index"]} == {
         device
     }
-    assert_same(batch["prefix_tree"].row_of_token, rows)
+    assert_same(batch["prefix_tree"].slot_of_token, rows)
     assert "prefix_tree" not in PaddingFreeDPOCollator(share_prompt=True)(examples)
 
 

@@ -269,10 +269,10 @@ def test_a_prefix_tree():
     block = pack.replace("torch.arange(1000, 2024)", "torch.arange(1000, 2024) % 256").replace("300, 340", "200, 240")
     exec(block, names)
     tree = names["tree"]
-    assert f"({tree.num_tokens}, {tree.num_rows})" in block
+    assert f"({tree.num_tokens}, {tree.num_slots})" in block
     assert f"{tree.lengths.tolist()}, {tree.parents.tolist()}" in block
     assert f"all {tree.num_tokens:,} tokens" in block
-    assert torch.equal(names["input_ids"][tree.row_of_token], names["tokens"])
+    assert torch.equal(names["input_ids"][tree.slot_of_token], names["tokens"])
     assert len(names["of_samples"]) == tree.num_tokens
     names["model"] = tiny_llama()
     exec(run, names)
@@ -284,7 +284,7 @@ def test_a_prefix_tree():
     assert names["metadata"].lengths.tolist() == [300, 40, 25, 128, 7]
     exec(bins, names)
     assert names["packed"].num_bins > 1
-    assert int(names["one"].num_rows) <= 1120
+    assert int(names["one"].num_slots) <= 1120
 
 
 def test_keys_in_pages():

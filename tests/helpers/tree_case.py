@@ -72,7 +72,7 @@ class Tree:
 
     def paths(self):
         paths = prefix_paths(self.cu_seqlens, self.parents, self.q.shape[0])
-        return paths.row_of_key.long().split(paths.cu_seqlens.diff().tolist())
+        return paths.slot_of_key.long().split(paths.cu_seqlens.diff().tolist())
 
     def alone(self, rows):
         """The results of one path, as a separate document."""

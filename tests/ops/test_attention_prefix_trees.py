@@ -199,7 +199,7 @@ class Parts:
 
     def __init__(self, tree):
         self.cu_seqlens, self.parents, self.num_bins = tree.cu_seqlens.cpu(), tree.parents.cpu(), 1
-        self.num_rows = tree.q.shape[0]
+        self.num_slots = tree.q.shape[0]
 
 
 def test_metadata_of_a_tree(device):

@@ -43,7 +43,7 @@ def test_a_tree_s_forward_takes_no_memory_for_its_paths():
             peak = torch.cuda.max_memory_allocated() - before
         taken.append(peak)
     bytes_of_row = 2 * 2 * 128 * 2  # of k and v
-    assert taken[1] - taken[0] >= len(paths.row_of_key) * bytes_of_row
+    assert taken[1] - taken[0] >= len(paths.slot_of_key) * bytes_of_row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,13 +51,13 @@ def test_a_tree_s_forward_takes_no_memory_for_its_paths():
 def test_rows_outside_or_apart_are_named(device, dtype, key, row):
     tree = Tree([FORK, 5], [-1, 0], dtype=dtype, device=device)
     paths = prefix_paths(tree.cu_seqlens, tree.parents, tree.q.shape[0])
-    row_of_key = paths.row_of_key.clone()
+    row_of_key = paths.slot_of_key.clone()
     row_of_key[key] = row
     given = tree.q, tree.k, tree.v, tree.cu_seqlens, paths.cu_seqlens, None, True, None, -1, -1, 0.0, None, None
     with pytest.raises(ValueError, match="row_of_key: expected rows of k that follow each other in every 128 keys"):
         gate.varlen_attention(*given, row_of_key)
     with pytest.raises(NotImplementedError, match="row_of_key: expected None where a gradient is recorded"):
-        gate.varlen_attention(tree.q.requires_grad_(), *given[1:], paths.row_of_key)
+        gate.varlen_attention(tree.q.requires_grad_(), *given[1:], paths.slot_of_key)
     few = [t[:127] for t in (tree.k, tree.v)]
     with pytest.raises(ValueError, match="row_of_key: expected None beside a k of fewer than 128 rows, got 127"):
-        gate.varlen_attention(tree.q.detach(), *few, *given[3:], paths.row_of_key)
+        gate.varlen_attention(tree.q.detach(), *few, *given[3:], paths.slot_of_key)

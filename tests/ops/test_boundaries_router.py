@@ -88,7 +88,7 @@ def test_copies_of_a_prefix_tree(device):
     tree = po.pack_prefix_tree(tokens, cu_seqlens_of([len(s) for s in samples]))
     router = torch.randn(9, 6, dtype=torch.float64).softmax(-1)  # by token
     of_samples = po.load_balancing_loss(router[tokens], cu_seqlens_of([len(tokens)]), top_k=2)
-    rows = router[tokens[tree.rows]]
+    rows = router[tokens[tree.token_of_slot]]
     assert len(rows) < len(tokens)
     copies = po.load_balancing_loss(rows, tree.cu_seqlens, top_k=2, copies=tree.copies)
     torch.testing.assert_close(copies, of_samples)

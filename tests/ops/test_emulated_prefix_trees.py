@@ -48,8 +48,8 @@ def tree_case(**options):
     gathered = Case(LENGTHS, paths.cu_seqlens.diff().tolist(), **options)
     tree = copy.copy(gathered)
     tree.k, tree.v = (torch.randn(int(lengths.sum()), *t.shape[1:], dtype=t.dtype) for t in (gathered.k, gathered.v))
-    gathered.k, gathered.v = tree.k[paths.row_of_key], tree.v[paths.row_of_key]
-    return tree, gathered, paths.row_of_key
+    gathered.k, gathered.v = tree.k[paths.slot_of_key], tree.v[paths.slot_of_key]
+    return tree, gathered, paths.slot_of_key
 
 
 def forward(case, gpu, late_copies=False, **others):

@@ -228,19 +228,19 @@ def test_of_a_prefix_tree(device):
     cu_seqlens = cu_seqlens_of([len(s) for s in samples], device)
     tree = po.pack_prefix_tree(tokens, cu_seqlens)
     tree = tree.to(device)
-    hidden = torch.randn(tree.num_rows, 6, device=device, dtype=torch.float64)
+    hidden = torch.randn(tree.num_slots, 6, device=device, dtype=torch.float64)
     weight = torch.randn(12, 6, device=device, dtype=torch.float64)
-    per_row = allowed_of(tokens[tree.rows], 12, FEW)
+    per_row = allowed_of(tokens[tree.token_of_slot], 12, FEW)
     sets = [part.tolist() for part in per_row["allowed_ids"].split(per_row["allowed_offsets"].diff().tolist())]
-    of_samples = [sets[row] for row in tree.row_of_token.tolist()]
+    of_samples = [sets[row] for row in tree.slot_of_token.tolist()]
     per_token = {
         "allowed_ids": torch.tensor([each for one in of_samples for each in one], device=device),
         "allowed_offsets": torch.tensor([0, *map(len, of_samples)], device=device).cumsum(0),
     }
     options = {"outputs": NAMES, "temperature": 0.7}
     rows, whole = leaves(hidden), leaves(hidden)
-    found = po.prefix_token_logps(*rows, weight, tokens[tree.rows], tree, **options, **per_row)
-    expected = po.token_logps(whole[0][tree.row_of_token], weight, tokens, cu_seqlens, **options, **per_token)
+    found = po.prefix_token_logps(*rows, weight, tokens[tree.token_of_slot], tree, **options, **per_row)
+    expected = po.token_logps(whole[0][tree.slot_of_token], weight, tokens, cu_seqlens, **options, **per_token)
     for actual, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(actual, wanted)
     found[0].sum().backward()

@@ -17,7 +17,16 @@ import packing_ops as po
 from packing_ops.reference import prefix_tree as oracle
 
 ops = torch.ops.packing_ops
-TENSORS = ["rows", "cu_seqlens", "parents", "position_ids", "row_of_token", "copies", "bin_offsets", "sample_bins"]
+TENSORS = [
+    "token_of_slot",
+    "cu_seqlens",
+    "parents",
+    "position_ids",
+    "slot_of_token",
+    "copies",
+    "bin_offsets",
+    "sample_bins",
+]
 
 
 def joined(samples, dtype=torch.int64):
@@ -61,12 +70,12 @@ def test_prompt_and_answers():
     assert tree.lengths.tolist() == [256, 2, 1]
     assert tree.parents.tolist() == [-1, 0, 0]
     assert tree.position_ids.tolist() == [*range(256), 256, 257, 256]
-    assert tree.rows.tolist() == [*range(258), 258 + 256]
-    assert tree.row_of_token.tolist() == [*range(258), *range(256), 258, *range(256)]
+    assert tree.token_of_slot.tolist() == [*range(258), 258 + 256]
+    assert tree.slot_of_token.tolist() == [*range(258), *range(256), 258, *range(256)]
     assert tree.copies.tolist() == [3] * 256 + [1] * 3
-    assert (tree.num_tokens, tree.num_rows, tree.shared_tokens) == (771, 259, 512)
+    assert (tree.num_tokens, tree.num_slots, tree.shared_tokens) == (771, 259, 512)
     assert (tree.repeated_at_forks, tree.repeated_by_cuts, tree.num_bins) == (0, 0, 1)
-    assert repr(tree) == "PrefixTree(num_samples=3, num_tokens=771, num_rows=259, num_segments=3, num_bins=1)"
+    assert repr(tree) == "PrefixTree(num_samples=3, num_tokens=771, num_slots=259, num_segments=3, num_bins=1)"
 
 
 def test_a_prefix_of_another_and_equal_samples_have_no_rows_of_their_own():
@@ -74,14 +83,14 @@ def test_a_prefix_of_another_and_equal_samples_have_no_rows_of_their_own():
     for samples in ([long, long[:130], long[:128], long[:1], long], [long[:1], long, long[:129], long, long[:256]]):
         tree = pack(samples)
         assert (tree.lengths.tolist(), tree.parents.tolist()) == ([300], [-1])
-        assert tree.row_of_token.tolist() == [depth for sample in samples for depth in range(len(sample))]
+        assert tree.slot_of_token.tolist() == [depth for sample in samples for depth in range(len(sample))]
         assert tree.repeated_at_forks == 0
 
 
 def test_a_prefix_of_several_goes_with_the_lexicographically_first():
     tree = pack([[1, 5, 9], [1], [1, 3], [1, 5]])
     assert tree.lengths.tolist() == [3, 2]
-    assert tree.row_of_token.tolist() == [0, 1, 2, 3, 3, 4, 0, 1]
+    assert tree.slot_of_token.tolist() == [0, 1, 2, 3, 3, 4, 0, 1]
     assert tree.sample_bins.tolist() == [0] * 4
 
 
@@ -89,7 +98,7 @@ def test_trees_and_children_are_in_the_order_of_their_first_sample():
     base = numbered((0, 128))
     tree = pack([[9], [*base, 5], [8], [*base, 4], [*base, 6], [*base, 5, 5]])
     assert tree.parents.tolist() == [-1, -1, 1, 1, 1, -1]
-    assert joined([[9], [*base, 5], [8], [*base, 4], [*base, 6], [*base, 5, 5]])[0][tree.rows].tolist() == [
+    assert joined([[9], [*base, 5], [8], [*base, 4], [*base, 6], [*base, 5, 5]])[0][tree.token_of_slot].tolist() == [
         9, *base, 5, 5, 4, 6, 8,
     ]  # fmt: skip
 
@@ -105,8 +114,8 @@ def test_min_shared_moves_the_first_fork_alone():
     ):
         tree = pack(samples, min_shared=min_shared)
         assert tree.lengths.tolist() == lengths
-        assert tree.repeated_at_forks == tree.num_rows - (384 + 3)
-        assert tree.row_of_token[-5:].tolist() == list(range(5)), "a prefix needs no fork"
+        assert tree.repeated_at_forks == tree.num_slots - (384 + 3)
+        assert tree.slot_of_token[-5:].tolist() == list(range(5)), "a prefix needs no fork"
 
 
 def test_groups_may_interleave():
@@ -114,7 +123,7 @@ def test_groups_may_interleave():
     tree = pack([[*base, 1], [*base, 2], [*base, 3], base, [*base, 4]], groups=[7, -1, 7, -1, 2**40])
     assert tree.lengths.tolist() == [128, 1, 1, 129, 129]
     assert tree.parents.tolist() == [-1, 0, 0, -1, -1]
-    assert (tree.row_of_token[387:515] == torch.arange(130, 258)).all()
+    assert (tree.slot_of_token[387:515] == torch.arange(130, 258)).all()
 
 
 def test_cut_by_hand():
@@ -123,7 +132,7 @@ def test_cut_by_hand():
     turn = [*base, *numbered((1, 128))]
     samples = [[*turn, *numbered((2, 10))], [*base, *numbered((4, 50))], [*turn, *numbered((3, 10))], base]
     whole = pack(samples, capacity=326)
-    assert (whole.num_bins, whole.num_rows, whole.repeated_by_cuts) == (1, 326, 0)
+    assert (whole.num_bins, whole.num_slots, whole.repeated_by_cuts) == (1, 326, 0)
     cut = pack(samples, capacity=325)
     assert cut.lengths.tolist() == [256, 10, 10, 178], "a segment with one child is one with it"
     assert cut.parents.tolist() == [-1, 0, 0, -1]
@@ -142,12 +151,12 @@ def test_cut_by_hand():
 def holds_to_the_contract(tree, samples, groups=None, capacity=math.inf):
     tokens, cu_seqlens = joined(samples)
     parents, lengths, segments = tree.parents.tolist(), tree.lengths.tolist(), tree.cu_seqlens.tolist()
-    row_of_token, position_ids = tree.row_of_token.tolist(), tree.position_ids.tolist()
-    assert_same(tokens[tree.rows][tree.row_of_token], tokens)
-    assert_same(tree.position_ids[tree.row_of_token], torch.tensor([d for s in samples for d in range(len(s))]).long())
-    assert_same(tree.copies, torch.bincount(tree.row_of_token, minlength=tree.num_rows))
+    slot_of_token, position_ids = tree.slot_of_token.tolist(), tree.position_ids.tolist()
+    assert_same(tokens[tree.token_of_slot][tree.slot_of_token], tokens)
+    assert_same(tree.position_ids[tree.slot_of_token], torch.tensor([d for s in samples for d in range(len(s))]).long())
+    assert_same(tree.copies, torch.bincount(tree.slot_of_token, minlength=tree.num_slots))
     assert int(tree.copies.sum()) == tree.num_tokens == len(tokens)
-    assert tree.num_rows == tree.num_tokens - tree.shared_tokens + tree.repeated_at_forks + tree.repeated_by_cuts
+    assert tree.num_slots == tree.num_tokens - tree.shared_tokens + tree.repeated_at_forks + tree.repeated_by_cuts
     # The rows of a segment are in one sample; those that have children are of the right length.
     with_children = {parent for parent in parents if parent >= 0}
     assert all(lengths[segment] > 0 and lengths[segment] % 128 == 0 for segment in with_children)
@@ -175,7 +184,7 @@ def holds_to_the_contract(tree, samples, groups=None, capacity=math.inf):
     segment_of = torch.arange(tree.num_segments).repeat_interleave(tree.lengths).tolist()
     first_group = {}
     for i, sample in enumerate(samples):
-        rows = row_of_token[cu_seqlens[i] : cu_seqlens[i + 1]]
+        rows = slot_of_token[cu_seqlens[i] : cu_seqlens[i + 1]]
         for before, row in itertools.pairwise(rows):
             if segment_of[row] != segment_of[before]:
                 assert parents[segment_of[row]] == segment_of[before]
@@ -194,7 +203,7 @@ def holds_to_the_contract(tree, samples, groups=None, capacity=math.inf):
 def equals_reference(tree, samples, groups=None, capacity=math.inf, min_shared=128):
     expected = oracle.pack_prefix_tree(samples, groups, capacity, min_shared)
     starts = joined(samples)[1].tolist()
-    expected["rows"] = [starts[sample] + depth for sample, depth in expected["rows"]]
+    expected["token_of_slot"] = [starts[sample] + depth for sample, depth in expected["token_of_slot"]]
     assert {name: getattr(tree, name).tolist() for name in TENSORS} == {name: expected[name] for name in TENSORS}
     assert tree.repeated_at_forks == expected["repeated_at_forks"]
     assert tree.repeated_by_cuts == expected["repeated_by_cuts"]
@@ -246,7 +255,7 @@ def test_fifty_levels(capacity):
     tree = pack(samples, capacity=capacity)
     holds_to_the_contract(tree, samples, None, capacity or math.inf)
     equals_reference(tree, samples, None, capacity or math.inf)
-    assert capacity or tree.num_rows == 50 * 128 + 2 * 50
+    assert capacity or tree.num_slots == 50 * 128 + 2 * 50
 
 
 @pytest.mark.parametrize("capacity", [None, 3000])
@@ -264,8 +273,8 @@ def test_three_hundred_levels(capacity):
     tokens = torch.cat([part for level in range(1, 301) for part in (trunk[: level * 128], one)])
     lengths = [level * 128 + 1 for level in range(1, 301)]
     tree = po.pack_prefix_tree(tokens, cu_seqlens_of(lengths), capacity=capacity)
-    assert_same(tokens[tree.rows][tree.row_of_token], tokens)
-    assert tree.num_rows - tree.repeated_by_cuts == 300 * 128 + 300
+    assert_same(tokens[tree.token_of_slot][tree.slot_of_token], tokens)
+    assert tree.num_slots - tree.repeated_by_cuts == 300 * 128 + 300
     assert tree.num_bins == (3 if capacity == 300 * 128 + 1 else 1)
 
 
@@ -275,7 +284,7 @@ def test_the_order_of_samples_does_not_change_what_is_shared():
     for seed in range(3):
         random.Random(seed).shuffle(samples)
         trees.append(pack(samples))
-    assert len({(tree.num_rows, tree.num_segments, tree.repeated_at_forks) for tree in trees}) == 1
+    assert len({(tree.num_slots, tree.num_segments, tree.repeated_at_forks) for tree in trees}) == 1
 
 
 def test_one_prompt_of_many_samples_is_linear():
@@ -316,21 +325,21 @@ def test_forms_of_tokens():
 
 def test_large_tokens_are_compared_whole():
     tree = po.pack_prefix_tree(torch.tensor([1, 2**32 + 1, -1]), [0, 1, 2, 3])
-    assert tree.num_rows == 3
+    assert tree.num_slots == 3
 
 
 def test_few_tokens():
     for samples, bins in (([], 0), ([[]], 1), ([[], []], 1)):
         for capacity in (None, 1):
             tree = pack(samples, capacity=capacity)
-            assert (tree.num_rows, tree.num_segments, tree.num_bins, tree.shared_tokens) == (0, 0, bins, 0)
+            assert (tree.num_slots, tree.num_segments, tree.num_bins, tree.shared_tokens) == (0, 0, bins, 0)
             assert tree.cu_seqlens.tolist() == [0]
             assert tree.bin_offsets.tolist() == [0] * (bins + 1)
             assert tree.sample_bins.tolist() == [0] * len(samples)
     tree = pack([[4]], capacity=1)
-    assert (tree.rows.tolist(), tree.cu_seqlens.tolist(), tree.parents.tolist()) == ([0], [0, 1], [-1])
+    assert (tree.token_of_slot.tolist(), tree.cu_seqlens.tolist(), tree.parents.tolist()) == ([0], [0, 1], [-1])
     tree = pack([[], [4], [], [4], []])
-    assert (tree.rows.tolist(), tree.row_of_token.tolist(), tree.copies.tolist()) == ([0], [0, 0], [2])
+    assert (tree.token_of_slot.tolist(), tree.slot_of_token.tolist(), tree.copies.tolist()) == ([0], [0, 0], [2])
 
 
 def test_tokens_of_a_device_are_copied(device):
@@ -352,16 +361,16 @@ def test_row_is_the_tree_of_one_bin(capacity):
     assert tree.repeated_by_cuts > 0
     rows = [tree.bin(bin) for bin in range(tree.num_bins)]
     assert sorted(i for row in rows for i in row.samples.tolist()) == list(range(31))
-    assert_same(torch.cat([row.rows for row in rows]), tree.rows)
+    assert_same(torch.cat([row.token_of_slot for row in rows]), tree.token_of_slot)
     for row in rows:
         mine = [samples[i] for i in row.samples.tolist()]
-        assert_same(tokens[row.rows][row.row_of_token], joined(mine)[0])
+        assert_same(tokens[row.token_of_slot][row.slot_of_token], joined(mine)[0])
         assert_same(row.sample_cu_seqlens, joined(mine)[1])
         assert (row.num_bins, row.repeated_at_forks, row.repeated_by_cuts, row.shared_tokens) == (1, None, None, None)
         assert row.bin(0) is row
         assert all(getattr(row, name).untyped_storage().nbytes() == getattr(row, name).nbytes for name in TENSORS)
         alone = pack(mine)
-        assert (row.num_rows, row.num_segments) == (alone.num_rows, alone.num_segments)
+        assert (row.num_slots, row.num_segments) == (alone.num_slots, alone.num_segments)
     for bin in (-1, tree.num_bins):
         with pytest.raises(ValueError, match=f"index: expected 0 to num_bins - 1 = {tree.num_bins - 1}, got {bin}"):
             tree.bin(bin)
@@ -378,13 +387,13 @@ def test_copies_of_a_tree(device):
 
 
 def test_loss_of_rows_is_the_loss_of_samples():
-    """What row_of_token is for: values of rows, indexed, are those of the tokens, and gradients add up."""
+    """What slot_of_token is for: values of rows, indexed, are those of the tokens, and gradients add up."""
     samples = random_tree(4, 12, depth=3)
     tokens, _ = joined(samples)
     tree = pack(samples)
     weight = torch.randn(20, dtype=torch.float64, requires_grad=True)
     advantages = torch.randn(len(tokens), dtype=torch.float64)
-    (shared,) = torch.autograd.grad((weight[tokens[tree.rows]][tree.row_of_token] * advantages).sum(), weight)
+    (shared,) = torch.autograd.grad((weight[tokens[tree.token_of_slot]][tree.slot_of_token] * advantages).sum(), weight)
     (alone,) = torch.autograd.grad((weight[tokens] * advantages).sum(), weight)
     torch.testing.assert_close(shared, alone, rtol=1e-12, atol=1e-12)
 
@@ -402,8 +411,8 @@ def test_opcheck(capacity):
 
 def test_compiles_fullgraph_with_dynamic_sizes(fresh_compile):
     def step(tokens, cu_seqlens):
-        rows, _, _, _, row_of_token, *_ = ops.pack_prefix_tree(tokens, cu_seqlens, None, None, 1)
-        return tokens[rows][row_of_token]
+        rows, _, _, _, slot_of_token, *_ = ops.pack_prefix_tree(tokens, cu_seqlens, None, None, 1)
+        return tokens[rows][slot_of_token]
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for leaves in (4, 9, 20):

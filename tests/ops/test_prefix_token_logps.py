@@ -23,15 +23,15 @@ def drawn(device, dtype=torch.float64, size=6):
     cu_seqlens = cu_seqlens_of([len(sample) for sample in samples], "cpu")
     tokens = torch.cat(samples)
     tree = po.pack_prefix_tree(tokens, cu_seqlens)
-    hidden = torch.randn(tree.num_rows, size, dtype=dtype, device=device)
+    hidden = torch.randn(tree.num_slots, size, dtype=dtype, device=device)
     weight = torch.randn(VOCAB, size, dtype=dtype, device=device)
     return tokens.to(device), cu_seqlens.to(device), tree.to(device), hidden, weight
 
 
 def both(tokens, cu_seqlens, tree, hidden, weight, **options):
     """(shared, unshared) results of token_logps."""
-    shared = po.prefix_token_logps(hidden, weight, tokens[tree.rows], tree, **options)
-    return shared, po.token_logps(hidden[tree.row_of_token], weight, tokens, cu_seqlens, **options)
+    shared = po.prefix_token_logps(hidden, weight, tokens[tree.token_of_slot], tree, **options)
+    return shared, po.token_logps(hidden[tree.slot_of_token], weight, tokens, cu_seqlens, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "chunk": 4}, {"entropy": True}], ids=str)
@@ -50,25 +50,25 @@ def test_values_and_gradients_are_those_of_the_samples(device, options):
 def test_bias_and_a_batch_of_one(device):
     tokens, _, tree, hidden, weight = drawn(device, torch.float32)
     bias = torch.randn(VOCAB, device=device)
-    plain = po.prefix_token_logps(hidden, weight, tokens[tree.rows], tree, bias=bias)
-    batch = po.prefix_token_logps(hidden[None], weight, tokens[tree.rows][None], tree, bias=bias)
+    plain = po.prefix_token_logps(hidden, weight, tokens[tree.token_of_slot], tree, bias=bias)
+    batch = po.prefix_token_logps(hidden[None], weight, tokens[tree.token_of_slot][None], tree, bias=bias)
     assert torch.equal(plain, batch)
-    assert not torch.equal(plain, po.prefix_token_logps(hidden, weight, tokens[tree.rows], tree))
+    assert not torch.equal(plain, po.prefix_token_logps(hidden, weight, tokens[tree.token_of_slot], tree))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_mode_s_bits_are_those_of_each_sample_alone(device, dtype):
     tokens, cu_seqlens, tree, hidden, weight = drawn(device, dtype, size=64)
     with po.invariant():
-        shared = po.prefix_token_logps(hidden, weight, tokens[tree.rows], tree)
+        shared = po.prefix_token_logps(hidden, weight, tokens[tree.token_of_slot], tree)
         spans = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
         for start, end in spans:
             alone = po.token_logps(
-                hidden[tree.row_of_token[start:end]], weight, tokens[start:end], cu_seqlens_of([end - start], device)
+                hidden[tree.slot_of_token[start:end]], weight, tokens[start:end], cu_seqlens_of([end - start], device)
             )
             assert torch.equal(shared[start:end], alone)
         with torch.no_grad():
-            assert torch.equal(shared, po.prefix_token_logps(hidden, weight, tokens[tree.rows], tree))
+            assert torch.equal(shared, po.prefix_token_logps(hidden, weight, tokens[tree.token_of_slot], tree))
 
 
 def test_no_row_is_multiplied_twice(device, monkeypatch):
@@ -76,28 +76,30 @@ def test_no_row_is_multiplied_twice(device, monkeypatch):
     rows = []
     real = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, **given: (rows.append(a.shape[0]), real(a, b, **given))[1])
-    po.prefix_token_logps(hidden, weight, tokens[tree.rows], tree)
-    predicted = int((tree.rows_before >= 0).sum())
-    assert rows == [predicted if device == "cpu" else tree.num_rows]
+    po.prefix_token_logps(hidden, weight, tokens[tree.token_of_slot], tree)
+    predicted = int((tree.slots_before >= 0).sum())
+    assert rows == [predicted if device == "cpu" else tree.num_slots]
     rows.clear()
-    po.prefix_token_logps(hidden, weight, tokens[tree.rows], tree, max_targets=predicted)
-    assert rows[0] < tree.num_rows or tree.num_rows - predicted < 128
-    assert tree.num_rows < tree.num_tokens / 3
+    po.prefix_token_logps(hidden, weight, tokens[tree.token_of_slot], tree, max_targets=predicted)
+    assert rows[0] < tree.num_slots or tree.num_slots - predicted < 128
+    assert tree.num_slots < tree.num_tokens / 3
 
 
 def test_labels_that_are_ignored(device):
     tokens, _, tree, hidden, weight = drawn(device, torch.float32, size=64)
-    labels = tokens[tree.rows].index_fill(0, torch.arange(130, device=device), -100)  # the prompt
+    labels = tokens[tree.token_of_slot].index_fill(0, torch.arange(130, device=device), -100)  # the prompt
     with po.invariant():
-        masked, whole = (po.prefix_token_logps(hidden, weight, each, tree) for each in (labels, tokens[tree.rows]))
-    ignored = labels[tree.row_of_token].roll(-1) == -100
+        masked, whole = (
+            po.prefix_token_logps(hidden, weight, each, tree) for each in (labels, tokens[tree.token_of_slot])
+        )
+    ignored = labels[tree.slot_of_token].roll(-1) == -100
     assert not masked[ignored].any()
     assert torch.equal(masked[~ignored], whole[~ignored])
 
 
 def test_rows_before(device):
     _, _, tree, _, _ = drawn(device)
-    before, rows = tree.rows_before, tree.row_of_token
+    before, rows = tree.slots_before, tree.slot_of_token
     starts = tree.position_ids[rows] == 0
     assert torch.equal(before[rows][~starts], rows.roll(1)[~starts])
     assert bool((before[rows][starts] == -1).all())
@@ -114,7 +116,7 @@ def test_compiles_fullgraph(device, fresh_compile):
     tokens, _, tree, hidden, weight = drawn(device, torch.float32)
 
     def step(hidden, weight, tokens, tree):
-        return po.prefix_token_logps(hidden, weight, tokens[tree.rows], tree).sum()
+        return po.prefix_token_logps(hidden, weight, tokens[tree.token_of_slot], tree).sum()
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden, weight, tokens, tree), step(hidden, weight, tokens, tree))
@@ -122,7 +124,7 @@ def test_compiles_fullgraph(device, fresh_compile):
 
 def test_bad_input(device):
     tokens, _, tree, hidden, weight = drawn(device, torch.float32)
-    ids = tokens[tree.rows]
+    ids = tokens[tree.token_of_slot]
     for changed, message in (
         ({"hidden": hidden[1:]}, "hidden: expected"),
         ({"labels": ids[1:]}, "labels: expected"),

@@ -142,7 +142,7 @@ def test_forms_of_ids(device, dtype):
     for given_ids in ((groups, parents), (groups[None], parents[None]), (groups.tolist(), parents.cpu().numpy())):
         assert po.prefix_tree_metadata(*given_ids).position_ids.tolist() == [0, 1, 2]
     strided = torch.stack([groups, parents], 1)
-    assert po.prefix_tree_metadata(*strided.T).paths.row_of_key.tolist() == [0, 1, 0, 1, 2]
+    assert po.prefix_tree_metadata(*strided.T).paths.slot_of_key.tolist() == [0, 1, 0, 1, 2]
     nothing = po.prefix_tree_metadata([], [])
     assert (nothing.total, nothing.num_documents, nothing.paths.shares) == (0, 0, False)
     alone = po.prefix_tree_metadata([4, 4, 9], [4, 4, 9])

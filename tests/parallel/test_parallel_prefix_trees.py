@@ -35,7 +35,10 @@ def batch_of_tree():
     samples.append(tokens[300:311])
     ends = po.cu_seqlens_from_lengths([len(each) for each in samples])
     tree = po.pack_prefix_tree(torch.cat(samples), ends)
-    batch = {"input_ids": torch.cat(samples)[tree.rows][None], "metadata": po.PackedMetadata.from_prefix_tree(tree)}
+    batch = {
+        "input_ids": torch.cat(samples)[tree.token_of_slot][None],
+        "metadata": po.PackedMetadata.from_prefix_tree(tree),
+    }
     return tree, batch
 
 
@@ -103,7 +106,7 @@ def refusals():
         patch.setenv("PACKING_OPS_CHECK", "1")
         segments = dataclasses.replace(metadata, paths=None) if rank == 1 else metadata
         found["one rank"] = message_of(lambda: ulysses_attention(q, k, v, segments))
-        rows = metadata.paths.row_of_key.flip(0) if rank == 1 else metadata.paths.row_of_key
+        rows = metadata.paths.slot_of_key.flip(0) if rank == 1 else metadata.paths.slot_of_key
         other = dataclasses.replace(metadata, paths=metadata.paths._replace(row_of_key=rows))
         found["paths"] = message_of(lambda: ulysses_attention(q, k, v, other))
         out, choice = varlen_attention_over(None, q, k, v, metadata, explain=True)
@@ -118,11 +121,11 @@ def logps_through_unshard():
     ranks, rank = dist.get_world_size(), dist.get_rank()
     tree, batch = batch_of_tree()
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(tree.num_rows, 8, generator=generator), torch.randn(400, 8, generator=generator)
+    hidden, weight = torch.randn(tree.num_slots, 8, generator=generator), torch.randn(400, 8, generator=generator)
     shard = shards_of(ranks)[rank]
     own = shard_indices(shard["metadata"], ranks, rank)
     mine = torch.cat([hidden, torch.zeros(ranks, 8)])[own]
-    whole = unshard(mine, shard["metadata"], total=tree.num_rows)
+    whole = unshard(mine, shard["metadata"], total=tree.num_slots)
     logps = po.prefix_token_logps(whole, weight, batch["input_ids"], tree)
     return torch.equal(logps, po.prefix_token_logps(hidden, weight, batch["input_ids"], tree))
 
@@ -225,7 +228,7 @@ def test_shards_of_a_tree(scheme):
     tree, batch = batch_of_tree()
     shards = shards_of(4, scheme)
     own = [shard_indices(shard["metadata"], 4, rank, scheme=scheme) for rank, shard in enumerate(shards)]
-    order = torch.cat(own).argsort()[: tree.num_rows]
+    order = torch.cat(own).argsort()[: tree.num_slots]
     for name, expected in (("input_ids", batch["input_ids"][0]), ("position_ids", tree.position_ids)):
         assert torch.equal(torch.cat([shard[name][0] for shard in shards])[order], expected)
     assert shards[0]["metadata"].total == 188

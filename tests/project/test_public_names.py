@@ -1,8 +1,10 @@
 """What a stranger finds without reading the sources: help(), dir() and the types that an editor shows."""
 
+import copy
 import importlib
 import importlib.util
 import inspect
+import pickle
 import pydoc
 import re
 import sys
@@ -279,6 +281,26 @@ def test_older_names_work_and_warn(package):
         assert old not in dir(module)
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         _ = module.nothing_of_this_name
+
+
+def test_older_names_of_a_tree_work_and_warn():
+    tree = po.pack_prefix_tree(torch.tensor([5, 6, 7, 5, 6]), [0, 3, 5])
+    paths = po.PackedMetadata.from_prefix_tree(tree).paths
+    names = {
+        "rows": "token_of_slot",
+        "row_of_token": "slot_of_token",
+        "num_rows": "num_slots",
+        "rows_before": "slots_before",
+    }
+    of_both = [(tree, names), (paths, {"row_of_key": "slot_of_key", "keys_of_row": "keys_of_slot"})]
+    for found, renamed in of_both:
+        for old, new in renamed.items():
+            with pytest.warns(DeprecationWarning, match=f"{old}: it is called {new} now"):
+                value = getattr(found, old)
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(getattr(found, new)))
+        with pytest.raises(AttributeError, match=f"'{type(found).__name__}' object has no attribute 'no_such'"):
+            _ = found.no_such
+        assert type(copy.copy(found)) is type(pickle.loads(pickle.dumps(found))) is type(found)
 
 
 def test_what_a_call_changes_is_reverted_by_one_verb():

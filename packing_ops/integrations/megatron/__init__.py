@@ -10,7 +10,7 @@ A model:
     mamba.py             MambaMixer of hybrid models over packed rows; use_packing_ops puts it in.
     router.py            patch_router, the balance losses of a mixture of experts by document.
     router_replay.py     replay_routing, experts that another program has chosen.
-    prefix_tree.py       segment_parents: rows of a prefix tree, rotated by their depths.
+    prefix_tree.py       segment_parents: slots of a prefix tree, rotated by their depths.
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
     source_indices.py    Which token of the padded rows each slot of the thd row holds.

@@ -179,7 +179,7 @@ def _levels(paths):
     """Return [(rows, cu_seqlens, parents in the level above)] by depth, and where each segment is among all levels'."""
     device, edges = paths.segments.device, paths.segments.cpu().long()
     ends, lengths = paths.cu_seqlens.cpu().long()[1:], edges.diff()
-    before = paths.row_of_key.cpu().long()[(ends - lengths - 1).clamp(min=0)]  # on the path to a segment
+    before = paths.slot_of_key.cpu().long()[(ends - lengths - 1).clamp(min=0)]  # on the path to a segment
     parents = torch.searchsorted(edges, before, right=True) - 1
     parents = parents.masked_fill(paths.cu_seqlens.diff().cpu() == lengths, -1).tolist()
     edges = edges.tolist()

@@ -193,7 +193,7 @@ class RowDocuments(NamedTuple):
 
     def split(self, device) -> SplitDocuments:
         seq_idx = self.seq_idx.to(device)
-        tensors = [seq_idx] if self.paths is None else [seq_idx, self.paths.row_of_key]
+        tensors = [seq_idx] if self.paths is None else [seq_idx, self.paths.slot_of_key]
         return kept_with(tensors, ("documents of layers with a state",), lambda: SplitDocuments(seq_idx, self.paths))
 
 

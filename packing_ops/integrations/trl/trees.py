@@ -9,7 +9,7 @@ import torch
 from packing_ops._runtime.arguments import sides_of_keys
 from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations._patching import Patch
-from packing_ops.keys import paths_of_rows
+from packing_ops.keys import paths_of_slots
 from packing_ops.varlen.attention import attend
 from packing_ops.varlen.options import checked_options
 
@@ -85,7 +85,7 @@ def tree_attention(
     paths = kept_with(
         (tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k),
         ("paths", total),
-        lambda: paths_of_rows(tree_cu_seqlens_q, tree_cu_seqlens_k, tree_kv_index, total),
+        lambda: paths_of_slots(tree_cu_seqlens_q, tree_cu_seqlens_k, tree_kv_index, total),
     )
     options = checked_options(True, scaling, sides_of_keys(sliding_window), softcap or 0.0, sinks=s_aux)
     query, key = query.to(value.dtype), key.to(value.dtype)  # some models rotate in float32

@@ -65,26 +65,26 @@ def samples_of():
 def tree_of(samples, device="cpu"):
     tokens = torch.cat(samples)
     tree = po.pack_prefix_tree(tokens, po.cu_seqlens_from_lengths([len(each) for each in samples]))
-    assert tree.num_rows < tree.num_tokens - 300
+    assert tree.num_slots < tree.num_tokens - 300
     return tokens, tree
 
 
 def weights_of(tokens, tree, device="cpu"):
     """One for each token, 0 where nothing predicts it: a token of the prompt counts otherwise in each sample."""
-    first = tree.position_ids[tree.row_of_token] == 0
+    first = tree.position_ids[tree.slot_of_token] == 0
     return torch.linspace(0.5, 1.5, len(tokens)).masked_fill(first, 0).to(device)
 
 
 def of_tree(model, device="cpu", **changed):
     """Loss over all samples, from the rows of the tree."""
     tokens, tree = tree_of(samples_of())
-    weights, tree, ids = weights_of(tokens, tree, device), tree.to(device), tokens[tree.rows][None].to(device)
+    weights, tree, ids = weights_of(tokens, tree, device), tree.to(device), tokens[tree.token_of_slot][None].to(device)
     params = packed_seq_params(po.PackedMetadata.from_prefix_tree(tree.to("cpu"), device=device))
     for name, value in changed.items():
         setattr(params, name, value)
     logits = model(ids, None, None, packed_seq_params=params)[0]
-    losses = vocab_parallel_cross_entropy(logits[tree.rows_before].float(), ids[0])
-    return (losses[tree.row_of_token] * weights).sum()
+    losses = vocab_parallel_cross_entropy(logits[tree.slots_before].float(), ids[0])
+    return (losses[tree.slot_of_token] * weights).sum()
 
 
 def of_samples(model, device="cpu"):
@@ -149,9 +149,9 @@ def test_rows_have_the_bits_of_the_samples(device):
     layer = module_of(device=device)
     _, tree = tree_of(samples_of())
     metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
-    q, k, v = heads_of(tree.num_rows, device=device)
+    q, k, v = heads_of(tree.num_slots, device=device)
     out = layer(q, k, v, None, packed_seq_params=metadata)
-    rows = tree.row_of_token[: tree.sample_cu_seqlens[1]].to(device)
+    rows = tree.slot_of_token[: tree.sample_cu_seqlens[1]].to(device)
     alone = po.PackedMetadata.from_lengths([len(rows)], device=device)
     assert torch.equal(out[rows], layer(*(t[rows] for t in (q, k, v)), None, packed_seq_params=alone))
 
@@ -239,7 +239,7 @@ def context_parallel_refusal():
         _, tree = tree_of(samples_of())
         metadata = po.PackedMetadata.from_prefix_tree(tree)
         with pytest.raises(NotImplementedError) as of_module:
-            layer(*heads_of(tree.num_rows), None, packed_seq_params=metadata)
+            layer(*heads_of(tree.num_slots), None, packed_seq_params=metadata)
         assert parallel_state.get_context_parallel_world_size() == 2
     return str(of_model.value), str(of_module.value)
 
@@ -272,7 +272,7 @@ def test_params_of_a_tree():
     assert params.cu_seqlens_q is params.cu_seqlens_kv is metadata.cu_seqlens
     assert not hasattr(packed_seq_params(po.PackedMetadata.from_lengths([3])), "segment_parents")
     padded = dataclasses.replace(metadata, total=metadata.total + 1)
-    with pytest.raises(ValueError, match=f"total: expected the {tree.num_rows} rows of a prefix tree"):
+    with pytest.raises(ValueError, match=f"total: expected the {tree.num_slots} slots of a prefix tree"):
         padded.to_megatron()
     with pytest.raises(ValueError, match="packed_seq_params: expected packed documents, got the segments of a prefix"):
         next_token_targets(torch.zeros(1, 4, dtype=torch.long), params, torch.ones(1, 4))
@@ -306,7 +306,7 @@ def test_masks_that_are_not_causal_are_refused(device):
     metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
     layer = module_of(mask=AttnMaskType.no_mask, device=device)
     with pytest.raises(ValueError, match="causal, window_size: expected a causal call for a prefix tree"):
-        layer(*heads_of(tree.num_rows, device=device), None, packed_seq_params=metadata)
+        layer(*heads_of(tree.num_slots, device=device), None, packed_seq_params=metadata)
 
 
 def test_cross_attention_is_refused():

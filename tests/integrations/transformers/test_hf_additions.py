@@ -258,7 +258,7 @@ def test_noise_beside_a_prefix_tree_is_refused():
     metadata = po.PackedMetadata.from_prefix_tree(tree)
     with pytest.raises(ValueError, match="neftune_noise_alpha: expected None beside segment_parents"):
         model.train()(
-            tokens[tree.rows][None],
+            tokens[tree.token_of_slot][None],
             position_ids=metadata.position_ids[None],
             use_cache=False,
             **metadata.to_transformers(),

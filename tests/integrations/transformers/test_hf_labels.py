@@ -84,7 +84,7 @@ def test_labels_given_by_position(kind):
 def test_labels_given_by_position_beside_a_tree():
     tree = po.pack_prefix_tree(IDS[0], PACKED.cu_seqlens)
     given = po.PackedMetadata.from_prefix_tree(tree).to_transformers()
-    ids, model = IDS[:, tree.rows], tiny_model("llama")
+    ids, model = IDS[:, tree.token_of_slot], tiny_model("llama")
     apply_packing_ops(model)
     with pytest.raises(ValueError, match="labels: expected None beside segment_parents"):
         model(ids, None, tree.position_ids[None], None, None, ids, **given)

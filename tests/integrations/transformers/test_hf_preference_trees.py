@@ -77,4 +77,4 @@ def test_row_of_token_takes_logits_to_the_documents(device):
             model(**{name: each[name] for name in FORWARD if name in each}, use_cache=False).logits[0]
             for each in (batch, alone)
         )
-    torch.testing.assert_close(logits[batch["row_of_token"]], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[batch["slot_of_token"]], expected, rtol=1e-4, atol=1e-4)

@@ -48,7 +48,7 @@ def samples(device):
 
 def hidden_of_tree(model, tokens, tree, device, **given):
     metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
-    ids = tokens[tree.rows.to(device)]
+    ids = tokens[tree.token_of_slot.to(device)]
     out = model(
         ids[None], position_ids=metadata.position_ids[None], **metadata.to_transformers(), use_cache=False, **given
     )
@@ -75,8 +75,8 @@ def test_logits_and_gradients_are_those_of_the_samples(family, device):
         return logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     logits = hidden_of_tree(model, tokens, tree, device)
-    assert logits.shape[0] == tree.num_rows < len(tokens) / 2
-    shared = step(logits[tree.row_of_token.to(device)])
+    assert logits.shape[0] == tree.num_slots < len(tokens) / 2
+    shared = step(logits[tree.slot_of_token.to(device)])
     positions = torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()]).to(device)
     told = po.PackedMetadata.from_cu_seqlens(cu_seqlens).to_transformers()
     unshared = step(model(tokens[None], position_ids=positions[None], use_cache=False, **told).logits[0])
@@ -90,7 +90,7 @@ def test_the_tree_is_what_keeps_samples_apart(device):
     with torch.no_grad():
         logits = hidden_of_tree(model, tokens, tree, device)
         metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
-        other = model(tokens[tree.rows.to(device)][None], position_ids=metadata.position_ids[None]).logits[0]
+        other = model(tokens[tree.token_of_slot.to(device)][None], position_ids=metadata.position_ids[None]).logits[0]
     assert not torch.allclose(logits, other, atol=1e-2)
 
 
@@ -104,7 +104,7 @@ def test_applied_and_invariant(device, one_thread):
     assert applied.rms_norm > 0
     tokens, cu_seqlens, tree = samples(device)
     with torch.no_grad():
-        shared = hidden_of_tree(model, tokens, tree, device)[tree.row_of_token.to(device)]
+        shared = hidden_of_tree(model, tokens, tree, device)[tree.slot_of_token.to(device)]
         for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
             alone = model(tokens[None, start:end], position_ids=torch.arange(end - start, device=device)[None]).logits[
                 0
@@ -123,7 +123,7 @@ def test_parents_as_a_tensor_and_gradient_checkpointing(device):
     metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
     given = {**metadata.to_transformers(), "segment_parents": tree.parents.to(device)}
     logits = model(
-        tokens[tree.rows.to(device)][None], position_ids=metadata.position_ids[None], use_cache=False, **given
+        tokens[tree.token_of_slot.to(device)][None], position_ids=metadata.position_ids[None], use_cache=False, **given
     ).logits
     assert torch.equal(logits[0], expected)
     logits.sum().backward()
@@ -142,13 +142,13 @@ def test_refused(device):
     tokens, _, tree = samples(device)
     for given, message in (
         ({"labels": tokens[None]}, "labels: expected None beside segment_parents"),
-        ({"attention_mask": torch.ones(1, tree.num_rows, device=device)}, "attention_mask: expected None beside"),
-        ({"cu_seq_lens_k": torch.tensor([0, tree.num_rows], dtype=torch.int32, device=device)}, "cu_seq_lens_q: expected the segments"),
+        ({"attention_mask": torch.ones(1, tree.num_slots, device=device)}, "attention_mask: expected None beside"),
+        ({"cu_seq_lens_k": torch.tensor([0, tree.num_slots], dtype=torch.int32, device=device)}, "cu_seq_lens_q: expected the segments"),
     ):  # fmt: skip
         metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
         told = {"position_ids": metadata.position_ids[None], **metadata.to_transformers(), **given}
         with pytest.raises(ValueError, match=message):
-            model(tokens[tree.rows.to(device)][None], **told)
+            model(tokens[tree.token_of_slot.to(device)][None], **told)
 
 
 STATEFUL = {
@@ -215,7 +215,7 @@ def test_layers_with_a_state_run_on_whole_paths(config, device):
         (logits * weights).sum().backward()
         return logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    shared = step(hidden_of_tree(model, tokens, tree, device)[tree.row_of_token.to(device)])
+    shared = step(hidden_of_tree(model, tokens, tree, device)[tree.slot_of_token.to(device)])
     spans = zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
     alone = step(torch.cat([model(tokens[None, start:end], use_cache=False).logits[0] for start, end in spans]))
     torch.testing.assert_close(shared, alone, rtol=1e-3, atol=1e-3)
@@ -228,7 +228,9 @@ def test_models_that_do_not_pass_them_on_are_refused(device):
     metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
     with pytest.raises((ValueError, TypeError), match="segment_parents"):
         model(
-            tokens[tree.rows.to(device)][None], position_ids=metadata.position_ids[None], **metadata.to_transformers()
+            tokens[tree.token_of_slot.to(device)][None],
+            position_ids=metadata.position_ids[None],
+            **metadata.to_transformers(),
         )
 
 
@@ -239,7 +241,7 @@ def test_a_cache_with_tokens_is_refused(device):
     metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
     told = {"position_ids": metadata.position_ids[None], **metadata.to_transformers(), **cache}
     with pytest.raises(NotImplementedError, match="segment_parents: expected a call that varlen attention serves"):
-        model(tokens[tree.rows.to(device)][None], **told)
+        model(tokens[tree.token_of_slot.to(device)][None], **told)
 
 
 @pytest.mark.parametrize("wrong", ["none", "along the row", "from 0 in each segment"])
@@ -247,12 +249,12 @@ def test_positions_that_are_no_depths_are_refused(wrong, device):
     model = tiny_model("llama", attn_implementation="packing_ops", device=device)
     tokens, _, tree = samples(device)
     metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
-    rows = torch.arange(tree.num_rows, device=device)
+    rows = torch.arange(tree.num_slots, device=device)
     positions = {"none": None, "along the row": rows[None]}.get(
-        wrong, po.position_ids_from_cu_seqlens(metadata.cu_seqlens, tree.num_rows)[None]
+        wrong, po.position_ids_from_cu_seqlens(metadata.cu_seqlens, tree.num_slots)[None]
     )
     with pytest.raises(ValueError, match="position_ids: expected each row's distance from its root"):
-        model(tokens[tree.rows.to(device)][None], position_ids=positions, **metadata.to_transformers())
+        model(tokens[tree.token_of_slot.to(device)][None], position_ids=positions, **metadata.to_transformers())
 
 
 def test_layers_that_are_compiled_one_by_one(device, fresh_compile):
@@ -287,7 +289,7 @@ def test_boundaries_that_were_copied_apart(device):
     metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
     told = metadata.to_transformers()
     told["cu_seq_lens_k"] = told["cu_seq_lens_k"].clone()
-    ids = tokens[tree.rows.to(device)][None]
+    ids = tokens[tree.token_of_slot.to(device)][None]
     logits = model(ids, position_ids=metadata.position_ids[None], use_cache=False, **told).logits[0]
     assert torch.equal(logits, hidden_of_tree(model, tokens, tree, device))
 
@@ -336,9 +338,9 @@ def test_a_vision_tower_beside_the_tree(device):
     depths = metadata.position_ids
     with torch.no_grad():
         shared = model(
-            input_ids=tokens[tree.rows.to(device)][None], position_ids=depths.expand(3, 1, -1), use_cache=False,
+            input_ids=tokens[tree.token_of_slot.to(device)][None], position_ids=depths.expand(3, 1, -1), use_cache=False,
             **metadata.to_transformers(), **image,
-        ).logits[0][tree.row_of_token.to(device)]  # fmt: skip
+        ).logits[0][tree.slot_of_token.to(device)]  # fmt: skip
         first, last = cu_seqlens[1:3].tolist()
         alone = model(
             input_ids=tokens[None, first:last],
