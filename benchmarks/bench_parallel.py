@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import RESULTS, commit, device_name, write_csv
+from harness import RESULTS, commit, device_name, read_rows, write_csv
 from parallel_timing import sft_lengths, timed_together
 from parallel_training import train_rows
 
@@ -27,29 +27,31 @@ HEADS, TINY_HEADS = (32, 8, 128), (8, 4, 16)
 
 
 class Results:
-    """Rows of the CSV, written as they come."""
+    """Rows of the CSV, written as they come; those that were there before stay until they are measured again."""
 
     def __init__(self, path: Path, device: str):
-        self.path, self.device, self.rows = path, device, []
+        self.path, self.device = path, device
+        self.rows: list[dict] = [dict(row) for row in read_rows(path)] if path.exists() else []
 
     def add(self, op: str, shape: str, one_us: float, us: float, *, tokens: int, ranks: int | None = None) -> None:
         ranks = ranks or dist.get_world_size()
         memory = torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else 0.0
-        row = {
-            "op": op, "shape": shape, "ranks": ranks, "one_rank_us": f"{one_us:.1f}" if one_us else "",
-            "p50_us": f"{us:.1f}", "efficiency": f"{one_us / (ranks * us):.3f}" if one_us else "",
-            "tokens_per_second": f"{tokens / us * 1e6:.0f}", "peak_gib": f"{memory:.2f}", **self.where(),
+        figures = {
+            "one_rank_us": f"{one_us:.1f}" if one_us else "", "p50_us": f"{us:.1f}",
+            "efficiency": f"{one_us / (ranks * us):.3f}" if one_us else "",
+            "tokens_per_second": f"{tokens / us * 1e6:.0f}", "peak_gib": f"{memory:.2f}",
         }  # fmt: skip
-        self.write(row)
+        self.add_case({"op": op, "shape": shape, "ranks": ranks}, figures)
 
     def where(self) -> dict:
         return {"device": device_name(self.device), "torch": torch.__version__, "commit": commit()}
 
-    def write(self, row: dict) -> None:
-        self.rows.append(row)
+    def add_case(self, case: dict, figures: dict) -> None:
+        case = {name: str(value) for name, value in case.items()}
+        self.rows = [row for row in self.rows if not case.items() <= row.items()]
+        self.rows.append({**case, **figures, **self.where()})
         if dist.get_rank() == 0:
-            print(" ".join(f"{name}={value}" for name, value in row.items() if name not in ("device", "torch", "commit")),
-                  flush=True)  # fmt: skip
+            print(" ".join(f"{name}={value}" for name, value in {**case, **figures}.items()), flush=True)
             write_csv(self.path, self.rows, show=False)
 
 

@@ -7,7 +7,6 @@ exceed. Writes results/parallel-host_<device>.csv; rows of the same commit, whic
 """
 
 import argparse
-import csv
 from pathlib import Path
 
 import torch
@@ -23,14 +22,9 @@ LAYERS = ("eager", "compiled")
 class HostResults(Results):
     """What a run before measured in another case, at the same commit, stays."""
 
-    def add_case(self, case: dict, figures: dict) -> None:
-        where = self.where()
-        if not self.rows and self.path.exists():
-            with self.path.open(newline="") as file:
-                self.rows = [row for row in csv.DictReader(file) if where.items() <= row.items()]
-        case = {name: str(value) for name, value in case.items()}
-        self.rows = [row for row in self.rows if not case.items() <= row.items()]
-        self.write({**case, **figures, **where})
+    def __init__(self, path: Path, device: str):
+        super().__init__(path, device)
+        self.rows = [row for row in self.rows if self.where().items() <= row.items()]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from render_pictures import BLUE, CASE, GRAY, GREEN, LARGE, ORANGE, SMALL, WIDTH, picture, plt, saved
-from render_tables_training import PROVIDERS, SHOWN, best_of
+from render_tables_whole import PROVIDERS, SHOWN, best_of
 from result_rows import RESULTS, origin, rows_of, without_overlap
 
 
@@ -72,7 +72,7 @@ def picture_of_whole(rows: list[dict], path: Path) -> bool:
         finding = (f"{speeds['ours'] / speeds[name]:.2f} x {others[name]}" for name in names if name in others)
         axis.set_title(f"{SHOWN[part]}: {', '.join(finding)}", fontsize=LARGE, loc="left")
         axis.set_xticks([])
-    where = origin([best[next(iter(parts)), "ours"]])
+    where = origin([best[part, name] for part, names in parts.items() for name in names])
     figure.supxlabel(f"training steps of sft documents in bf16, tokens per second and GPU; {where}", fontsize=SMALL)
     return saved(figure, path)
 
@@ -87,7 +87,11 @@ def main():
         if "ratio_to_ours" in rows[0]:
             drawn = picture(rows, target)
         elif path.stem.startswith("parallel_"):
-            note = "attention without overlap of what it sends" if without_overlap(rows) else ""
+            note = (
+                "attention without overlap of what it sends"
+                if without_overlap([row for row in rows if row["efficiency"]])
+                else ""
+            )
             drawn = picture_of_efficiency(rows, target, note)
         else:
             drawn = path.stem.startswith("whole_") and picture_of_whole(rows, target)

@@ -10,6 +10,7 @@ from statistics import median
 import render_tables_attention as attention
 import render_tables_ops as ops
 import render_tables_training as training
+import render_tables_whole as whole
 import result_rows
 from result_rows import by_row, json_of, origin, prose, rows_of, table, times
 
@@ -171,6 +172,7 @@ MADE: dict[str, Callable[[], str]] = {
     **attention.MADE,
     **ops.MADE,
     **training.MADE,
+    **whole.MADE,
     **{each.__name__: each for each in (files, invariance, same_bits, grpo_tree, prefix_tree_savings)},
     **{each.__name__: each for each in (demo, docstrings, report)},
     **{name: partial(lambda file, *spec: by_row(rows_of(file), *spec), *spec) for name, spec in ROWS.items()},

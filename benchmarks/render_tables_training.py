@@ -3,7 +3,8 @@
 from functools import partial
 
 import result_rows
-from result_rows import COPY, OURS, Case, by_row, cases_of, origin, prose, rows_of, span, table, times
+from render_tables_whole import PROVIDERS, SHOWN, best_of, whole_rows
+from result_rows import COPY, OURS, Case, by_row, cases_of, failed, origin, prose, rows_of, span, table, times
 
 LAYERS, FLASH, CHECKPOINTING = "torch.compile of each layer", "packed, torch FlashAttention-2", "gradient checkpointing"
 EAGER = "eager, the model's RMSNorm"
@@ -123,79 +124,12 @@ def training_of(family: str) -> str:
     for row in rows:
         speed = float(row["tokens_per_second"] or 0)
         row["speedup"] = times(speed / padded) if speed and padded else ""
-        row["shown"] = "{tokens_per_second:.1k} | {peak_gib:.1f} GiB".format(**row) if speed else f"{row['error']} | "
+        row["shown"] = (
+            "{tokens_per_second:.1k} | {peak_gib:.1f} GiB".format(**row) if speed else f"{failed(row['error'])} | "
+        )
     note = "{layers} layers, {tokens:,.0f} tokens in {documents} documents. {origin}."
     header = "trained with | tokens/s | peak memory | speedup over padded batches"
     return by_row(rows, header, "{provider} | {shown} | {speedup}", note)
-
-
-PROVIDERS = {"padded": "padded batches of 8, SDPA", "fa2": "packed, torch's FlashAttention-2",
-             "liger": "packed, Liger's kernels, torch's FlashAttention-2", "ours": "packing_ops, fused_loss"}  # fmt: skip
-SHOWN = {"small": "Qwen3-0.6B, one GPU", "8b": "Qwen3-8B, FSDP2, 2 GPUs"}
-
-
-def whole_rows() -> list[dict]:
-    """Rows of whole_cuda.csv with what the tables say of them; rows of one `of` have the same documents."""
-    rows, kinds = rows_of("whole_cuda"), {"": "no checkpointing", "full": "full checkpointing"}
-    for row in rows:
-        where = f"{row['wrapper']} on {row['ranks']} GPUs" if row["ranks"] != "1" else "one GPU"
-        row["of"] = f"{row['model']}{', LoRA' if row['lora'] == '1' else ''}, {where}, {row['documents']} documents"
-        how = [] if row["provider"] == "padded" else [f"rows of {row['row']:,.0f}"]
-        how += ["compiled layers"] if row["compiled"] == "1" else []
-        how += [kinds.get(row["checkpointing"]) or f"checkpoint_policy, {row['checkpointing']} GiB"]
-        row["name"], row["how"] = PROVIDERS[row["provider"]], ", ".join(how)
-        row["figures"] = "{tokens_per_second_a_gpu:.1k} | {mfu:.3f} | {peak_gib:.1f}".format(**row)
-        if row["error"]:
-            row["figures"] = f"{'out of memory' if 'OutOfMemory' in row['error'] else 'fails'} |  | "
-    return rows
-
-
-def whole() -> str:
-    """A table of all rows, model after model."""
-    rows, lines = whole_rows(), []
-    for model in dict.fromkeys(row["of"] for row in rows):
-        lines.append(f"**{model}** |  |  |  |  | ")
-        lines += ["{name} | {how} | {figures} | {loss}".format(**row) for row in rows if row["of"] == model]
-    note = (
-        "Every row of a model trains on the same documents, in bf16 with fused AdamW; times are medians of three steps. Padding "
-        "counts as no token. MFU: the model's operations a second over the 989 TFLOP/s of the GPU. A token takes 6 operations for "
-        f"each parameter that it is multiplied with (4 with LoRA), and attention's. {origin(rows)}."
-    )
-    return table("trained with | settings | tokens/s per GPU | MFU | peak GiB | first loss", lines, note)
-
-
-def checkpointing() -> str:
-    """Ours with full checkpointing, with policies, without."""
-    of = {"provider": "ours", "error": "", "model": "Qwen3-8B", "documents": "sft"}
-    rows = [row for row in whole_rows() if of.items() <= row.items()]
-    full = {row["of"]: float(row["tokens_per_second_a_gpu"]) for row in rows if row["checkpointing"] == "full"}
-    compared, lines = {row["of"] for row in rows if row["kept"]} | full.keys(), []
-    for row in sorted(rows, key=lambda row: (row["of"], row["checkpointing"] != "full", row["peak_gib"])):
-        faster = f"{float(row['tokens_per_second_a_gpu']) / full[row['of']]:.2f}" if row["of"] in full else "–"
-        if row["of"] in compared:
-            lines.append(f"{row['of']} | {row['how']} | {row['kept'].partition(': ')[2]} | {row['figures']} | {faster}")
-    header = "model | settings | bytes kept by each layer | tokens/s per GPU | MFU | peak GiB | speedup over full checkpointing"
-    return table(header, lines, f"{origin(rows)}.")
-
-
-def best_of(rows: list[dict]) -> dict[tuple[str, str], dict]:
-    """{(part, provider): its fastest row on sft documents}"""
-    rows = [row for row in rows if row["documents"] == "sft" and not row["error"]]
-    rows.sort(key=lambda row: float(row["tokens_per_second_a_gpu"]))
-    return {(row["part"], row["provider"]): row for row in rows}
-
-
-def headline() -> str:
-    """The best row of each provider: tokens/s per GPU, MFU, GiB."""
-    best = best_of(whole_rows())
-    parts = [part for part in SHOWN if (part, "ours") in best]
-    absent = {"figures": " |  | "}
-    figures = {key: [best.get((part, key), absent)["figures"] for part in parts] for key in PROVIDERS}
-    lines = (" | ".join([PROVIDERS[key], *cells]) for key, cells in figures.items())
-    header = ["trained with", *(f"{SHOWN[part]}: tokens/s per GPU | MFU | peak GiB" for part in parts)]
-    used = [row for (part, _), row in best.items() if part in parts]
-    note = f"bf16 ([how each was set, and more](docs/performance.md#whole-models); {origin(used)})."
-    return table(" | ".join(header), lines, note, empty="–")
 
 
 LOGPS_KEPT = "packing_ops, all logits kept"
@@ -241,8 +175,7 @@ def memory() -> str:
 
 
 MADE = {
-    **{each.__name__: each for each in (e2e, adapter, megatron, parallel, parallel_host, whole, checkpointing)},
-    **{each.__name__: each for each in (headline, logps, memory)},
+    **{each.__name__: each for each in (e2e, adapter, megatron, parallel, parallel_host, logps, memory)},
     "hybrid": partial(training_of, "hybrid_cuda"),
     "hybrid_bamba": partial(training_of, "hybrid_bamba_cuda"),
 }

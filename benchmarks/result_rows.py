@@ -55,10 +55,7 @@ def without_overlap(rows: list[dict]) -> str:
     """What a page says of rows of BEFORE_OVERLAP."""
     if not any(row["commit"] in BEFORE_OVERLAP for row in rows):
         return ""
-    return (
-        " Attention is of a commit in which it waited for all that it sends: since then the heads travel in parts beside it, "
-        "which is not measured on several GPUs yet."
-    )
+    return f" At {', '.join(BEFORE_OVERLAP)} attention waited for all that it sends; since then the heads travel in parts beside it."
 
 
 def cases_of(rows: list[dict]) -> dict[tuple, dict[str, dict]]:
@@ -124,3 +121,7 @@ def times(value) -> str:
 
 def prose(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def failed(error: str) -> str:
+    return "out of memory" if "OutOfMemory" in error else "fails"
