@@ -447,7 +447,7 @@ def test_collators_take_rows(batch_size):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_more_rows_in_a_batch_than_the_stream_counts_are_refused(num_workers):
+def test_more_rows_in_a_batch_than_the_stream_counts_are_refused(num_workers, workers_end):
     stream = PackedStream(EXAMPLES, 100, buffer=20, rows_per_batch=2)
     loader = DataLoader(stream, batch_size=3, collate_fn=PaddingFreeCollator(), num_workers=num_workers)
     with pytest.raises(ValueError, match=r"rows_per_batch: expected the 3 rows of a batch .* in PackedStream, got 2"):

@@ -119,7 +119,7 @@ def test_stateful_data_loader_after_a_killed_worker(number, num_workers):
     assert done + list(resumed) == WHOLE
 
 
-def test_states_of_another_number_of_workers_are_refused_by_name():
+def test_states_of_another_number_of_workers_are_refused_by_name(workers_end):
     loader = stateful(stream_of(), 2)
     next(iter(loader))
     state = loader.state_dict()

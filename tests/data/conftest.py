@@ -1,0 +1,14 @@
+"""Fixtures of the tests of data."""
+
+import gc
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def workers_end(monkeypatch):
+    """Collects what an error leaves of a DataLoader: in a later test this would wait 5 s for each worker."""
+    yield
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.01)
+    gc.collect()
