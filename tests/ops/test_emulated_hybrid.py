@@ -55,6 +55,19 @@ def test_convolution(dtype, width, channels):
         assert_error_within(mine, theirs, wanted, floor=floor)
 
 
+@pytest.mark.parametrize("channels", [1032, 1026])  # by vectors, and one by one
+def test_convolution_of_blocks_of_channels(channels):
+    (x, weight, bias, state), cu_seqlens = test_conv.inputs_of("cpu", torch.bfloat16, channels, 4, lengths=[300, 3])
+    gradients = torch.randn_like(x), torch.randn_like(state)
+    found = convolved((x, weight, bias, state), cu_seqlens, gradients, silu=True)
+    some = slice(channels - 16, channels)
+    given = x[:, some].contiguous(), weight[some], bias[some], state[:, some].contiguous()
+    alone = convolved(given, cu_seqlens, [g[:, some].contiguous() for g in gradients], silu=True)
+    axes = [1, 1, 1, 0, 0, 1]  # of the channels
+    for mine, wanted, axis in zip(found, alone, axes, strict=True):
+        assert_same(mine.narrow(axis, channels - 16, 16), wanted)
+
+
 def test_convolution_has_the_bits_of_a_document_alone():
     lengths = [130, 0, 2, 300]
     (x, weight, bias, state), cu_seqlens = test_conv.inputs_of("cpu", torch.bfloat16, 16, 4, lengths=lengths)

@@ -12,7 +12,22 @@
 
 namespace packing_ops::conv {
 
-constexpr int kAhead = 8;  // rows whose loads are in flight
+constexpr int kGroup = 4;  // rows that are computed together
+
+// A block's run of rows and its thread's channels. Neighbouring blocks have neighbouring channels of the same rows, so
+// that whole rows are in flight. A thread past the last channel reads the first ones, and must store nothing.
+struct Tile {
+  int64_t index, channel;
+  bool exists;
+
+  __device__ Tile(int64_t channels, int of_block, int vec) {
+    const int64_t parts = (channels + of_block - 1) / of_block;
+    index = blockIdx.x / parts;
+    channel = blockIdx.x % parts * of_block + threadIdx.x * vec;
+    exists = channel < channels;
+    if (!exists) channel = 0;
+  }
+};
 
 // Where a row is in its document: rows before and after it there, 0 of either for a row of no document.
 struct Place {
@@ -39,16 +54,53 @@ __device__ inline void find_places(const Documents& documents, int64_t first, in
   __syncthreads();
 }
 
-// kVec neighbouring channels of a row as they are in memory, zeros without a row.
-template <class T, int kVec>
-__device__ __forceinline__ Vec<T, kVec> load_row(const void* rows, int64_t row, int64_t t, int64_t total,
-                                                 int64_t channel) {
-  Vec<T, kVec> x{};
-  if (t >= 0 && t < total) {
-    x = *reinterpret_cast<const Vec<T, kVec>*>(static_cast<const T*>(rows) + t * row + channel);
+// A thread's channels of successive rows on their way into shared memory, kStages groups of them at once: they take no
+// registers. Every group ends with a commit.
+template <class T, int kVec, int kThreads, int kStages>
+class RowRing {
+ public:
+  static constexpr int kBytes = kStages * kGroup * kThreads * sizeof(Vec<T, kVec>);  // of the block's memory
+
+  __device__ RowRing(const void* rows, int64_t row, int64_t first, int64_t channel, int count, uint8_t* memory)
+      : next_(static_cast<const T*>(rows) + first * row + channel),
+        row_(row),
+        slots_(reinterpret_cast<Vec<T, kVec>*>(memory) + threadIdx.x),
+        left_(count) {}
+
+  // Row i of the oldest group, which has arrived.
+  __device__ __forceinline__ const Vec<T, kVec>& operator[](int i) const {
+    return slots_[(stage_ * kGroup + i) * kThreads];
   }
-  return x;
-}
+
+  // Loads the next group in place of the oldest, as far as rows are left.
+  __device__ __forceinline__ void start() {
+    if (left_ >= kGroup) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) start_row(i);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < left_; ++i) start_row(i);
+    }
+    ptx::cp_async_commit();
+    left_ -= kGroup;
+    stage_ = stage_ + 1 < kStages ? stage_ + 1 : 0;
+  }
+
+ private:
+  __device__ __forceinline__ void start_row(int i) {
+    Vec<T, kVec>* const to = slots_ + (stage_ * kGroup + i) * kThreads;
+    if constexpr (sizeof(*to) == 8) ptx::cp_async_8(ptx::shared_address(to), next_, true);
+    if constexpr (sizeof(*to) == 4) ptx::cp_async_4(ptx::shared_address(to), next_, true);
+    if constexpr (sizeof(*to) == 2) *to = *reinterpret_cast<const Vec<T, kVec>*>(next_);
+    next_ += row_;
+  }
+
+  const T* next_;
+  int64_t row_;
+  Vec<T, kVec>* slots_;
+  int left_;
+  int stage_ = 0;
+};
 
 template <class T, int kVec>
 __device__ __forceinline__ void store_row(const float (&values)[kVec], T* to) {
@@ -78,9 +130,19 @@ struct Taps {
   __device__ Taps(const CausalConvParams& p, int64_t channel) {
     const T* weight = static_cast<const T*>(p.weight) + channel * p.width;
     const T* biases = static_cast<const T*>(p.bias);
+    // A channel's taps in one load, where they are so many and begin at a multiple of their bytes.
+    constexpr int kAtOnce = kTaps * sizeof(T) <= 16 && kTaps % 2 == 0 ? kTaps : 1;
+    using Several = Vec<T, kAtOnce>;
+    const bool at_once = p.width == kAtOnce && reinterpret_cast<uintptr_t>(weight) % sizeof(Several) == 0;
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       bias[v] = biases ? static_cast<float>(biases[channel + v]) : 0.0f;
+      if (at_once) {
+        const Several several = reinterpret_cast<const Several*>(weight)[v];
+#pragma unroll
+        for (int i = 0; i < kTaps; ++i) at[i][v] = i < kAtOnce ? several.get(kAtOnce - 1 - i) : 0.0f;
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kTaps; ++i) {
         at[i][v] = i < p.width ? static_cast<float>(weight[v * p.width + p.width - 1 - i]) : 0.0f;
@@ -145,6 +207,20 @@ template <class T, int kVec>
 __device__ __forceinline__ void unpack_row(const Vec<T, kVec>& from, float (&to)[kVec]) {
 #pragma unroll
   for (int v = 0; v < kVec; ++v) to[v] = from.get(v);
+}
+
+// rows[i]: the row i + 1 before `first`, zeros before the first row of all.
+template <class T, int kVec, int kTaps>
+__device__ __forceinline__ void load_rows_before(const CausalConvParams& p, int64_t first, int64_t channel,
+                                                 float (&rows)[kTaps - 1][kVec]) {
+#pragma unroll
+  for (int i = 0; i < kTaps - 1; ++i) {
+    Vec<T, kVec> x{};
+    if (i + 1 < p.width && i < first) {
+      x = *reinterpret_cast<const Vec<T, kVec>*>(static_cast<const T*>(p.x) + (first - 1 - i) * p.x_row + channel);
+    }
+    unpack_row(x, rows[i]);
+  }
 }
 
 // Whether 16 bytes of a row can be moved at once: `row` elements apart, from `data` on.

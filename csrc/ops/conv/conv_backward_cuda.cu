@@ -1,6 +1,6 @@
-// The gradients of causal_conv1d, in one pass: a warp takes 32 vectors of channels through a run of rows, and past its
-// end as far as the taps reach. The sums for dweight and dbias of a block's rows go to memory, and are added up in
-// order of the rows.
+// The gradients of causal_conv1d, in one pass: a thread takes its channels through a run of rows, and past its end as
+// far as the taps reach. The sums for dweight and dbias of a block's rows go to memory, and are added up in order of
+// the rows.
 #include "ops/conv/conv.cuh"
 
 namespace packing_ops {
@@ -12,7 +12,7 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kRun = static_cast<int>(kConvBackwardRows);
 constexpr int kSumRows = 32;  // of float32, whose longer sums would show
-constexpr int kBatch = 4;     // rows whose loads are in flight
+constexpr int kStages = 3;    // groups of rows whose loads are in flight
 
 template <class T>
 __device__ __forceinline__ float silu_slope(float x) {
@@ -67,8 +67,8 @@ struct Sums {
 // taps are used, and all these rows are of its document.
 template <bool kInside, class T, int kVec, int kTaps>
 __device__ __forceinline__ void finish_row(const CausalConvBackwardParams& p, const Taps<T, kVec, kTaps>& taps,
-                                           const Place& place, int64_t t, int64_t channel,
-                                           const float (&later)[kTaps][kVec]) {
+                                           const Place& place, int64_t channel, const float (&later)[kTaps][kVec],
+                                           T* to) {
   const bool inside = place.document < p.documents.num_documents;
   float dx[kVec] = {};
 #pragma unroll
@@ -84,14 +84,13 @@ __device__ __forceinline__ void finish_row(const CausalConvBackwardParams& p, co
       dx[v] += static_cast<float>(state[state_at(p, place.document, channel + v, place.after + 1)]);
     }
   }
-  store_row<T, kVec>(dx, static_cast<T*>(p.dx) + t * p.channels + channel);
+  store_row<T, kVec>(dx, to);
 }
 
-// To row blockIdx.x of `partial`.
 template <class T, int kVec, int kTaps>
 __device__ __forceinline__ void store_sums(const CausalConvBackwardParams& p, const Sums<T, kVec, kTaps>& sums,
-                                           int64_t channel) {
-  float* to = p.partial + blockIdx.x * (p.width + 1) * p.channels + channel;
+                                           const Tile& tile) {
+  float* to = p.partial + tile.index * (p.width + 1) * p.channels + tile.channel;
 #pragma unroll
   for (int v = 0; v < kVec; ++v) {
 #pragma unroll
@@ -102,71 +101,92 @@ __device__ __forceinline__ void store_sums(const CausalConvBackwardParams& p, co
   }
 }
 
-// Whether the rows of a batch, and those before it that are done with it, are of one document.
-template <int kTaps>
-__device__ __forceinline__ bool is_inside(const CausalConvBackwardParams& p, const Place* places, int64_t first,
-                                          int run) {
-  const int from = run - (kTaps - 1);
-  return from >= 0 && run + kBatch <= kRun && first + run + kBatch <= p.documents.total &&
-         are_inside<kTaps>(p, places + from, kBatch + kTaps - 1);
-}
+// What a thread has of its channels on its way through a tile's rows.
+template <class T, int kVec, int kTaps>
+struct Walk {
+  static constexpr int kPast = kTaps - 1;  // rows after a row that its dx needs
+  using Ring = RowRing<T, kVec, kThreads, kStages>;
+
+  const CausalConvBackwardParams& p;
+  const Place* places;
+  const int64_t channel;
+  const int rows_of_tile;
+  const int count;  // of the rows to read
+  T* dx;            // of the next row that is finished
+  const Taps<T, kVec, kTaps> taps{p, channel};
+  Sums<T, kVec, kTaps> sums, finished;
+  float rows[kTaps - 1][kVec];
+  float later[kTaps][kVec] = {};
+
+  // The rows of a group, from `run` on. kInside: they and those before them that they finish are the tile's and of one
+  // document.
+  template <bool kInside, class Silu>
+  __device__ __forceinline__ void take(const Ring& x_ring, const Ring& dout_ring, int run, Silu silu) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      const bool exists = kInside || run + i < count;
+      const Place place = kInside || !exists ? Place{} : places[run + i];
+      float x[kVec], d[kVec], sum[kVec];
+      unpack_row(x_ring[i], x);
+      unpack_row(dout_ring[i], d);
+      if (silu && exists) {
+        sum_row<kInside, T, kVec, kTaps>(p, taps, place, channel, x, rows, sum);
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) d[v] *= silu_slope<T>(sum[v]);
+      }
+      if (kInside || (run + i < rows_of_tile && place.document < p.documents.num_documents)) {
+        sums.template add<kInside>(p, place, channel, d, x, rows);
+      }
+      push(x, rows);
+      push(d, later);
+      const int done = run + i - kPast;
+      if (!kInside && (done < 0 || done >= rows_of_tile)) continue;
+      finish_row<kInside, T, kVec, kTaps>(p, taps, kInside ? Place{} : places[done], channel, later, dx);
+      dx += p.channels;
+    }
+  }
+};
 
 template <class T, int kVec, int kTaps>
 __global__ void __launch_bounds__(kThreads) conv_backward_kernel(CausalConvBackwardParams p, FaultFlag fault) {
+  extern __shared__ __align__(16) uint8_t shared[];
   __shared__ Place places[kRun + kTaps];
+  using Rows = Walk<T, kVec, kTaps>;
+  const Tile tile(p.channels, kThreads * kVec, kVec);
+  const int64_t first = tile.index * kRun;
+  const int64_t left = p.documents.total - first;
+  const int rows_of_tile = static_cast<int>(left < kRun ? left : kRun);
+  const int count = static_cast<int>(left < kRun + Rows::kPast ? left : kRun + Rows::kPast);
+  typename Rows::Ring x_ring(p.x, p.x_row, first, tile.channel, count, shared);
+  typename Rows::Ring dout_ring(p.dout, p.dout_row, first, tile.channel, count, shared + Rows::Ring::kBytes);
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) {
+    x_ring.start();
+    dout_ring.start();
+  }
   flag_cu_seqlens(p.documents, fault);
-  const int64_t total = p.documents.total;
-  const int64_t first = int64_t{blockIdx.x} * kRun;
   find_places<kThreads>(p.documents, first, kRun + kTaps, places);
-  const int64_t channel = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kVec;
-  if (channel >= p.channels) return;
-  Sums<T, kVec, kTaps> sums, finished;
-  const Taps<T, kVec, kTaps> taps(p, channel);
-  float rows[kTaps - 1][kVec];
-  float later[kTaps][kVec] = {};
-#pragma unroll
-  for (int i = 0; i < kTaps - 1; ++i) {
-    unpack_row(i + 1 < p.width ? load_row<T, kVec>(p.x, p.x_row, first - 1 - i, total, channel) : Vec<T, kVec>{},
-               rows[i]);
-  }
-  for (int run = 0; run < kRun + kTaps - 1; run += kBatch) {
-    if (sizeof(T) == 4 && run % kSumRows == 0) finished.take(sums);
-    Vec<T, kVec> x_ahead[kBatch], dout_ahead[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      x_ahead[i] = load_row<T, kVec>(p.x, p.x_row, first + run + i, total, channel);
-      dout_ahead[i] = load_row<T, kVec>(p.dout, p.dout_row, first + run + i, total, channel);
+  if (!tile.exists) return;
+  T* const dx = static_cast<T*>(p.dx) + first * p.channels + tile.channel;
+  Rows walk{p, places, tile.channel, rows_of_tile, count, dx};
+  load_rows_before<T, kVec, kTaps>(p, first, tile.channel, walk.rows);
+  for (int run = 0; run < rows_of_tile + Rows::kPast; run += kGroup) {
+    if (sizeof(T) == 4 && run % kSumRows == 0) walk.finished.take(walk.sums);
+    ptx::cp_async_wait<2 * (kStages - 1)>();
+    const bool inside =
+        run >= Rows::kPast && run + kGroup <= rows_of_tile && are_inside<kTaps>(p, places + run, kGroup);
+    if (!inside) {
+      walk.template take<false>(x_ring, dout_ring, run, p.silu);
+    } else if (p.silu) {
+      walk.template take<true>(x_ring, dout_ring, run, std::true_type{});
+    } else {
+      walk.template take<true>(x_ring, dout_ring, run, std::false_type{});
     }
-    const auto finish = [&](auto inside) {
-      constexpr bool kInside = decltype(inside)::value;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int64_t t = first + run + i;
-        float x[kVec], d[kVec], sum[kVec];
-        unpack_row(x_ahead[i], x);
-        unpack_row(dout_ahead[i], d);
-        if (kInside || (t < total && run + i < kRun + kTaps)) {
-          const Place place = kInside ? Place{} : places[run + i];
-          if (p.silu) {
-            sum_row<kInside, T, kVec, kTaps>(p, taps, place, channel, x, rows, sum);
-#pragma unroll
-            for (int v = 0; v < kVec; ++v) d[v] *= silu_slope<T>(sum[v]);
-          }
-          if (kInside || (run + i < kRun && place.document < p.documents.num_documents)) {
-            sums.template add<kInside>(p, place, channel, d, x, rows);
-          }
-        }
-        push(x, rows);
-        push(d, later);
-        const int done = run + i - (kTaps - 1);
-        if (!kInside && (done < 0 || done >= kRun || first + done >= total)) continue;
-        finish_row<kInside, T, kVec, kTaps>(p, taps, kInside ? Place{} : places[done], first + done, channel, later);
-      }
-    };
-    is_inside<kTaps>(p, places, first, run) ? finish(std::true_type{}) : finish(std::false_type{});
+    x_ring.start();
+    dout_ring.start();
   }
-  finished.take(sums);
-  store_sums<T, kVec, kTaps>(p, finished, channel);
+  walk.finished.take(walk.sums);
+  store_sums<T, kVec, kTaps>(p, walk.finished, tile);
 }
 
 // dweight and dbias: warp w adds up rows w, w + 8, ... of the partial sums, and the warps' sums are added in order.
@@ -245,11 +265,12 @@ void launch_causal_conv1d_backward_cuda(const CausalConvBackwardParams& p, const
     using T = decltype(zero);
     const cudaStream_t stream = stream_of(launch);
     if (p.channels == 0) return;
-    const dim3 grid(static_cast<unsigned>(causal_conv1d_partial_sums(p.documents.total)),
-                    static_cast<unsigned>(ceil_div(p.channels, conv::kThreads * vec)));
+    const int64_t grid =
+        causal_conv1d_partial_sums(p.documents.total) * ceil_div(p.channels, int64_t{conv::kThreads} * vec);
     if (p.documents.total > 0) {
+      constexpr int kRings = 2 * conv::Walk<T, vec, taps>::Ring::kBytes;
       const auto kernel = conv::conv_backward_kernel<T, vec, taps>;
-      kernel<<<grid, conv::kThreads, 0, stream>>>(p, launch.fault);
+      kernel<<<static_cast<unsigned>(grid), conv::kThreads, kRings, stream>>>(p, launch.fault);
       check_launch("conv_backward_kernel");
     }
     const auto of_sums = conv::conv_sums_kernel<T>;

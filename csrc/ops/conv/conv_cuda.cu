@@ -1,4 +1,4 @@
-// causal_conv1d: a warp takes 32 vectors of channels through a run of rows; the last rows stay in registers.
+// causal_conv1d: a thread takes its channels through a run of rows; the last rows stay in registers.
 #include "ops/conv/conv.cuh"
 
 namespace packing_ops {
@@ -8,8 +8,8 @@ namespace conv {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarp;
-// Rows of a warp: many if there are enough blocks, since a block finds its documents first.
+constexpr int kStages = 4;  // groups of rows whose loads are in flight
+// Rows of a block: many if there are enough blocks, since a block finds its documents first.
 constexpr int kShortRun = 16;
 constexpr int kLongRun = 128;
 constexpr int64_t kManyElements = int64_t{1} << 26;
@@ -47,50 +47,49 @@ __device__ __forceinline__ void finish_row(const CausalConvParams& p, float (&su
 }
 
 template <class T, int kVec, int kTaps>
-__global__ void __launch_bounds__(kThreads, 3) conv_kernel(CausalConvParams p, int rows_of_warp, FaultFlag fault) {
-  __shared__ Place places[kWarps * kLongRun];
+__global__ void __launch_bounds__(kThreads, 3) conv_kernel(CausalConvParams p, int rows_of_tile, FaultFlag fault) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ Place places[kLongRun];
+  const Tile tile(p.channels, kThreads * kVec, kVec);
+  const int64_t first = tile.index * rows_of_tile;
+  const int64_t left = p.documents.total - first;
+  const int count = static_cast<int>(left < rows_of_tile ? left : rows_of_tile);
+  RowRing<T, kVec, kThreads, kStages> ring(p.x, p.x_row, first, tile.channel, count, shared);
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) ring.start();
   flag_cu_seqlens(p.documents, fault);
-  const int64_t total = p.documents.total;
-  const int64_t tile = int64_t{blockIdx.x} * kWarps * rows_of_warp;
-  find_places<kThreads>(p.documents, tile, kWarps * rows_of_warp, places);
-  const int warp = static_cast<int>(threadIdx.x / kWarp);
-  const Place* const of_run = places + warp * rows_of_warp;
-  const int64_t channel = (int64_t{blockIdx.y} * kWarp + threadIdx.x % kWarp) * kVec;
-  const int64_t first = tile + warp * rows_of_warp;
-  if (channel >= p.channels || first >= total) return;
-  const Taps<T, kVec, kTaps> taps(p, channel);
+  find_places<kThreads>(p.documents, first, rows_of_tile, places);
+  if (!tile.exists) return;
+  const Taps<T, kVec, kTaps> taps(p, tile.channel);
   float rows[kTaps - 1][kVec];
+  load_rows_before<T, kVec, kTaps>(p, first, tile.channel, rows);
+  T* out = static_cast<T*>(p.out) + first * p.channels + tile.channel;
+  for (int run = 0; run < count; run += kGroup) {
+    ptx::cp_async_wait<kStages - 1>();
+    if (run + kGroup <= count && are_inside<kTaps>(p, places + run, kGroup)) {
 #pragma unroll
-  for (int i = 0; i < kTaps - 1; ++i) {
-    unpack_row(i + 1 < p.width ? load_row<T, kVec>(p.x, p.x_row, first - 1 - i, total, channel) : Vec<T, kVec>{},
-               rows[i]);
-  }
-  T* out = static_cast<T*>(p.out) + channel;
-  for (int run = 0; run < rows_of_warp && first + run < total; run += kAhead) {
-    const int64_t start = first + run;
-    Vec<T, kVec> ahead[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead[i] = load_row<T, kVec>(p.x, p.x_row, start + i, total, channel);
-    if (start + kAhead <= total && are_inside<kTaps>(p, of_run + run, kAhead)) {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
+      for (int i = 0; i < kGroup; ++i, out += p.channels) {
         float x[kVec], sum[kVec];
-        unpack_row(ahead[i], x);
-        sum_row<true, T, kVec, kTaps>(p, taps, {}, channel, x, rows, sum);
+        unpack_row(ring[i], x);
+        sum_row<true, T, kVec, kTaps>(p, taps, {}, tile.channel, x, rows, sum);
         push(x, rows);
-        finish_row<T, kVec>(p, sum, out + (start + i) * p.channels);
+        finish_row<T, kVec>(p, sum, out);
       }
-      continue;
-    }
-    const int count = static_cast<int>(total - start < kAhead ? total - start : kAhead);
+    } else {
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      float sum[kVec];
-      sum_at<T, kVec>(p, of_run[run + i], start + i, channel, taps.bias, sum);
-      finish_row<T, kVec>(p, sum, out + (start + i) * p.channels);
-    }
+      for (int i = run; i < run + kGroup && i < count; ++i, out += p.channels) {
+        float sum[kVec];
+        sum_at<T, kVec>(p, places[i], first + i, tile.channel, taps.bias, sum);
+        finish_row<T, kVec>(p, sum, out);
+      }
 #pragma unroll
-    for (int i = 0; i < kTaps - 1; ++i) unpack_row(ahead[kAhead - 1 - i], rows[i]);
+      for (int i = 0; i < kGroup; ++i) {
+        float x[kVec];
+        unpack_row(ring[i], x);
+        push(x, rows);
+      }
+    }
+    ring.start();
   }
 }
 
@@ -124,12 +123,13 @@ void launch_causal_conv1d_cuda(const CausalConvParams& p, const CudaLaunch& laun
   conv::dispatch_conv<8>(p, vectors, [&](auto zero, auto vec, auto taps) {
     using T = decltype(zero);
     const bool many = p.documents.total * p.channels >= conv::kManyElements;
-    const int rows_of_warp = many ? conv::kLongRun : conv::kShortRun;
-    const dim3 grid(static_cast<unsigned>(ceil_div(p.documents.total, conv::kWarps * rows_of_warp)),
-                    static_cast<unsigned>(ceil_div(p.channels, kWarp * vec)));
+    const int rows_of_tile = many ? conv::kLongRun : conv::kShortRun;
+    const int64_t grid =
+        ceil_div(p.documents.total, rows_of_tile) * ceil_div(p.channels, int64_t{conv::kThreads} * vec);
+    constexpr int kRing = conv::RowRing<T, vec, conv::kThreads, conv::kStages>::kBytes;
     const auto kernel = conv::conv_kernel<T, vec, taps>;
     if (p.documents.total > 0 && p.channels > 0) {
-      kernel<<<grid, conv::kThreads, 0, stream_of(launch)>>>(p, rows_of_warp, launch.fault);
+      kernel<<<static_cast<unsigned>(grid), conv::kThreads, kRing, stream_of(launch)>>>(p, rows_of_tile, launch.fault);
       check_launch("conv_kernel");
     }
     if (p.final_state) {
