@@ -1,6 +1,7 @@
 """Layers with a state over several ranks: the state of a document that goes on travels on, and its gradient back.
 
 A rank waits for the one before it where a document lies on both: the state before its first slot comes from there.
+Not by batch_isend_irecv, of which NCCL reminds: as the first call of a group it would need all of its ranks.
 """
 
 from collections.abc import Callable, Sequence

@@ -24,8 +24,6 @@ FAMILIES = [
     "rope",
     "rope_bits",
     "scan",
-    "scan_decoding",
-    "scan_mamba",
 ]
 # gradcheck and shards of a vocabulary: thousands of calls of kernels that other cases run, and processes of the CPU.
 SUITE = "cuda and not cpu and not opcheck and not compile and not gradcheck and not shards and not 40_000 and not long_document"
@@ -33,6 +31,8 @@ ATTENTION = (
     "one_pass or worked or rows_past or sink_alone or minus_infinity or nothing or strided_views or differ or plan "
     "or unaligned or wrong_cu_seqlens or fused_projection or rows_apart or every_class or (one_token and not 65536)"
 )  # graphs need torch's caching allocator
+# The kernels of test_scan.py again, without a correction, and from states.
+OF_SCANS = {"scan_mamba": "equals_reference or dims or groups or any_rows or without", "scan_decoding": "sequences"}
 OF_ATTENTION = ["attention", "attention_cuda", "attention_pages_cuda", "attention_dense", "attention_prefix_trees"]
 SMALL = "worked or prompts_of_codes or pack_ffd_of_many or poisoned or side_stream or next_call or one_pass"
 SMALL_TESTS = [
@@ -55,6 +55,10 @@ LESS_MEMORY = {"PACKING_OPS_SHARED_MEMORY": str(99 << 10)}
 RUNS = {
     **{f"memcheck-{name}": ("memcheck", [f"tests/ops/test_{name}.py"], SUITE, [], {}) for name in FAMILIES},
     **{f"memcheck-{name}": ("memcheck", [f"tests/ops/test_{name}.py"], ATTENTION, [], {}) for name in OF_ATTENTION},
+    **{
+        f"memcheck-{name}": ("memcheck", [f"tests/ops/test_{name}.py"], f"cuda and ({selected})", [], {})
+        for name, selected in OF_SCANS.items()
+    },
     "racecheck": ("racecheck", SMALL_TESTS, SMALL, [*MANY_BARRIERS, *NOT_HOPPERS], {}),
     "synccheck": ("synccheck", SMALL_TESTS, SMALL, [*MANY_BARRIERS, *NOT_THE_BACKWARD], {}),
     "synccheck-less-memory": ("synccheck", SMALL_TESTS[-1:], "one_pass", [], LESS_MEMORY),
