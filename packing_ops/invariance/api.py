@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from packing_ops._runtime.arguments import dtype_name
+from packing_ops._runtime.arguments import dtype_name, refuse_beside
 from packing_ops.invariance import mode
 from packing_ops.invariance.check import LOGPS, Comparison, Head, longest_of, rows_to_compare, run_of_transformers
 from packing_ops.invariance.refusals import is_compiled, reason_of, refusals
-from packing_ops.invariance.rollout import Parts, Rollout, differing_rows, split_rollout
+from packing_ops.invariance.rollout import Rollout, differing_rows, split_rollout
 
 
 class invariant:
@@ -196,9 +196,10 @@ def check_invariance(
         (True, True, ['', '0', '1', '2'])
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is no module; rollout is none.
         ValueError: rows or documents that are empty, no documents for a model without embeddings of tokens; a rollout
-            whose parts do not fit together.
+            whose parts do not fit together, with tokens beyond the vocabulary or without log-probabilities; documents
+            or rows beside it.
 
     Determinism: the rows and the default documents are the same in every call.
     Synchronises: often: it compares on the host.
@@ -206,13 +207,14 @@ def check_invariance(
     Gradients: of the embeddings, only to be compared. Those of parameters are not touched.
     """
     if rollout is not None:
-        return _check_rollout(model, run, split_rollout(rollout))
+        refuse_beside("rollout", documents=documents, rows=rows)
+        return _check_rollout(model, run, rollout)
     return check_with_progress(model, run, documents, rows, gradients, lambda amount: None)
 
 
-def _check_rollout(model: torch.nn.Module, run: Callable[..., Any] | None, rollout: Parts) -> Invariance:
-    documents, logps, layers = rollout
-    known = _known(model)
+def _check_rollout(model: torch.nn.Module, run: Callable[..., Any] | None, rollout: Rollout) -> Invariance:
+    known, vocabulary = _known(model), getattr(Head(model).embeddings, "num_embeddings", None)
+    documents, logps, layers = split_rollout(rollout, vocabulary, _first_parameter(model).device)
     if refused := refusals(model):
         return Invariance((), refused, *known)
     comparison = Comparison(model, run or run_of_transformers(model), list(documents), False)

@@ -23,7 +23,7 @@ LOGPS, GRADIENTS = "token_logps", "gradient of the embeddings"
 
 def bits_of_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return int64 ``[rows]``: sums of a row's bits, each times a different odd number. Integers: no order matters."""
-    flat = tensor.detach().reshape(tensor.shape[0], -1)
+    flat = tensor.detach()[:, None].flatten(1)  # also of no rows
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     odd = _odd_numbers(flat.shape[1], flat.device)
     parts = flat.split(max(1, (1 << 24) // max(flat.shape[1], 1)))  # of logits not all at once

@@ -308,7 +308,7 @@ STATEMENTS = {
     "contrib": 420,  # mixing_warning, prefix_attention
     "data": 2190,
     "integrations": 5705,  # vLLM, states over ranks, trees, older names, Kimi's convolutions came
-    "invariance": 730,  # rollouts came
+    "invariance": 749,  # rollouts came, and what is none
     "losses": 610,
     "parallel": 1030,  # states over ranks came
     "reference": 740,

@@ -306,8 +306,66 @@ def test_log_probs_of_a_rollout_are_counted():
         found = po.check_invariance(model, model.forward, rollout=(documents, logps))
         assert [(layer.name, layer.packs) for layer in found.layers] == [("token_logps", 1)]
         assert "integrations.vllm.record" in found.why_not()[0]
-        for wrong in ((documents, logps[1:]), (documents, documents)):
+        for wrong in ((documents, logps[1:]), (documents, [each.float() for each in documents])):
             with pytest.raises(ValueError, match="rollout: expected log-probabilities of the last tokens"):
                 po.check_invariance(model, model.forward, rollout=wrong)
         with pytest.raises(ValueError, match="rollout: expected a model with embeddings of tokens and a head"):
             po.check_invariance(model.layers, lambda row, _: model.hidden(row), rollout=(documents, logps))
+
+
+@torch.no_grad()
+def test_a_rollout_of_lists_arrays_and_int32(device):
+    """On the host, as record returns it, wherever the model is."""
+    model = Model().to(device)
+    with po.invariant():
+        documents, logps = ([each.cpu() for each in part] for part in a_rollout(model, 20, 3))
+        lists = [each.tolist() for each in documents], [each.tolist() for each in logps]
+        int32 = [each.int() for each in documents]
+        arrays = [each.numpy() for each in documents], [each.numpy() for each in logps]
+        for rollout in (lists, arrays, (int32, logps), (iter(documents), iter(logps))):
+            found = po.check_invariance(model, model.forward, rollout=rollout)
+            assert [(layer.name, layer.rows, layer.packs) for layer in found.layers] == [("token_logps", 19, 0)]
+        logps[1] = logps[1][:0]  # a prompt that was answered with nothing
+        assert po.check_invariance(model, model.forward, rollout=(documents, logps)).layers[0].rows == 18
+
+
+ROW, ONE = torch.arange(5), torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "error"),
+    [
+        (True, "TypeError: rollout: expected (documents, log-probabilities), or these and the layers of a record, got True"),
+        (([ROW],), "TypeError: rollout: expected (documents, log-probabilities), or these"),
+        (([ROW], [ONE], {}, 1), "TypeError: rollout: expected (documents, log-probabilities), or these"),
+        (([ROW], None), "TypeError: rollout: expected log-probabilities [tokens] of each document, got None"),
+        (([None], [ONE]), "TypeError: rollout: expected token ids [tokens] of each document, got [None]"),
+        (([], []), "ValueError: rollout: expected at least one log-probability or layer, got none"),
+        (([ROW], [ONE[:0]]), "ValueError: rollout: expected at least one log-probability or layer, got none"),
+        (([ROW.float()], [ONE]), "ValueError: rollout: expected token ids [tokens] of each document, got float32 [5]"),
+        (([ROW == 0], [ONE]), "ValueError: rollout: expected token ids [tokens] of each document, got bool [5]"),
+        (([ROW[None]], [ONE]), "ValueError: rollout: expected token ids [tokens] of each document, got int64 [1, 5]"),
+        (([ROW], [ONE[None]]), "ValueError: rollout: expected log-probabilities [tokens] of each document, got float32 [1, 1]"),
+        (([ROW], [ONE.long()]), "ValueError: rollout: expected log-probabilities [tokens] of each document, got int64 [1]"),
+        (([ROW], [ONE * 1j]), "ValueError: rollout: expected log-probabilities [tokens] of each document, got complex64 [1]"),
+        (([ROW - 1], [ONE]), "ValueError: rollout: expected token ids from 0 to 63, got -1 to 3"),
+        (([ROW, ROW + 60], [ONE, ONE]), "ValueError: rollout: expected token ids from 0 to 63, got 0 to 64"),
+        (([ROW], [torch.zeros(5)]), "ValueError: rollout: expected log-probabilities of the last tokens"),
+        (([ROW[:0]], [ONE[:0]], {"head": [ROW]}), "ValueError: rollout: expected log-probabilities of the last tokens"),
+        (([ROW], [ONE], [ROW]), "TypeError: rollout: expected layers by name, a tensor for each document, got [tensor("),
+        (([ROW], [ONE], {"head": []}), "TypeError: rollout: expected layers by name, a tensor for each document, got {'head'"),
+        (([ROW], [ONE], {"head": 3}), "TypeError: rollout: expected layers by name, a tensor for each document, got {'head'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_rollout(rollout, error):
+    """Nothing is called equal that was not compared; a token beyond the vocabulary would end the process on a GPU."""
+    model = Model()
+    with pytest.raises((TypeError, ValueError)) as raised:
+        po.check_invariance(model, model.forward, rollout=rollout)
+    assert f"{raised.type.__name__}: {raised.value}".startswith(error)
+
+
+def test_nothing_is_left_out_beside_a_rollout():
+    for name, value in (("documents", [ROW]), ("rows", [3])):
+        with pytest.raises(ValueError, match=f"{name}: expected None beside rollout"):
+            po.check_invariance(Model(), rollout=([ROW], [ONE]), **{name: value})
