@@ -16,24 +16,31 @@ warned: set[str] = set()  # messages that this process has given
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # that the ops take on the CPU
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Named = TypeVar("_Named", bound=Callable[..., Any])
 
 
-def old_name(old: str) -> Callable[[_Function], _Function]:
-    """Return a decorator by which a function takes ``cu_seqlens`` by an older name too, and warns of it."""
+def old_name(old: str, new: str = "cu_seqlens") -> Callable[[_Named], _Named]:
+    """Return a decorator by which a function or a class takes an argument by an older name too, and warns of it."""
 
-    def decorated(function: _Function) -> _Function:
+    def decorated(function: _Named) -> _Named:
         name = function.__name__
+        if isinstance(function, type):
+            function.__init__ = taking(function.__init__, name)  # type: ignore[misc]
+            return function
+        return taking(function, name)
 
+    def taking(function: Any, name: str) -> Any:
         @functools.wraps(function)
         def call(*args, **kwargs):
-            if old in kwargs and "cu_seqlens" not in kwargs:
-                warnings.warn(f"{old}: {name} calls it cu_seqlens now", DeprecationWarning, stacklevel=2)
-                kwargs["cu_seqlens"] = kwargs.pop(old)
+            if old in kwargs and new not in kwargs:
+                if not torch.compiler.is_compiling():  # a graph cannot warn
+                    warnings.warn(f"{old}: {name} calls it {new} now", DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
-        call.__code__ = call.__code__.replace(co_name=name)  # torch.compile counts recompilations by code object
-        return call  # type: ignore[return-value]
+        # torch.compile counts recompilations by code object
+        call.__code__ = call.__code__.replace(co_name=function.__name__)
+        return call
 
     return decorated
 

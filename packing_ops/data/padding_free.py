@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from packing_ops._runtime.arguments import at_least, int64_tensor, integer
+from packing_ops._runtime.arguments import at_least, int64_tensor, integer, old_name
 from packing_ops.boundaries import cu_seqlens_from_lengths, mask_boundary_labels
 from packing_ops.data._examples import (
     OF_TOKENS,
@@ -31,6 +31,7 @@ from packing_ops.packing import whole_rows
 from packing_ops.prefix_tree import pack_prefix_tree
 
 
+@old_name("max_seq_length", "capacity")
 @dataclass
 class PaddingFreeCollator:
     """Concatenates examples into one row, with the options of transformers' DataCollatorWithFlattening.
@@ -385,6 +386,7 @@ class PaddingFreeCollator:
         return batch
 
 
+@old_name("max_seq_length", "capacity")
 @dataclass
 class PaddingFreeDPOCollator(PaddingFreeCollator):
     """PaddingFreeCollator for preference pairs: examples with ``chosen_*``, ``rejected_*`` and optionally ``index``.

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from packing_ops._runtime.arguments import at_least, described, index_tensor, integer
+from packing_ops._runtime.arguments import at_least, described, index_tensor, integer, old_name
 from packing_ops.data._examples import check_examples, sequences
 from packing_ops.data._selection import num_fitting
 from packing_ops.packing import Cost, cost_coefficients, pack_sequences, whole_rows
@@ -37,6 +37,7 @@ def token_budget_microbatches(
     lengths: torch.Tensor | Sequence[int], capacity: int, *, dp_size: int, cost: Cost = "tokens", sp_size: int = 1,
     document_multiple: int = 1, row_multiple: int = 1, return_statistics: Literal[True],
 ) -> tuple[list[list[list[int]]], MicrobatchStatistics]: ...  # fmt: skip
+@old_name("max_tokens", "capacity")
 def token_budget_microbatches(
     lengths: torch.Tensor | Sequence[int],
     capacity: int,

@@ -312,3 +312,31 @@ def test_what_a_call_changes_is_reverted_by_one_verb():
     calls += [f"packing_ops.{package}.{new}" for package, names in OLD.items() for new in names.values()]
     assert [call for call in calls if re.match(f"({others})(_|$)", call.rpartition(".")[2])] == []
     assert sum(call.rpartition(".")[2].startswith("revert_") for call in calls) >= 10
+
+
+@pytest.mark.parametrize(
+    ("old", "call", "given"),
+    [
+        ("max_seq_length", packing_ops.data.PaddingFreeCollator, {}),
+        ("max_seq_length", packing_ops.data.PaddingFreeDPOCollator, {}),
+        ("max_tokens", packing_ops.data.token_budget_microbatches, {"lengths": [3, 4], "dp_size": 1}),
+    ],
+)
+def test_names_of_the_last_version_mean_the_same(old, call, given):
+    """One that was released works for a minor version."""
+    with pytest.warns(DeprecationWarning, match=f"{old}: {call.__name__} calls it capacity now") as seen:
+        assert call(**given, **{old: 5}) == call(**given, capacity=5)
+    assert seen[0].filename == __file__
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{old}'"):
+        call(**given, capacity=5, **{old: 5})
+
+
+def test_the_old_name_breaks_no_graph():
+    cu_seqlens, rewards = torch.tensor([0, 3], dtype=torch.int32), torch.ones(3)
+
+    def advantages(rewards):
+        return po.gae(rewards, torch.zeros(3), metadata=cu_seqlens, gamma=1.0, lam=1.0)
+
+    found = torch.compile(advantages, fullgraph=True, backend="aot_eager")(rewards)
+    wanted = po.gae(rewards, torch.zeros(3), cu_seqlens, gamma=1.0, lam=1.0)
+    assert [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)] == [True, True]
