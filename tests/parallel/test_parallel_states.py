@@ -161,3 +161,15 @@ def test_what_is_refused(tmp_path):
         assert "carries a state along the sequence" in stock
         assert "carries a state along the sequence" in other
         assert "use_cache: expected False with a sequence_group" in cached
+
+
+def compiled():
+    """Of a whole model, whose graph breaks where it looks for a row's documents."""
+    group, batch = dist.group.WORLD, {**batch_of([7, 9]), "use_cache": False}
+    model = model_of("qwen3_5_text", sequence_group=group)
+    losses = [loss_of(f, shard_packed(batch, group), group) for f in (model, torch.compile(model, backend="eager"))]
+    return torch.equal(*losses)
+
+
+def test_a_compiled_model_keeps_its_documents(tmp_path):
+    assert spawn(compiled, 1, tmp_path) == [True]

@@ -111,7 +111,8 @@ class PackedCall:
         self.mixes, self.guard = mixes_tokens(model.config), guard_of(model)
         self.unconsumed = set()
         # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
-        if self.mixes or mask is None or is_tensor(mask, 2):
+        # Attention over ranks reads cu_seq_lens_q of the whole row, or raises.
+        if self.mixes or (sequence is None and (mask is None or is_tensor(mask, 2))):
             self.unconsumed.add("position_ids")
         if self.numbers is not None:
             self.unconsumed.add("attention_mask")
