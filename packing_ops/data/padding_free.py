@@ -113,8 +113,7 @@ class PaddingFreeCollator:
             input_ids; a column that would be dropped; padding in an attention_mask; more than capacity tokens or
             max_sequences_per_bin examples with ``overlong="error"``, or no example that fits; an unknown overlong;
             return_tensors other than "pt".
-        TypeError: a pad_token_id that is no integer (None: a tokenizer without one); examples that are no list of
-            dicts.
+        TypeError: a pad_token_id that is no integer (None: a tokenizer without one); examples that are no dicts.
 
     Deterministic; stateless, so threads may share one. Time and memory are linear in the tokens.
     """
@@ -160,8 +159,7 @@ class PaddingFreeCollator:
     @property
     def _most_slots(self) -> int | None:
         """Return the slots of a row: capacity in whole multiples of row_multiple."""
-        most = self.capacity
-        return None if most is None else whole_rows(most, self.row_multiple, "capacity")
+        return None if self.capacity is None else whole_rows(self.capacity, self.row_multiple, "capacity")
 
     @property
     def _longest(self) -> int | None:
