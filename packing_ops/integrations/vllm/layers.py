@@ -89,12 +89,18 @@ def _table(rope, like):
 # --- products ---
 
 
+def _product(x, weight, bias=None):
+    # A few sequences give few rows, which cuBLASLt has other kernels for.
+    rows = x.flatten(0, -2)
+    return F.linear(pad_rows(rows), weight, bias)[: len(rows)].view(*x.shape[:-1], -1)
+
+
 def _linear(stock):
     @functools.wraps(stock)
     def apply(self, layer, x, bias=None):
         weight = layer.weight.data
         if not x.is_cpu:
-            return F.linear(x, weight, bias)
+            return _product(x, weight, bias)
         # q, k and v, or gate and up, are one weight here. On the CPU a product's bits may depend on its columns.
         sizes = getattr(layer, "output_partition_sizes", None) or [weight.shape[0]]
         biases = [None] * len(sizes) if bias is None else bias.split(sizes)
@@ -122,7 +128,7 @@ def _head(stock):
             raise NotImplementedError("lm_head: expected no bias, got one")
         weight = layer.weight.data[: layer.org_vocab_size]
         if not x.is_cpu:
-            return F.linear(x, weight)
+            return _product(x, weight)
         rows, weight = whole_pairs(pad_rows(x), weight)
         parts = [torch.cat(by_blocks(torch.mm, [rows], part.t())) for part in weight.split(GRAIN)]
         return torch.cat(parts, 1)[: x.shape[0]]

@@ -23,7 +23,8 @@ def _found(config) -> Iterator[tuple[str, str, object]]:
         yield "speculative_config", "None, since drafts are verified by other kernels", "one"
     if config.lora_config is not None:
         yield "enable_lora", "False: merge adapters into the weights", True
-    if cache.block_size is not None and cache.block_size % BLOCK:
+    # Else vLLM takes the backend's, once the layers are there.
+    if getattr(cache, "user_specified_block_size", True) and cache.block_size is not None and cache.block_size % BLOCK:
         yield "block_size", f"a multiple of {BLOCK}", cache.block_size
     if cache.cache_dtype not in ("auto", str(model.dtype).rpartition(".")[2]):
         yield "kv_cache_dtype", "'auto'", repr(cache.cache_dtype)

@@ -111,6 +111,15 @@ def test_products_are_those_of_separate_layers(patched, dtype):
     assert torch.equal(method.apply(of_vllm, x[5:6], bias), separate[5:6])
 
 
+def test_few_rows_of_many_terms_have_the_bits_of_many(patched, device):
+    x, weight = torch.randn(64, 4096, device=device).bfloat16(), torch.randn(48, 4096, device=device).bfloat16()
+    of_vllm = types.SimpleNamespace(weight=torch.nn.Parameter(weight, requires_grad=False))
+    method = patched.layers.UnquantizedLinearMethod()
+    many = method.apply(of_vllm, x)
+    for rows in (1, 2, 3, 17):
+        assert torch.equal(method.apply(of_vllm, x[:rows].clone()), many[:rows]), rows
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("logprobs_mode", "temperature"), [("raw_logprobs", 1.0), ("processed_logprobs", 1.0), ("processed_logprobs", 0.7)]
@@ -160,6 +169,12 @@ def test_refusals_name_the_setting(vllm, monkeypatch, changed, named):
     monkeypatch.setattr(vllm.backend, "get_current_vllm_config", lambda: config(**changed))
     with pytest.raises(NotImplementedError, match=named):
         vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS)
+
+
+def test_a_block_size_that_nobody_gave_is_not_refused():
+    """On a GPU vLLM takes the backend's after the layers are made."""
+    assert refusals(config(cache_config__block_size=16, cache_config__user_specified_block_size=False)) == []
+    assert refusals(config(cache_config__block_size=16, cache_config__user_specified_block_size=True)) != []
 
 
 def test_layers_that_are_not_served_are_named(vllm):
