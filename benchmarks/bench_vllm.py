@@ -1,0 +1,162 @@
+"""python benchmarks/bench_vllm.py [--device cpu|cuda]: tokens that vLLM samples in a second, and whether a trainer
+computes the same log-probabilities.
+
+vLLM with packing_ops, with its own backend, and in its own batch-invariant mode; those two also with compiled layers
+and CUDA graphs, which packing_ops refuses. On a GPU a Qwen3 of 0.6B's shape with random weights. Each provider is a
+process of its own with the engine in it, in its default settings but for those of the table. All import vLLM at the
+same time and then take turns. A row is the best of --repeats runs after a shorter one that is not timed. The column
+log_probs_differ counts those of all timed runs, next to token_logps of packed rows of a trainer in the mode.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from bench_generate import MODELS as OF_GENERATE
+from harness import RESULTS, commit, device_name, write_csv
+
+MODELS = {**OF_GENERATE, "cpu": OF_GENERATE["cpu"] | {"head_dim": 32}}  # vLLM's attention on the CPU has no 16
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+REQUESTS = {"cuda": (64, 256), "cpu": (4, 8)}
+LONGEST, ANSWER = {"cuda": 256, "cpu": 32}, {"cuda": 200, "cpu": 16}  # tokens of a prompt, at most, and of an answer
+PACK = 32  # documents that the trainer takes in one row
+
+INVARIANT, EAGER = {"VLLM_BATCH_INVARIANT": "1"}, {"enforce_eager": True}
+PROVIDERS = {  # options of the engine, environment
+    "packing_ops": ({"attention_backend": "CUSTOM", **EAGER}, {}),
+    "vLLM, eager": (EAGER, {}),
+    "vLLM": ({}, {}),
+    "vLLM batch-invariant, eager": (EAGER, INVARIANT),
+    "vLLM batch-invariant": ({}, INVARIANT),
+}
+
+
+def prompts_of(device: str, count: int) -> list[list[int]]:
+    draw, longest, vocab = random.Random(count), LONGEST[device], MODELS[device]["vocab_size"]
+    return [[draw.randrange(1, vocab) for _ in range(draw.randint(longest // 8, longest))] for _ in range(count)]
+
+
+def sample(device: str, provider: str, folder: str, repeats: int, to: Path) -> None:
+    """One provider's process: seconds of each run and what was sampled, into a file."""
+    import vllm
+
+    from packing_ops.integrations.vllm import register
+
+    sys.stdin.readline()  # its turn
+    register()
+    options, answer = PROVIDERS[provider][0], ANSWER[device]
+    if device == "cuda":
+        options = options | {"gpu_memory_utilization": 0.3}
+    dtype, longest = str(DTYPES[device]).removeprefix("torch."), LONGEST[device] + answer
+    llm = vllm.LLM(folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=longest, **options)
+
+    def run(prompts: list[list[int]], tokens: int) -> tuple[float, list[tuple[list[int], list[float]]]]:
+        llm.reset_prefix_cache()
+        sampling = vllm.SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+        given, start = [{"prompt_token_ids": prompt} for prompt in prompts], time.perf_counter()
+        found = llm.generate(given, sampling, use_tqdm=False)
+        seconds, answers = time.perf_counter() - start, [each.outputs[0] for each in found]
+        logps = [[place[t].logprob for place, t in zip(a.logprobs, a.token_ids, strict=True)] for a in answers]
+        return seconds, [([*p, *a.token_ids], lp) for p, a, lp in zip(prompts, answers, logps, strict=True)]
+
+    found = {}
+    for count in REQUESTS[device]:
+        prompts = prompts_of(device, count)
+        run(prompts, min(answer, 32))
+        runs = [run(prompts, answer) for _ in range(repeats)]
+        found[count] = [seconds for seconds, _ in runs], [each for _, sampled in runs for each in sampled]
+        print(f"{provider}, {count} requests: {count * answer / min(found[count][0]):,.0f} tokens/s", flush=True)
+    to.write_text(json.dumps(found))
+
+
+@torch.no_grad()
+def differ(model: torch.nn.Module, sampled: list) -> tuple[int, int]:
+    """(log-probabilities that are not the trainer's, all of them)."""
+    import packing_ops as po
+
+    found = []
+    for part in range(0, len(sampled), PACK):
+        documents, logps = zip(*sampled[part : part + PACK], strict=True)
+        lengths = [len(each) for each in documents]
+        metadata = po.PackedMetadata.from_lengths(lengths, device=model.device)
+        row = torch.tensor([token for document in documents for token in document], device=model.device)
+        of_row = {"input_ids": row[None], "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
+        hidden = model.model(**of_row, use_cache=False).last_hidden_state
+        ours = po.token_logps(hidden, model.lm_head.weight, row, metadata).cpu().split(lengths)
+        found += [mine[-len(lp) - 1 : -1] != torch.tensor(lp) for mine, lp in zip(ours, logps, strict=True)]
+    return int(torch.cat(found).sum()), sum(map(len, found))
+
+
+def rows_of(model: torch.nn.Module, provider: str, measured: dict, device: str) -> list[dict]:
+    rows = []
+    for requests, (seconds, sampled) in measured.items():
+        different, of = differ(model, sampled)
+        new = int(requests) * ANSWER[device]
+        prompt_tokens = sum(map(len, prompts_of(device, int(requests))))
+        rows.append(
+            {
+                **{"provider": provider, "requests": requests, "prompt_tokens": prompt_tokens, "new_tokens": new},
+                **{"tokens_per_second": round(new / min(seconds), 1), "log_probs_differ": different, "log_probs": of},
+                **{"device": device_name(device), "torch": torch.__version__, "commit": commit()},
+            }
+        )
+        print({name: rows[-1][name] for name in ("provider", "requests", "tokens_per_second")}, different, "of", of)
+    return rows
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    import transformers
+
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    device, rows, failed = arguments.device, [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder, processes = Path(name), {}
+        again = [sys.executable, __file__, "--device", device, "--repeats", str(arguments.repeats), "--folder", name]
+        for provider in arguments.only or PROVIDERS:
+            environment = {**os.environ, **PROVIDERS[provider][1], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            command = [*again, "--provider", provider]
+            processes[provider] = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
+        torch.manual_seed(0)
+        config = transformers.Qwen3Config(**MODELS[device])
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[device]).to(device)
+        model.save_pretrained(folder)
+        assert (applied := apply_packing_ops(model, invariant=True)).skipped == {}, applied.skipped
+        for provider, process in processes.items():
+            start = time.perf_counter()
+            process.communicate("go\n")
+            print(f"{provider}: {time.perf_counter() - start:.0f} s in all", flush=True)
+            if process.returncode != 0:
+                failed.append(provider)
+                continue
+            rows += rows_of(model, provider, json.loads((folder / f"{provider}.json").read_text()), device)
+            write_csv(arguments.out / f"vllm_{device}.csv", rows)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return len(failed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=sorted(PROVIDERS))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser.add_argument("--provider", help="a process of its own: measure this one")
+    parser.add_argument("--folder", type=Path)
+    arguments = parser.parse_args()
+    if arguments.provider is None:
+        sys.exit(measure(arguments))
+    to = arguments.folder / f"{arguments.provider}.json"
+    sample(arguments.device, arguments.provider, str(arguments.folder), arguments.repeats, to)
+
+
+if __name__ == "__main__":
+    main()
