@@ -31,7 +31,7 @@ class invariant:
       up to 64 times (``recompile_limit``).
     - CPU: each product of the calling thread has 16 rows; more rows are split; products of float32 run in one thread.
     - token_logps, chunked_cross_entropy and token_kl: sums and products go by 4,096 entries of the vocabulary, whatever
-      the chunk; float32 products on CUDA have at least 32 rows.
+      the chunk; products on CUDA have at least 16 rows, in float32 32.
 
     The mode is no proof: check_invariance makes one, for this model, on this device. What sums over tokens cannot keep
     its bits: gradients of weights, and losses of a whole batch.

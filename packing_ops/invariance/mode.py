@@ -26,6 +26,9 @@ PAIR = 2  # terms that a CPU with AMX multiplies at a time in a half type: width
 # On a GPU the least rows of a product of the losses. cuBLASLt has other kernels for fewer: in float32 for up to 16
 # rows, in half types for up to 3, where they sum 4,096 terms or more.
 GPU_ROWS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
+NARROW = (
+    64  # on a GPU the size of a weight up to which cuBLASLt has other kernels for 1 to 3 rows of some thousand terms
+)
 ANY_ORDER = "_packing_ops_any_order"  # of a module whose sums over a row are order_invariant_sum under torch.compile
 
 # Of torch._inductor.config, where it has them. emulate_precision_casts: elementwise code rounds as eager code does,

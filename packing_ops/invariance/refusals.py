@@ -98,6 +98,8 @@ def reason_of(module: torch.nn.Module | None, like: torch.Tensor) -> str:
         return "cuBLASLt's float32 products of up to 16 rows have other bits: use bfloat16 or float16"
     if like.is_cuda and any(size % mode.COLUMNS for t in weights for size in t.shape):
         return "cuBLASLt has other kernels for few rows where a size is no multiple of 8: pad the weight, say a vocabulary, to one"
+    if like.is_cuda and any(t.dim() == 2 and min(t.shape) <= mode.NARROW for t in weights):
+        return f"cuBLASLt has other kernels for 1 to 3 rows where a size is at most {mode.NARROW}: give it 16 rows"
     if like.is_cuda and (weights or module is None) and not mode.has_setter():
         return (
             "torch reads CUBLASLT_WORKSPACE_SIZE at its first product on a GPU: set it to 1 in the environment, or by "

@@ -308,7 +308,7 @@ STATEMENTS = {
     "contrib": 420,  # mixing_warning, prefix_attention
     "data": 2190,
     "integrations": 5705,  # vLLM, states over ranks, trees, older names, Kimi's convolutions came
-    "invariance": 749,  # rollouts came, and what is none
+    "invariance": 772,  # rollouts came, what is none, and rows of narrow products
     "losses": 610,
     "parallel": 1030,  # states over ranks came
     "reference": 740,

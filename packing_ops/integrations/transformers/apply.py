@@ -18,7 +18,7 @@ from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import in_tables, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, NAMES
 from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, reads_text
-from packing_ops.invariance import mode
+from packing_ops.invariance import few_rows, mode
 from packing_ops.invariance.api import check_invariance
 from packing_ops.invariance.refusals import refusals
 
@@ -130,9 +130,9 @@ def apply_packing_ops(
         invariant: the mode packing_ops.invariant() until it is reverted: a token's results have the same bits in any
             pack and micro-batch. check_invariance runs the model once to prove it. ``skipped`` names the layer for
             which it cannot be claimed, and what to set. On a GPU RMSNorm is swapped too, whose stock formula depends on
-            the number of rows. Layers that are compiled afterwards, on a GPU and without max-autotune, keep it if
-            check_invariance says so of them. On the CPU each product that adds terms up has 16 rows, and torch.compile
-            of the model is an error.
+            the number of rows, and routers and adapters run at least 16 rows. Layers that are compiled afterwards, on
+            a GPU and without max-autotune, keep it if check_invariance says so of them. On the CPU each product that
+            adds terms up has 16 rows, and torch.compile of the model is an error.
         strict: if anything cannot be swapped, raise and change nothing. Otherwise the rest is swapped, and a warning
             names what was not.
 
@@ -416,8 +416,8 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
         on_cpu = any(t.dim() > 1 and t.is_cpu for t in module.parameters(recurse=False))
         if on_cpu and not isinstance(module, torch.nn.Embedding):
             put_around(module, "forward", _by_blocks)
-        elif rms_norm_patch.is_gated(module):
-            put_around(module, "forward", rms_norm_patch.in_enough_rows)
+        elif rms_norm_patch.is_gated(module) or few_rows.is_narrow(module):
+            put_around(module, "forward", _in_enough_rows)
     by_hand, held.unclaimed = "call packing_ops.check_invariance(model, run)", ""
     if sequence_group is not None:
         held.unclaimed = f"rows lie on several ranks: {by_hand} with rows of shard_packed"
@@ -435,7 +435,7 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
                 return held.unclaimed or None
             mode.release(vars(model).pop(HELD))
             for module in model.modules():
-                for ours in (_by_blocks, rms_norm_patch.in_enough_rows):
+                for ours in (_by_blocks, _in_enough_rows):
                     take_out_function(module, ours)
             return found.why_not()[0]
     return held.unclaimed
@@ -446,6 +446,10 @@ def _by_blocks(module: torch.nn.Module, before: Any, *args: Any, **kwargs: Any) 
         _refuse_graph()
     with mode.ProductsByBlocks():
         return before(*args, **kwargs) if before is not None else type(module).forward(module, *args, **kwargs)
+
+
+def _in_enough_rows(module: torch.nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
+    return few_rows.in_enough_rows(module, before, *args, **kwargs)
 
 
 @torch.compiler.assume_constant_result  # called by the compiler: what a traced function raises makes it go on in parts

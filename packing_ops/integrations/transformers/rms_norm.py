@@ -59,29 +59,10 @@ def _rms_norm(self, x, weight):
     return F.rms_norm(x.reshape(-1, x.shape[-1]), x.shape[-1:], weight, eps).view(x.shape)
 
 
-LEAST_ROWS = 16  # with fewer, torch's sums on a GPU have another order
-
-
 def is_gated(module: torch.nn.Module) -> bool:
     """Return whether it is an RMSNorm of transformers that takes a gate: none is swapped."""
     cls = stock_of(type(module))
     return cls.__module__.startswith(HOSTS) and cls.__name__.endswith("NormGated")
-
-
-def in_enough_rows(module, before, hidden_states, *args, **kwargs):
-    """Run a gated norm's own forward on at least LEAST_ROWS rows, zeros after those that it is given."""
-    run = functools.partial(type(module).forward, module) if before is None else before
-    missing = LEAST_ROWS - hidden_states.numel() // max(hidden_states.shape[-1], 1)
-    if torch.compiler.is_compiling() or missing <= 0:
-        return run(hidden_states, *args, **kwargs)
-
-    def padded(value):
-        if not isinstance(value, torch.Tensor):
-            return value
-        return F.pad(value.reshape(-1, value.shape[-1]), (0, 0, 0, missing))
-
-    named = {name: padded(value) for name, value in kwargs.items()}
-    return run(padded(hidden_states), *map(padded, args), **named)[:-missing].view(hidden_states.shape)
 
 
 FORWARDS = {

@@ -31,6 +31,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     stateful,
     stateful_rows,
 )
+from packing_ops.invariance import few_rows  # noqa: E402
 from packing_ops.keys import prefix_paths  # noqa: E402
 
 MAMBA2 = ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2", "mamba2"]
@@ -381,8 +382,8 @@ def test_gated_norms_have_16_rows_in_the_mode(family, rows, device, monkeypatch)
     monkeypatch.setattr(
         cls, "forward", lambda self, x, *args, **given: seen.append(x) or stock(self, x, *args, **given)
     )
-    found = rms_norm.in_enough_rows(norm, None, hidden, gate)
-    assert seen[0].numel() // width >= rms_norm.LEAST_ROWS
+    found = few_rows.in_enough_rows(norm, None, hidden, gate)
+    assert seen[0].numel() // width >= few_rows.LEAST_ROWS
     torch.testing.assert_close(found, wanted)
     weights = torch.randn_like(found)
     gradients = [torch.autograd.grad((out * weights).sum(), [hidden, gate]) for out in (found, wanted)]
