@@ -1,12 +1,12 @@
 """Whole models in training, beside what else one can set: python benchmarks/bench_whole.py [--part 8b lora] [--limit
 540]
 
-Each case runs in a separate program (torchrun where it has several ranks); cases of one GPU run side by side, one on
-each. A row is written as soon as it is measured, and one that fails or does not fit has its error in the place of a
-time. After --limit seconds nothing starts any more and what runs is ended: the rows of the CSV that were not measured
-again stay. Tokens are those of documents, without padding. MFU: 6 operations for each parameter and token (4 with LoRA,
-which has no gradients of the others), and attention's, over the dense bf16 peak. Losses are those of the first step.
-Needs transformers.
+Each case runs in a separate program (torchrun where it has several ranks), those of the sweep one after another in two;
+programs of one GPU run side by side, one on each. A row is written as soon as it is measured, and one that fails or
+does not fit has its error in the place of a time. After --limit seconds nothing starts any more and what runs is ended:
+the rows of the CSV that were not measured again stay. Tokens are those of documents, without padding. MFU: 6 operations
+for each parameter and token (4 with LoRA, which has no gradients of the others), and attention's, over the dense bf16
+peak. Losses are those of the first step. Needs transformers.
 """
 
 import argparse
@@ -21,21 +21,19 @@ from pathlib import Path
 import torch
 from harness import RESULTS, commit, device_name, write_csv
 from result_rows import read_rows
-from whole_cases import CASES, PARTS, Case
-
-ERROR = 160  # characters
+from whole_cases import CASES, ERROR, PARTS, Case
 
 
 class Running:
-    """A case at work, and where its output goes."""
+    """A program at work on one case, or on several one after another, and where its output goes."""
 
-    def __init__(self, index: int, gpus: list[str], arguments: argparse.Namespace, folder: Path):
-        case, self.index, self.gpus = CASES[index], index, gpus
-        self.log, self.start = folder / f"{index}.log", time.perf_counter()
+    def __init__(self, cases: list[int], gpus: list[str], arguments: argparse.Namespace, folder: Path):
+        self.left, self.gpus, self.ranks = list(cases), gpus, CASES[cases[0]].ranks
+        self.log, self.start = folder / f"{cases[0]}.log", time.perf_counter()
         command = [sys.executable, "-W", "ignore"]
-        if case.ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-        command += [__file__, "--case", str(index), "--device", arguments.device, *["--tiny"] * arguments.tiny]
+        if self.ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+        command += [__file__, "--case", *map(str, cases), "--device", arguments.device, *["--tiny"] * arguments.tiny]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "TOKENIZERS_PARALLELISM": "false"}
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         self.process = subprocess.Popen(
@@ -47,14 +45,32 @@ class Running:
             os.killpg(self.process.pid, 9)
             self.process.wait()
 
-    def row(self) -> dict:
-        """What it printed, or why it printed nothing."""
-        text = self.log.read_text()
-        lines = [line.removeprefix("RESULT ") for line in text.splitlines() if line.startswith("RESULT ")]
-        if lines:
-            return json.loads(lines[-1])
-        errors = [line for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
-        return {"error": " ".join((errors or text.splitlines() or ["no output"])[-1].split())[:ERROR]}
+    def found(self) -> dict[int, dict]:
+        """What it printed since the last call, by case; of a program that has ended also why it printed no more."""
+        ended = self.process.poll() is not None
+        lines = self.log.read_text().splitlines()
+        results = [
+            json.loads(line.removeprefix("RESULT "))
+            for line in lines
+            if line.startswith("RESULT {") and line[-1] == "}"
+        ]
+        rows = {row.pop("index"): row for row in results}
+        if ended:
+            errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+            why = {"error": " ".join((errors or lines or ["no output"])[-1].split())[:ERROR]}
+            rows = dict.fromkeys(self.left, why) | rows
+        new = {index: rows[index] for index in self.left if index in rows}
+        self.left = [index for index in self.left if index not in new]
+        return new
+
+
+def programs(cases: list[int]) -> list[list[int]]:
+    """A program for each case; those of the sweep share one for each provider, which finds its compiled code again."""
+    found: dict = {}
+    for index in cases:
+        case = CASES[index]
+        found.setdefault(("sweep", case.provider) if case.part == "sweep" else index, []).append(index)
+    return list(found.values())
 
 
 def setting_of(case: Case) -> dict:
@@ -85,27 +101,29 @@ def measure(arguments: argparse.Namespace, gpus: list[str]) -> list[dict]:
     where = {"device": device_name(arguments.device), "torch": torch.__version__, "commit": commit()}
     ahead = [i for i, case in enumerate(CASES) if case.part in arguments.part and case.ranks <= len(gpus)]
     ahead = [i for i in ahead if not arguments.only or any(part in CASES[i].name for part in arguments.only)]
-    running, free, deadline = [], list(gpus), time.perf_counter() + arguments.limit
+    waiting, running, free, deadline = programs(ahead), [], list(gpus), time.perf_counter() + arguments.limit
     with tempfile.TemporaryDirectory() as folder:
-        while (ahead or running) and time.perf_counter() < deadline:
-            while ahead and CASES[ahead[0]].ranks <= len(free):
-                taken = [free.pop(0) for _ in range(CASES[ahead[0]].ranks)]
-                running.append(Running(ahead.pop(0), taken, arguments, Path(folder)))
+        while (waiting or running) and time.perf_counter() < deadline:
+            while waiting and CASES[waiting[0][0]].ranks <= len(free):
+                taken = [free.pop(0) for _ in range(CASES[waiting[0][0]].ranks)]
+                running.append(Running(waiting.pop(0), taken, arguments, Path(folder)))
             time.sleep(0.2)
-            for each in [each for each in running if each.process.poll() is not None]:
-                running.remove(each)
-                free = sorted([*free, *each.gpus])
-                case, found = CASES[each.index], each.row()
-                empty = dict.fromkeys(RESULT, "")
-                rows[case.name] = {**setting_of(case), **empty, **found, **where}
-                write_csv(path, list(rows.values()), show=False)
-                print(f"{case.name}: {found} ({time.perf_counter() - each.start:.0f} s)", flush=True)
-                if "error" in found:
-                    print(each.log.read_text()[-3000:] if arguments.verbose else "", flush=True)
+            for each in list(running):
+                ended = each.process.poll() is not None
+                for index, found in each.found().items():
+                    case, empty = CASES[index], dict.fromkeys(RESULT, "")
+                    rows[case.name] = {**setting_of(case), **empty, **found, **where}
+                    write_csv(path, list(rows.values()), show=False)
+                    print(f"{case.name}: {found} ({time.perf_counter() - each.start:.0f} s)", flush=True)
+                    if "error" in found:
+                        print(each.log.read_text()[-3000:] if arguments.verbose else "", flush=True)
+                if ended and not each.left:
+                    running.remove(each)
+                    free = sorted([*free, *each.gpus])
         for each in running:
             each.end()
-            print(f"{CASES[each.index].name}: ended by --limit", flush=True)
-        print(f"not started: {[CASES[i].name for i in ahead]}", flush=True)
+            print(f"{[CASES[index].name for index in each.left]}: ended by --limit", flush=True)
+        print(f"not started: {[CASES[index].name for each in waiting for index in each]}", flush=True)
     return list(rows.values())
 
 
@@ -118,12 +136,12 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
     parser.add_argument("--verbose", action="store_true", help="the end of what a case printed that failed")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
-    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)  # in its own program
+    parser.add_argument("--case", type=int, nargs="+", help=argparse.SUPPRESS)  # in its own program
     arguments = parser.parse_args()
     if arguments.case is not None:
         from whole_model import run
 
-        run(CASES[arguments.case], arguments.device, arguments.tiny)
+        run({index: CASES[index] for index in arguments.case}, arguments.device, arguments.tiny)
         return
     measure(arguments, visible_gpus(arguments.device))
 

@@ -3,9 +3,11 @@
 import contextlib
 import datetime
 import functools
+import gc
 import json
 import os
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from e2e_batches import Batches, documents_of, packed_rows, padded_batches
 from e2e_providers import COMPILE, torch_fa2
 from parallel_wrappers import WRAPPERS
 from torch.utils.checkpoint import checkpoint
-from whole_cases import ATTENTION, SHAPES, TINY, Case
+from whole_cases import ATTENTION, ERROR, SHAPES, TINY, Case
 
 import packing_ops as po
 
@@ -175,16 +177,27 @@ def measured(case: Case, device: str, tiny: bool) -> dict:
     }  # fmt: skip
 
 
-def run(case: Case, device: str, tiny: bool) -> None:
-    """In a separate process, or one of torchrun's: rank 0 prints the line."""
-    if tiny:
-        case = case._replace(tokens=1024, longest=256, row=case.row // 32, steps=1)
-    if case.ranks > 1:
+def run(cases: dict[int, Case], device: str, tiny: bool) -> None:
+    """In a separate process, or one of torchrun's: rank 0 prints a line for each case, by its index."""
+    for index, case in cases.items():
+        if tiny:
+            case = case._replace(tokens=1024, longest=256, row=case.row // 32, steps=1)
+        if case.ranks > 1:
+            if device == "cuda":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
+        torch._dynamo.reset()
+        try:
+            found = measured(case, device, tiny)
+        except Exception as error:
+            if case.ranks > 1:  # the other ranks wait
+                raise
+            traceback.print_exc()
+            found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:ERROR]}
+        gc.collect()
         if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
-    found = measured(case, device, tiny)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print("\nRESULT " + json.dumps(found), flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+            torch.cuda.empty_cache()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print("\nRESULT " + json.dumps({"index": index, **found}), flush=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
