@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import described, index_tensor, integer, plain
+from packing_ops._runtime.arguments import at_least, described, index_tensor, integer, one_of, plain
 
 # A dense causal decoder does 24 * hidden_size**2 * L + 2 * hidden_size * L**2 operations per layer and sequence.
 _FLOPS = (12.0 * 4096, 1.0)
@@ -104,9 +104,7 @@ class Packing:
         Raises:
             ValueError: rank outside 0 to world_size - 1, or bins that do not divide (see ``bins_multiple_of``).
         """
-        rank, world_size = integer(rank, "rank"), integer(world_size, "world_size")
-        if world_size < 1:
-            raise ValueError(f"world_size: expected at least 1, got {world_size}")
+        rank, world_size = integer(rank, "rank"), at_least(world_size, "world_size", 1)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank: expected 0 to {world_size - 1} for world_size={world_size}, got {rank}")
         if self.num_bins % world_size:
@@ -269,8 +267,7 @@ def document_multiple_of(document_multiple: int, alignment: int) -> int:
     if multiple != 1 and earlier not in (1, multiple):
         raise ValueError(f"alignment: expected document_multiple={multiple} alone, got {earlier} too")
     for name, value in (("document_multiple", multiple), ("alignment", earlier)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+        at_least(value, name, 1)
     return multiple if multiple != 1 else earlier
 
 
@@ -281,8 +278,7 @@ def whole_rows(capacity: int, row_multiple: int, name: str) -> int:
         >>> whole_rows(100, 16, "capacity")
         96
     """
-    if integer(row_multiple, "row_multiple") < 1:
-        raise ValueError(f"row_multiple: expected at least 1, got {row_multiple}")
+    at_least(row_multiple, "row_multiple", 1)
     if 1 <= capacity < row_multiple:
         raise ValueError(f"row_multiple: expected at most {name}={capacity}, got {row_multiple}")
     return capacity // row_multiple * row_multiple
@@ -326,8 +322,7 @@ def pack_ffd(
     Memory: the results, a tree over the bins, and buffers of two sorts.
     Gradients: none: integers.
     """
-    if ties not in ("first", "last"):
-        raise ValueError(f"ties: expected 'first' or 'last', got {ties!r}")
+    one_of(ties, ("first", "last"), "ties")
     return gate.pack_ffd(lengths, capacity, alignment, ties == "last")
 
 

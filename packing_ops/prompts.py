@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import integer, plain_entries, wrong_type
+from packing_ops._runtime.arguments import at_least, integer, plain_entries, wrong_type
 
 
 @overload
@@ -122,8 +122,7 @@ def compute_prompt_mini_batch_boundaries(
     Memory: the list of pairs.
     Gradients: none: integers.
     """
-    if integer(mini_batch_size, "mini_batch_size") < 1:
-        raise ValueError(f"mini_batch_size: expected at least 1 prompt, got {mini_batch_size}")
+    at_least(mini_batch_size, "mini_batch_size", 1, "prompt")
     if train_batch_size is None:
         ends = [integer(end, "prompt_end_indices") for end in _entries(prompts, "prompt_end_indices", "integers")]
         if any(map(le, ends, [0, *ends])):

@@ -317,6 +317,19 @@ def at_least(value, name: str, least: int, unit: str = "") -> int:
     return number
 
 
+def one_of(value: object, choices: Sequence[str], name: str) -> None:
+    """Raise ValueError unless value is one of the names.
+
+    Example:
+        >>> one_of("best", ("first", "last"), "ties")
+        Traceback (most recent call last):
+        ValueError: ties: expected 'first' or 'last', got 'best'
+    """
+    if value not in choices:
+        names = [*map(repr, choices)]
+        raise ValueError(f"{name}: expected {', '.join(names[:-1])} or {names[-1]}, got {value!r}")
+
+
 def number(value, name: str) -> float:
     """Return ``value`` as a Python number: scalars of NumPy, pandas, pyarrow and torch too."""
     if isinstance(value, (int, float)):

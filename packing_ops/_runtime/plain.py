@@ -21,6 +21,7 @@ from packing_ops._runtime.arguments import (
     check_tensor,
     described,
     is_set,
+    one_of,
     sum_dtype,
     wrong_type,
 )
@@ -255,12 +256,6 @@ def _lengths(lengths):
     return values
 
 
-def _chosen(name, value, choices):
-    if value not in choices:
-        wanted = ", ".join(map(repr, choices[:-1]))
-        raise ValueError(f"{name}: expected {wanted} or {choices[-1]!r}, got {value!r}")
-
-
 def _check_sides(lengths, strategy, overlong):
     if lengths.dim() == 2 and not 1 <= lengths.shape[1] <= _MOST_SIDES:
         wanted = f"[num_sequences] or [num_sequences, 1 to {_MOST_SIDES} sides]"
@@ -309,11 +304,10 @@ def pack_sequences(
     numbers = {"capacity": capacity, "alignment": alignment, "max_sequences_per_bin": most_pieces}
     numbers |= {"min_bins": min_bins, "bins_multiple_of": bins_multiple_of}
     for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}")
-    _chosen("strategy", strategy, _STRATEGIES)
-    _chosen("overlong", overlong, _OVERLONG)
-    _chosen("ties", ties, ("first", "last"))
+        at_least(number, name, 1)
+    one_of(strategy, _STRATEGIES, "strategy")
+    one_of(overlong, _OVERLONG, "overlong")
+    one_of(ties, ("first", "last"), "ties")
     _check_sides(lengths, strategy, overlong)
     by_side = (lengths[:, None] if lengths.dim() == 1 else lengths).tolist()
     _check_overlong(by_side, capacity, alignment, overlong)
@@ -373,8 +367,7 @@ def pack_ffd(lengths, capacity, alignment, ties_last):
 def pack_prefix_tree(tokens, cu_seqlens, groups, capacity, min_shared):
     # Check the arguments as C++ does
     for name, number in {"capacity": capacity, "min_shared": min_shared}.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}")
+        at_least(1 if number is None else number, name, 1)
     total = _index_vector(tokens, "tokens").numel()
     ends = _checked(cu_seqlens, total).tolist()
     if ends[-1] != total:

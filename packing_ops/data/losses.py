@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from packing_ops._runtime.arguments import at_least, check_real, described, is_set, one_number, sum_dtype
+from packing_ops._runtime.arguments import at_least, check_real, described, is_set, one_number, one_of, sum_dtype
 from packing_ops._runtime.batch_cache import cu_seqlens_of_rows
 from packing_ops.boundaries import shift_labels
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
@@ -131,8 +131,7 @@ def masked_loss(
     check_real(loss_mask, "loss_mask")
     if loss_mask.shape != losses.shape:
         raise ValueError(f"loss_mask: expected {list(losses.shape)} like losses, got {list(loss_mask.shape)}")
-    if reduction not in ("token_mean", "sequence_mean"):
-        raise ValueError(f"reduction: expected 'token_mean' or 'sequence_mean', got {reduction!r}")
+    one_of(reduction, ("token_mean", "sequence_mean"), "reduction")
     at_least(dp_size, "dp_size", 1, "rank")
     if not isinstance(num_items_in_batch, torch.Tensor) and not num_items_in_batch >= 0:
         raise ValueError(f"num_items_in_batch: expected at least 0, got {num_items_in_batch}")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from packing_ops._runtime.arguments import at_least, int64_tensor, integer
+from packing_ops._runtime.arguments import at_least, int64_tensor, integer, one_of
 from packing_ops.data._examples import (
     OF_TOKENS,
     check_columns,
@@ -128,8 +128,7 @@ class PackedCollator:
         self.token_fields = check_fields(self.token_fields, "token_fields")
         self.document_fields = check_fields(self.document_fields, "document_fields")
         self._image_axes = check_image_fields(self.image_fields, [*self.token_fields, *self.document_fields])
-        if self.overlong not in ("error", "own"):
-            raise ValueError(f"overlong: expected 'error' or 'own', got {self.overlong!r}")
+        one_of(self.overlong, ("error", "own"), "overlong")
         if self.document_multiple is not None:
             chunks = 2 * self.cp_size if self.cp_size > 1 else 1
             if at_least(self.document_multiple, "document_multiple", 1) % chunks:

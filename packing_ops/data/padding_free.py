@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from packing_ops._runtime.arguments import at_least, int64_tensor, integer, old_name
+from packing_ops._runtime.arguments import at_least, int64_tensor, integer, old_name, one_of
 from packing_ops.boundaries import cu_seqlens_from_lengths, mask_boundary_labels
 from packing_ops.data._examples import (
     OF_TOKENS,
@@ -140,10 +140,9 @@ class PaddingFreeCollator:
     def __post_init__(self) -> None:
         for name, unit in (("capacity", "token"), ("max_sequences_per_bin", "example")):
             most = getattr(self, name)
-            if most is not None and integer(most, name) < 1:
-                raise ValueError(f"{name}: expected at least 1 {unit} or None, got {most}")
-        if self.overlong not in ("error", "truncate", "drop", "carry", "own"):
-            raise ValueError(f"overlong: expected 'error', 'truncate', 'drop', 'carry' or 'own', got {self.overlong!r}")
+            if most is not None:
+                at_least(most, name, 1, f"{unit} or None")
+        one_of(self.overlong, ("error", "truncate", "drop", "carry", "own"), "overlong")
         self.pad_token_id = integer(self.pad_token_id, "pad_token_id")
         self.separator_id = None if self.separator_id is None else integer(self.separator_id, "separator_id")
         at_least(self.document_multiple, "document_multiple", 1)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from packing_ops._runtime.arguments import as_tensor, at_least, integer
+from packing_ops._runtime.arguments import as_tensor, at_least, integer, one_of
 from packing_ops.data._stream_reading import Reading, Row, StreamProgress
 
 ALGORITHM = 1  # a higher one makes other rows of the same examples
@@ -119,8 +119,7 @@ class PackedStream(IterableDataset[Row]):
                 f"capacity: expected room for a document of document_multiple={document_multiple} slots in a row of a "
                 f"multiple of row_multiple={row_multiple}, got {self.capacity['tokens']}"
             )
-        if overlong not in ("error", "drop", "own", "truncate"):
-            raise ValueError(f"overlong: expected 'error', 'drop', 'own' or 'truncate', got {overlong!r}")
+        one_of(overlong, ("error", "drop", "own", "truncate"), "overlong")
         if overlong == "truncate" and len(self.capacity) > 1:
             raise ValueError(f"overlong: expected 'error', 'drop' or 'own' for {[*self.capacity]}, got 'truncate'")
         self.overlong, self.drop_last = overlong, drop_last

@@ -205,8 +205,8 @@ def count_within_token_budget(
     most = len(features) if max_sequences_per_bin is None else integer(max_sequences_per_bin, "max_sequences_per_bin")
     if most < 1 and features:
         raise ValueError(f"max_sequences_per_bin: expected at least 1 example or None, got {most}")
-    if capacity is not None and integer(capacity, "capacity") < 1:
-        raise ValueError(f"capacity: expected at least 1 token or None, got {capacity}")
+    if capacity is not None:
+        at_least(capacity, "capacity", 1, "token or None")
     if capacity is None or not features:
         return min(most, len(features))
     names = [prefix + "input_ids" for prefix in ("chosen_", "rejected_")]

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import at_least, described, integer, number, old_name, sum_dtype
+from packing_ops._runtime.arguments import at_least, described, number, old_name, sum_dtype
 from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd, without_autograd
 from packing_ops.invariance.mode import ROWS, active, pad_rows, rows_of_product
 from packing_ops.losses.chunks import (
@@ -155,8 +155,7 @@ def token_kl(
     teacher_inv_temperature = (
         inv_temperature if teacher_temperature is None else _inverse(teacher_temperature, "teacher_temperature")
     )
-    if chunk is not None and (chunk := integer(chunk, "chunk")) < 1:
-        raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
+    chunk = None if chunk is None else at_least(chunk, "chunk", 1, "entry of the vocabulary")
     targets = _targets(labels, cu_seqlens, hidden, weight.shape[0], ignore_index)
     if (
         max_targets is None

@@ -27,10 +27,10 @@ from packing_ops._runtime.arguments import (
     check_tensor,
     described,
     dtype_name,
-    integer,
     number,
     old_name,
     one_number,
+    one_of,
     refuse_gradient,
 )
 from packing_ops._runtime.batch_cache import is_captured
@@ -230,8 +230,7 @@ def chunked_cross_entropy(
     Memory: as token_logps.
     Gradients: as token_logps.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    one_of(reduction, ("mean", "sum", "none"), "reduction")
     if num_items_in_batch is not None and reduction != "mean":
         raise ValueError(f"num_items_in_batch: expected None with reduction={reduction!r}, got {num_items_in_batch}")
     options = LogpsOptions(temperature, scale, softcap, chunk, max_targets, keep_logits, group)
@@ -378,8 +377,7 @@ def logps_of_targets(
     hidden, weight, bias = head
     temperature, outer, inner = _scaling(options, hidden)
     chunk, max_targets, group = options.chunk, options.max_targets, options.group
-    if chunk is not None and (chunk := integer(chunk, "chunk")) < 1:
-        raise ValueError(f"chunk: expected at least 1 entry of the vocabulary, got {chunk}")
+    chunk = None if chunk is None else at_least(chunk, "chunk", 1, "entry of the vocabulary")
     if max_targets is not None:
         max_targets = at_least(max_targets, "max_targets", 0)
     if "mean_logit" in names and options.allowed[0] is not None:

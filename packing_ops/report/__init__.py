@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packing_ops._runtime.arguments import at_least, integer
+from packing_ops._runtime.arguments import at_least
 from packing_ops.packing import Overlong
 from packing_ops.report.corpus import read_corpus
 from packing_ops.report.prefix_trees import savings
@@ -75,8 +75,7 @@ def make_report(
     """
     sizes = {"capacity": capacity, "batch_size": batch_size, "dp": dp, "hidden_size": hidden_size}
     for name, value in sizes.items():
-        if integer(value, name) < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+        at_least(value, name, 1)
     options: dict[str, Any] = {**sizes, "overlong": overlong}
     if buffer is not None:
         options["buffer"] = at_least(buffer, "buffer", 1, "example")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import integer
+from packing_ops._runtime.arguments import at_least, integer
 from packing_ops.metadata import PackedMetadata, check_causal
 
 
@@ -42,8 +42,8 @@ def block_causal_mask(
     Memory: ``total ** 2`` elements.
     Gradients: none.
     """
-    if window is not None and integer(window, "window") < 1:
-        raise ValueError(f"window: expected at least 1 visible key (the query itself), got {window}")
+    if window is not None:
+        at_least(window, "window", 1, "visible key (the query itself)")
     if isinstance(cu_seqlens, PackedMetadata):
         check_causal(cu_seqlens)
         total = cu_seqlens.total if total is None else total

@@ -6,6 +6,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
 from packing_ops._runtime import gate
+from packing_ops._runtime.arguments import one_of
 from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.integrations.megatron.masks import causal_and_window, tokens_of, window_of
 from packing_ops.integrations.megatron.prefix_tree import TreeParams, tree_in
@@ -84,8 +85,7 @@ class PackingDotProductAttention(MegatronModule):
 
     def _add_sinks(self, config, num_heads):
         kind = getattr(config, "softmax_type", "vanilla")
-        if kind not in ("vanilla", "off-by-one", "learnable"):
-            raise ValueError(f"softmax_type: expected 'vanilla', 'off-by-one' or 'learnable', got {kind!r}")
+        one_of(kind, ("vanilla", "off-by-one", "learnable"), "softmax_type")
         if kind == "vanilla":
             self.softmax_offset = None
             return
