@@ -38,7 +38,7 @@ def invariance() -> str:
     rows = rows_of("invariance_cuda")
     step = {(row["model"], row["layers"]): float(row["step_ms"]) for row in rows if row["mode"] == "without"}
     rows = [row | {"times": float(row["step_ms"]) / step[row["model"], row["layers"]]} for row in rows]
-    header = "model | layers | mode | log-probabilities that differ | a training step | times that without"
+    header = "model | layers | mode | log-probabilities that differ | a training step | time over that without"
     line = "{model} | {layers} | {mode} | {differ:,.0f} of {compared:,.0f} | {step_ms:.1f} ms | {times:.3f}"
     return by_row(rows, header, line)
 
@@ -82,7 +82,7 @@ def loops_of(name: str, models: dict[str, str], *loops: str) -> str:
             found["tokens"] = f"{found['differ']:,} of {found['tokens']:,}"
             found["largest"] = f"{found['largest']:.1e}" if found["largest"] else "0.0"
             lines.append(f"{model} | {loop} | {found['steps']} | {line.format(**found)}")
-    header = "model |  | steps | log-probs that differ | largest difference | rollout | update"
+    header = "model | loop | steps | log-probs that differ | largest difference | rollout | update"
     return table(header, lines, " ".join(where))
 
 
@@ -162,8 +162,9 @@ ROWS = {  # region: file, and what by_row is given: header, line of a row, note
                  "{requests} prompts of {prompt_tokens} tokens together, {new_tokens} new tokens. {origin}."),
     "matrix": ("matrix", "torch | Python | torch's CUDA | GPU | tests | date | commit",
                "{torch} | {python} | {torch_cuda} | {gpu} | {result} | {date} | {commit!s:.7}", "", (), "none"),
-    "plan": ("plan_cpu", "lengths | ranks | capacity | plan, of the least possible | fewest ranks that hold the longest | groups of "
-             "these, times the plan | and single ranks | groups, times a plan of that `max_size` | best size | times the plan",
+    "plan": ("plan_cpu", "lengths | ranks | capacity | efficiency of the plan | N, ranks that hold the longest document | speedup of the "
+             "plan over groups of N | over groups of N and single ranks | over groups of N, with `max_size=N` | best size of all "
+             "groups | speedup over groups of the best size",
              "{kind} | {ranks} | {capacity:,.0f} | {of_least:.2f} | {static_size} | {one_size_times_plan:.2f} | "
              "{two_sizes_times_plan:.2f} | {one_size_times_plan_of_that_size:.2f} | {best_size} | {best_size_times_plan:.2f}",
              "`benchmarks/simulate_plan.py`, {steps} steps of each; commit {commits}."),

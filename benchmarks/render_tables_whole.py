@@ -73,7 +73,7 @@ def headline() -> str:
     lines = (" | ".join([PROVIDERS[key], *cells]) for key, cells in figures.items())
     header = ["trained with", *(f"{SHOWN[part]}: tokens/s per GPU | MFU | peak GiB" for part in parts)]
     used = [row for (part, _), row in best.items() if part in parts]
-    note = f"bf16 ([how each was set, and more](docs/performance.md#whole-models); {origin(used)})."
+    note = f"bf16 ([settings, and more](docs/performance.md#whole-models); {origin(used)})."
     return table(" | ".join(header), lines, note, empty="–")
 
 
