@@ -3,6 +3,7 @@ in plain torch.
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -64,20 +65,25 @@ def _by_token(given: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return torch.cat(outs), state
 
 
+def _products_in(dtype: torch.dtype, of_state: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda a, b: (a.to(dtype) @ b.to(dtype)).to(of_state)
+
+
+def _decays(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (from the chunk's start to each token, ``[heads, tokens]``; from token j to token i, 0 for j > i)."""
+    decay = g.cumsum(-1)
+    lower = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
+    return decay, (decay[..., None] - decay[..., None, :]).masked_fill(~lower, 0).exp() * lower
+
+
 def _by_chunk(given: Tokens, state: torch.Tensor, chunk: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the formula of transformers' torch_chunk_gated_delta_rule, its products in ``dtype``."""
-
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return (a.to(dtype) @ b.to(dtype)).to(state.dtype)
-
-    outs = [given[2][:0]]
+    product, outs = _products_in(dtype, state.dtype), [given[2][:0]]
     for start in range(0, given[2].shape[0], chunk):
         q, k, v, g, beta = (x[start : start + chunk].transpose(0, 1) for x in given)
-        decay, size = g.cumsum(-1), v.shape[1]
-        lower = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
-        between = (decay[..., None] - decay[..., None, :]).masked_fill(~lower, 0).exp() * lower
+        decay, between = _decays(g)
         corrections = product(k * beta[..., None], k.mT).mul(between).tril(-1)
-        identity = torch.eye(size, dtype=g.dtype, device=v.device)
+        identity = torch.eye(v.shape[1], dtype=g.dtype, device=v.device)
         inverse = torch.linalg.solve_triangular(identity + corrections, identity.expand_as(corrections), upper=False)
         keys = product(inverse, k * (beta * decay.exp())[..., None])
         new = product(inverse, v * beta[..., None]) - product(keys, state)
@@ -139,16 +145,10 @@ def _scan_by_chunk(
     given: Tokens, state: torch.Tensor, chunk: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the formula of transformers' mamba2_chunk_scan, its products in ``dtype`` as mamba_ssm's are."""
-
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return (a.to(dtype) @ b.to(dtype)).to(state.dtype)
-
-    outs = [given[2][:0]]
+    product, outs = _products_in(dtype, state.dtype), [given[2][:0]]
     for start in range(0, given[2].shape[0], chunk):
         C, B, x, g, step = (t[start : start + chunk].transpose(0, 1) for t in given)
-        decay, size = g.cumsum(-1), x.shape[1]
-        lower = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
-        between = (decay[..., None] - decay[..., None, :]).masked_fill(~lower, 0).exp() * lower
+        decay, between = _decays(g)
         new, scores = x * step[..., None], product(C, B.mT) * between
         outs.append((product(C * decay.exp()[..., None], state.mT) + product(scores, new)).transpose(0, 1))
         left = (decay[:, -1:] - decay).exp()[..., None]
