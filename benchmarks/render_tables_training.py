@@ -9,14 +9,6 @@ from result_rows import COPY, OURS, Case, by_row, cases_of, failed, origin, pros
 LAYERS, FLASH, CHECKPOINTING = "torch.compile of each layer", "packed, torch FlashAttention-2", "gradient checkpointing"
 EAGER = "eager, the model's RMSNorm"
 STEPS = {  # group: {row: label}; the first row of a group is ours, which the others are compared with
-    EAGER: {
-        OURS: "packing_ops, `rms_norm=False`",
-        "padded batches of 8, sdpa": "padded batches of 8, SDPA",
-        "packed, sdpa mask": "packed, SDPA with a mask",
-        "packed, flex_attention": "packed, FlexAttention",
-        FLASH: "packed, torch's FlashAttention-2",
-        f"{FLASH}, compiled rope": "the same, RoPE under torch.compile",
-    },
     "eager, one kernel for RMSNorm (our default)": {
         f"{OURS}, rms_norm=True": "packing_ops",
         f"{FLASH}, compiled rope, F.rms_norm": "packed, torch's FlashAttention-2, RoPE under torch.compile, `F.rms_norm`",
@@ -25,6 +17,14 @@ STEPS = {  # group: {row: label}; the first row of a group is ours, which the ot
         f"{OURS}, {LAYERS}": "packing_ops",
         f"{FLASH}, {LAYERS}": "packed, torch's FlashAttention-2",
         f"{FLASH}, F.rms_norm, {LAYERS}": "the same, `F.rms_norm`",
+    },
+    EAGER: {
+        OURS: "packing_ops, `rms_norm=False`",
+        "padded batches of 8, sdpa": "padded batches of 8, SDPA",
+        "packed, sdpa mask": "packed, SDPA with a mask",
+        "packed, flex_attention": "packed, FlexAttention",
+        FLASH: "packed, torch's FlashAttention-2",
+        f"{FLASH}, compiled rope": "the same, RoPE under torch.compile",
     },
     f"{EAGER}, {CHECKPOINTING}": {
         f"{OURS}, {CHECKPOINTING}": "packing_ops, `rms_norm=False`",
