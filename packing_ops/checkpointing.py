@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from packing_ops._runtime import library
+from packing_ops._runtime.arguments import integer
 
 Contexts = tuple[torch.utils._python_dispatch.TorchDispatchMode, torch.utils._python_dispatch.TorchDispatchMode]
 
@@ -95,7 +96,7 @@ def checkpoint_policy(
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if budget != "auto" and not (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
         raise ValueError(f'budget: expected a positive number of bytes or "auto", got {budget!r}')
-    layers = _layers_of(model) if layers is None else layers
+    layers = _layers_of(model) if layers is None else integer(layers, "layers")
     if layers < 1:
         raise ValueError(
             f"layers: expected the number of checkpointed calls of a forward, at least 1, got {layers} in "

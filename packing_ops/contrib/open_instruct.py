@@ -172,7 +172,8 @@ def mixing_warning(model: torch.nn.Module, batch: Mapping[str, Any]) -> str | No
     if (cu_seqlens := batch.get("cu_seq_lens_q")) is not None:
         edges = cu_seqlens.unique().tolist()  # without documents of no tokens
     elif (position_ids := batch.get("position_ids")) is not None:
-        edges = [*(position_ids.flatten(0, -2)[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
+        starts = (position_ids.flatten(0, -2) == 0).all(0)  # of one axis several: an image's first rows
+        edges = [*starts.nonzero()[:, 0].tolist(), ids.shape[1]]
     else:
         raise ValueError(f"batch: expected cu_seq_lens_q or position_ids, got {sorted(batch)}")
     if len(edges) < 3:

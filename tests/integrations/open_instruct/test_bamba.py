@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import assert_same
+from helpers.hf_images import tiny_image_model
 
 pytest.importorskip("transformers")
 
@@ -133,3 +134,15 @@ def test_several_rows_are_no_packed_row():
     batch = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "position_ids": torch.zeros(2, 4, dtype=torch.int64)}
     with pytest.raises(ValueError, match=r"input_ids: expected a row \[1, total\], got \[2, 4\]"):
         mixing_warning(torch.nn.Identity(), batch)
+
+
+def test_a_document_that_begins_with_an_image(device):
+    """Its first rows are all at time 0: they begin no documents."""
+    model = tiny_image_model("qwen2_vl").to(device)
+    text = torch.arange(5).expand(3, 5)
+    image = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]])
+    positions = torch.cat([text, text, image], 1)[:, None].to(device)
+    batch = {"input_ids": torch.randint(3, 61, (1, 14), device=device), "position_ids": positions}
+    assert "mixes" in mixing_warning(model, batch)
+    apply_packing_ops(model)
+    assert mixing_warning(model, batch) is None
