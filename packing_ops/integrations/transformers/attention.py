@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import dtype_name
+from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.integrations import _additions, _advice
 from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations._walks import DOCUMENTS
@@ -37,6 +38,7 @@ from packing_ops.integrations.transformers.versions import (
     PreTrainedModel,
     sdpa_attention_forward,
 )
+from packing_ops.invariance import mode
 from packing_ops.keys import keys_of_tree
 from packing_ops.varlen.attention import DTYPES, attend
 from packing_ops.varlen.masks import visible_mask
@@ -215,21 +217,26 @@ def packing_ops_attention(
         reason = reason or none or refused
         if not reason and found.has_interior_padding and window != (-1, -1):
             reason = "a sliding window over padding that may lie inside a row"
-        if reason:
+        step = reason == layer_documents.STEP and mode.active()
+        if reason and not step:
             versions.warn_once(reason)
             mask = attention_mask if found is None else _dense_mask(found, query, options, pattern)
             return _by_sdpa(module, (query, key, value), mask, options, dropout, kwargs)
-        documents = keys = found.cu_seqlens
-        if batch > 1 or found.indices is not None:  # else heads first, no view: autograd would record each
+        if step:  # of generate: each row's new token and all of its keys
+            documents, keys = (dense_cu_seqlens(batch, length, value, "key") for length in (seqlen, key.shape[2]))
+        else:
+            documents = keys = found.cu_seqlens
+        indices = None if step else found.indices
+        if batch > 1 or step or indices is not None:  # else heads first, no view: autograd would record each
             layout, heads = None, [tensor.transpose(1, 2) for tensor in heads]
-            if found.indices is None:
+            if indices is None:
                 heads = [tensor.flatten(0, 1) for tensor in heads]
             else:
-                heads = gate.gather_rows_many(heads, found.indices, found.indices.shape[0])
+                heads = gate.gather_rows_many(heads, indices, indices.shape[0])
 
     out, _ = attend(*heads, documents, keys, options, layout=layout)
-    if layout is None and found.indices is not None:
-        return gate.scatter_rows(out, found.indices, batch, seqlen), None
+    if layout is None and indices is not None:
+        return gate.scatter_rows(out, indices, batch, seqlen), None
     return (out if layout else out.unflatten(0, (batch, seqlen))), None
 
 

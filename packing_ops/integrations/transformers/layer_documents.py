@@ -9,6 +9,7 @@ from packing_ops.integrations.transformers.call import call_of_layers, current, 
 from packing_ops.integrations.transformers.documents import ROW_EACH, can_read, find_documents, is_tensor
 from packing_ops.integrations.transformers.versions import class_name
 
+STEP = "decoding with a KV cache"  # one token of each row
 MADE_FOR = ("cu_seqlens of a mask",)
 
 
@@ -41,7 +42,9 @@ def find(module, query, key, mask, pattern, cu_seqlens, position_ids, options):
     other = "Cross" in type(module).__name__
     if mask is None and query.shape[2] > 1 and (other or query.shape[2] != key.shape[2]):
         refuse_other_sequence(module, query)
-    none = why_no_documents(query, key, mask, causal, window) or ("attention to another sequence" if other else "")
+    none = why_no_documents(query, key, mask, causal, window, other) or (
+        "attention to another sequence" if other else ""
+    )
     if none and not other and cu_seqlens != (None, None) and not has_documents_of(cu_seqlens[0], mask):
         raise ValueError(f"cu_seq_lens_q: expected a row of its own documents, got {none}")
     return None if none else documents_of_layer(query, mask, cu_seqlens, position_ids), None, none
@@ -138,13 +141,14 @@ def _refuse_parts(length, seqlen, cu_seqlens, padding):
     )
 
 
-def why_no_documents(query, key, mask, causal, window):
+def why_no_documents(query, key, mask, causal, window, other):
     """Return why the documents of a call without a MaskPattern cannot be found, or an empty string."""
     if mask is not None and mask.dim() != 2:
         why = "decoding with a KV cache" if query.shape[2] != key.shape[2] else "a mask that is neither causal nor full"
         return f"{why} (mask of {mask.dim()} dimensions)"
     if query.shape[2] != key.shape[2]:
-        return "decoding with a KV cache or attention to another sequence"
+        is_step = mask is None and query.shape[2] == 1 and causal and window == (-1, -1)
+        return STEP if is_step and not other else f"{STEP} or attention to another sequence"
     if not causal and window != (-1, -1):
         return "a sliding window without causality and without its mask"
     return ""

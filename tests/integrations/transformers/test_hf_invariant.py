@@ -85,6 +85,22 @@ def test_whole_families(family, more):
     assert not po.is_invariant()
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
+@torch.no_grad()
+def test_steps_of_generate_have_the_bits_of_the_forward(family, device):
+    model = model_of(family).eval().to(device, torch.bfloat16)
+    assert apply_packing_ops(model, invariant=True).skipped == {}
+    ids = torch.randint(3, 60, (2, 75), generator=torch.Generator().manual_seed(0)).to(device)
+    whole, cache = model(ids, use_cache=False).logits, model(ids[:, :60], use_cache=True).past_key_values
+    for t in range(60, 75):
+        assert_same(model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits[:, 0], whole[:, t])
+    options = {"do_sample": False, "use_cache": True, "eos_token_id": None, "pad_token_id": 0, "output_logits": True}
+    found = model.generate(ids[:, :9], max_new_tokens=6, return_dict_in_generate=True, **options)
+    wanted = model(found.sequences, use_cache=False).logits[:, 8:-1]
+    assert_same(torch.stack(found.logits, 1), wanted.to(found.logits[0].dtype))
+    revert_packing_ops(model)
+
+
 def batch_of(how, documents):
     """The documents as a batch, and what takes each one's rows out of its results."""
     lengths = [len(document) for document in documents]
