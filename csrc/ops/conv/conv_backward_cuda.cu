@@ -198,8 +198,9 @@ __global__ void __launch_bounds__(256) conv_sums_kernel(CausalConvBackwardParams
   const int64_t columns = (p.width + 1) * p.channels;
   const int64_t column = int64_t{blockIdx.x} * kWarp + lane;
   float sum = 0.0f;
-  const int64_t parts = causal_conv1d_partial_sums(p.documents.total);
-  for (int64_t i = warp; i < parts && column < columns; i += 8) sum += p.partial[i * columns + column];
+  const int64_t parts = column < columns ? causal_conv1d_partial_sums(p.documents.total) : 0;
+#pragma unroll 8
+  for (int64_t i = warp; i < parts; i += 8) sum += p.partial[i * columns + column];
   of_warps[warp][lane] = sum;
   __syncthreads();
   if (warp > 0 || column >= columns) return;
