@@ -241,7 +241,10 @@ def pack_sequences(
     num_tokens, lost_tokens, own_slots, lower_bound = counts.tolist()
     none = overlong_items[:0]
     if row_multiple > 1 and overlong == "own":
-        own_slots = _slots_of(lengths.cpu()[overlong_items], alignment, row_multiple, slots)
+        own = lengths.cpu()[overlong_items].long()  # the rows of one sequence, on all sides
+        for multiple in (alignment, row_multiple):
+            own = (own + multiple - 1) // multiple * multiple
+        own_slots = int(own.clamp(min=slots).sum())
     return Packing(
         bin_offsets,
         item_indices,
@@ -282,13 +285,6 @@ def whole_rows(capacity: int, row_multiple: int, name: str) -> int:
     if 1 <= capacity < row_multiple:
         raise ValueError(f"row_multiple: expected at most {name}={capacity}, got {row_multiple}")
     return capacity // row_multiple * row_multiple
-
-
-def _slots_of(lengths: torch.Tensor, document_multiple: int, row_multiple: int, least: int) -> int:
-    """Return the slots of rows with one sequence each, on all sides, each at least ``least`` long."""
-    for multiple in (document_multiple, row_multiple):
-        lengths = (lengths.long() + multiple - 1) // multiple * multiple
-    return int(lengths.clamp(min=least).sum())
 
 
 def pack_ffd(

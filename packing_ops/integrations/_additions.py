@@ -102,7 +102,10 @@ def noise_by_document(model, call) -> None:
     """
     if call.outer is not None or not model.training:
         return
-    hooks = getattr(_embeddings_of(model), "_forward_hooks", {})
+    try:
+        hooks = getattr(model.get_input_embeddings(), "_forward_hooks", {})
+    except (AttributeError, NotImplementedError):  # no embeddings
+        return
     for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "") == _NOISE]:
         if not torch.compiler.is_compiling():
             hooks[key] = functools.partial(_noise, hooks[key])
@@ -113,13 +116,6 @@ def noise_by_document(model, call) -> None:
             "neftune_noise_alpha: expected None in a graph with several documents in a row, or a first call without it"
         )
         refuse_where(call.several(batch, positions), message)
-
-
-def _embeddings_of(model):
-    try:
-        return model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _noise(stock, module, args, embeddings):

@@ -129,7 +129,9 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     cu_seqlens_k = cumulated(*(part[:-1] for keys in key_last - key_first for part in (keys, torch.zeros_like(keys))))
 
     # Rows that arrive.
-    gathered = gathered_slots(spans)
+    begin, end = chunks_of_ranks(spans.starts, spans.rows, spans.ranks, spans.scheme)
+    parts = [slots_of_chunks(spans.starts, begin[r], end[r], spans.rows)[0] for r in range(spans.ranks)]
+    gathered = torch.cat(parts)  # the row's slot of each row that an all-gather gives
     slot_of_received, sent, received = gathered, None, (spans.ranks - 1) * spans.rows
     count = _most_keys(spans, len(key_first), rank)
     if exchange:
@@ -253,13 +255,6 @@ def _most_keys(spans: RowSpans, chunks: int, rank: int) -> int:
     """
     total = spans.ranks * spans.rows
     return total if chunks == 1 else total + (spans.rows + (2 * rank + 1) * (len(spans.lengths) - 1)) // 2
-
-
-def gathered_slots(spans: RowSpans) -> torch.Tensor:
-    """Return int64 ``[ranks * rows]``: the row's slot of each row that an all-gather gives."""
-    begin, end = chunks_of_ranks(spans.starts, spans.rows, spans.ranks, spans.scheme)
-    parts = (slots_of_chunks(spans.starts, begin[r], end[r], spans.rows)[0] for r in range(spans.ranks))
-    return torch.cat(list(parts))
 
 
 def _document_of(spans: RowSpans, slots: torch.Tensor) -> torch.Tensor:
