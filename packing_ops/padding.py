@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import check_tensor, index_tensor, integer
+from packing_ops._runtime.arguments import check_names, check_tensor, index_tensor, integer
 from packing_ops._runtime.autograd import call_below_autograd, register_autograd
 from packing_ops.padding_batches import check_padded
 
@@ -138,6 +138,7 @@ def unpad_inputs(
     Memory: as unpad_input.
     Gradients: of floating tensors, of any order; forward mode too.
     """
+    check_names(tensors, "tensors")
     for name, tensor in tensors.items():
         check_padded(name, tensor, attention_mask)
     if lengths is None and total is None and tensors and not torch.compiler.is_compiling():
@@ -165,12 +166,14 @@ def pad_inputs(
 
     Raises:
         ValueError: as pad_input.
+        TypeError: packed is no dict of tensors.
 
     Determinism: as pad_input.
     Synchronises: as pad_input.
     Memory: the results.
     Gradients: of floating tensors, of any order; forward mode too.
     """
+    check_names(packed, "packed")
     return _many(gate.scatter_rows_many, packed, indices, batch, seqlen)
 
 

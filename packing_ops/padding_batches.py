@@ -13,6 +13,7 @@ from packing_ops._runtime.arguments import (
     alone,
     as_tensor,
     at_least,
+    check_names,
     check_real,
     check_tensor,
     described,
@@ -71,6 +72,7 @@ def trim_padding(
     Memory: nothing, the results are views; with ``own`` a copy of what is kept.
     Gradients: through the views, or the copies, as torch has them.
     """
+    check_names(batch, "batch")
     mask: Any = batch.get("attention_mask") if attention_mask is None else attention_mask
     if mask is None:
         raise ValueError("attention_mask: expected one, as an argument or in the batch, got neither")

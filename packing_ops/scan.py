@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import (
+    FLOATS,
     check_cu_seqlens,
     check_cumulated,
     check_tensor,
@@ -110,7 +111,7 @@ def gated_delta_rule(
     Memory: scratch for each chunk of 64 tokens; in backward the states of all chunks (see Cost).
     Gradients: of q, k, v, g, beta and initial_state, also through final_state. No second derivative, no forward mode.
     """
-    for name, tensor in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
+    for name, tensor in {"q": q, "k": k, "v": v}.items():
         check_tensor(tensor, name)
     if isinstance(scale, torch.Tensor):
         refuse_gradient(scale, "scale", "a number or a tensor")
@@ -119,7 +120,8 @@ def gated_delta_rule(
     scale = q.shape[-1] ** -0.5 if scale is None and q.dim() else scale
     options = scale, use_qk_l2norm, output_final_state
     rule = _widened if q.is_cuda and q.dim() == k.dim() == v.dim() == 3 else gate.gated_delta_rule
-    out, final_state = rule(q, k, v, g.to(sums), beta.to(sums), cu_seqlens, initial_state, *options)
+    g, beta = _in_sums(g, "g", sums), _in_sums(beta, "beta", sums)
+    out, final_state = rule(q, k, v, g, beta, cu_seqlens, initial_state, *options)
     return out, final_state if output_final_state else None
 
 
@@ -224,17 +226,16 @@ def mamba2_scan(
     Gradients: of x, dt, A, B, C, D, z, dt_bias and initial_state, also through final_state; 0 for a step at its limit.
         No second derivative, no forward mode.
     """
-    for name, tensor in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
+    for name, tensor in {"x": x, "B": B, "C": C, **({} if z is None else {"z": z})}.items():
         check_tensor(tensor, name)
-    for name, given in {"D": D, "z": z, "dt_bias": dt_bias}.items():
-        if given is not None:
-            check_tensor(given, name)
     if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
         raise TypeError(f"dt_limit: expected a pair (min, max), got {dt_limit!r}")
     cu_seqlens = cu_seqlens_of(cu_seqlens, x.shape[0] if x.dim() else 1, like="x")
     sums = sum_dtype(x.dtype)
-    dt, A = dt.to(sums), A.to(sums)
-    D, dt_bias = (None if each is None else each.to(sums) for each in (D, dt_bias))
+    dt, A = _in_sums(dt, "dt", sums), _in_sums(A, "A", sums)
+    D, dt_bias = (
+        None if each is None else _in_sums(each, name, sums) for name, each in (("D", D), ("dt_bias", dt_bias))
+    )
     options = dt_softplus, *(number(limit, "dt_limit") for limit in dt_limit), output_final_state
     scan = _widened_mamba if x.is_cuda and x.dim() == B.dim() == C.dim() == 3 else gate.mamba2_scan
     out, final_state = scan(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options)
@@ -371,6 +372,14 @@ class OpenChunk:
         flat = [each.flatten(0, 1) for each in self.rows]
         out, states = self.scan(*flat, self._cu_seqlens, initial_state=self.state, output_final_state=True)
         return out.unflatten(0, (-1, CHUNK)), states
+
+
+def _in_sums(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return an argument that is read in the dtype of sums; ValueError for one of no floating dtype."""
+    check_tensor(tensor, name)
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"{name}: expected float32, float64, bfloat16 or float16, got {described(tensor)}")
+    return tensor.to(dtype)
 
 
 def _with_zeros(rows: torch.Tensor) -> torch.Tensor:

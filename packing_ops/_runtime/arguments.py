@@ -190,6 +190,12 @@ def check_tensor(value, name: str) -> None:
         raise wrong_type(name, "a tensor", value)
 
 
+def check_names(value, name: str) -> None:
+    """Raise TypeError for what is no mapping of names to tensors; a TensorDict is one, and no Mapping."""
+    if not hasattr(value, "items"):
+        raise wrong_type(name, "a dict of tensors", value)
+
+
 def check_real(tensor: torch.Tensor, name: str) -> None:
     """Raise ValueError for a complex tensor, whose imaginary parts would be lost."""
     check_tensor(tensor, name)

@@ -108,6 +108,7 @@ def select_attention_backend(
     Raises:
         NotImplementedError: no backend can run the call; gives each one's reason.
     """
+    check_tensor(q, "q")
     options = AttentionOptions(softcap=softcap, sinks=sinks, visible_end=visible_end)
     name, reasons = _select(q, k, v, options, return_lse)
     if not explain:

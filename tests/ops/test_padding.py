@@ -455,3 +455,21 @@ def test_mixed_devices_are_named():
         pytest.skip("needs a CUDA GPU")
     with pytest.raises(ValueError, match="packed: expected on cpu like indices, got float32"):
         po.pad_input(torch.randn(1, device="cuda"), torch.zeros(1, dtype=torch.int64), 1, 1)
+
+
+@pytest.mark.parametrize("value", [torch.ones(1, 2), [torch.ones(1, 2)], None], ids=str)
+def test_what_is_no_dict_is_named(value):
+    mask = torch.ones(1, 2)
+    calls = {
+        "tensors": lambda: po.unpad_inputs(value, mask),
+        "packed": lambda: po.pad_inputs(value, torch.arange(2), 1, 2),
+        "batch": lambda: po.trim_padding(value, mask),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name}: expected a dict of tensors, got "):
+            call()
+
+
+def test_backends_are_asked_with_a_tensor():
+    with pytest.raises(TypeError, match="q: expected a tensor, got 3"):
+        po.select_attention_backend(3)

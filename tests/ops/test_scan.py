@@ -358,3 +358,16 @@ def test_operations_are_counted():
         out, _ = po.gated_delta_rule(q.requires_grad_(), k, v, g, beta, cu_seqlens)
         out.sum().backward()
     assert counter.get_total_flops() == (3 + 8) * 2 * (6 + PADDING) * 2 * 3 * 5
+
+
+@pytest.mark.parametrize("name", ["g", "beta"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64], ids=str)
+def test_gates_are_floating(name, dtype):
+    """A cast would drop what an integer cannot say, or the imaginary part."""
+    q = torch.randn(3, 1, 8)
+    given = {"q": q, "k": q, "v": q, "g": -torch.rand(3, 1), "beta": torch.rand(3, 1)}
+    given[name] = given[name].to(dtype)
+    with pytest.raises(
+        ValueError, match=f"{name}: expected float32, float64, bfloat16 or float16, got {str(dtype)[6:]}"
+    ):
+        po.gated_delta_rule(**given, cu_seqlens=torch.tensor([0, 3]))

@@ -464,3 +464,14 @@ def test_operations_are_counted():
     with FlopCounterMode(display=False) as counter:
         called(po.mamba2_scan, tensors, cu_seqlens)[0].sum().backward()
     assert counter.get_total_flops() == (2 + 5) * 2 * (6 + PADDING) * 2 * 3 * 5
+
+
+@pytest.mark.parametrize("name", ["dt", "A", "D", "dt_bias"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64], ids=str)
+def test_steps_are_floating(name, dtype):
+    """A cast would drop what an integer cannot say, or the imaginary part."""
+    tensors, cu_seqlens = inputs_of("cpu", torch.float32, lengths=[3])
+    with pytest.raises(
+        ValueError, match=f"{name}: expected float32, float64, bfloat16 or float16, got {str(dtype)[6:]}"
+    ):
+        ours({**tensors, name: tensors[name].to(dtype)}, cu_seqlens)
