@@ -15,7 +15,7 @@ namespace packing_ops::conv {
 constexpr int kGroup = 4;  // rows that are computed together
 
 // A block's run of rows and its thread's channels. Neighbouring blocks have neighbouring channels of the same rows, so
-// that whole rows are in flight. A thread past the last channel reads the first ones, and must store nothing.
+// that whole rows are in flight. A thread past the last channel must neither load nor store.
 struct Tile {
   int64_t index, channel;
   bool exists;
@@ -25,7 +25,6 @@ struct Tile {
     index = blockIdx.x / parts;
     channel = blockIdx.x % parts * of_block + threadIdx.x * vec;
     exists = channel < channels;
-    if (!exists) channel = 0;
   }
 };
 

@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads) conv_backward_kernel(CausalConvBackw
   const int64_t first = tile.index * kRun;
   const int64_t left = p.documents.total - first;
   const int rows_of_tile = static_cast<int>(left < kRun ? left : kRun);
-  const int count = static_cast<int>(left < kRun + Rows::kPast ? left : kRun + Rows::kPast);
+  const int count = !tile.exists ? 0 : static_cast<int>(left < kRun + Rows::kPast ? left : kRun + Rows::kPast);
   typename Rows::Ring x_ring(p.x, p.x_row, first, tile.channel, count, shared);
   typename Rows::Ring dout_ring(p.dout, p.dout_row, first, tile.channel, count, shared + Rows::Ring::kBytes);
 #pragma unroll

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 3) conv_kernel(CausalConvParams p, i
   const int64_t first = tile.index * rows_of_tile;
   const int64_t left = p.documents.total - first;
   const int count = static_cast<int>(left < rows_of_tile ? left : rows_of_tile);
-  RowRing<T, kVec, kThreads, kStages> ring(p.x, p.x_row, first, tile.channel, count, shared);
+  RowRing<T, kVec, kThreads, kStages> ring(p.x, p.x_row, first, tile.channel, tile.exists ? count : 0, shared);
 #pragma unroll
   for (int i = 0; i < kStages; ++i) ring.start();
   flag_cu_seqlens(p.documents, fault);
