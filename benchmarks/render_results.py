@@ -95,6 +95,8 @@ def main():
             drawn = picture_of_efficiency(rows, target, note)
         else:
             drawn = path.stem.startswith("whole_") and picture_of_whole(rows, target)
+        if not drawn:
+            target.unlink(missing_ok=True)
         print(f"{path.stem}: {target.name if drawn else 'no picture'}")
 
 
