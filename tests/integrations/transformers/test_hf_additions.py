@@ -161,7 +161,8 @@ def test_every_adapter_of_peft_is_apart_or_refused(kind):
             with pytest.raises(ValueError, match="expected one document in each row"):
                 model(input_ids=IDS, **arguments)
         else:
-            torch.testing.assert_close(model(input_ids=IDS, **arguments).logits, alone, rtol=1e-4, atol=1e-4)
+            # RandLoRA's products amplify rounding to 3e-4 of logits up to 7; a mix changes them by 7.
+            torch.testing.assert_close(model(input_ids=IDS, **arguments).logits, alone, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
