@@ -140,8 +140,10 @@ class PackedCall:
                 "position_ids: expected each row's distance from its root beside segment_parents "
                 "(PrefixTree.position_ids), got None"
             )
-        if self.cu_seqlens is None or not is_tensor(position_ids, 2) or position_ids.shape[0] != 1:
-            return  # attention says what is wrong with cu_seqlens; axes of images are no depths
+        if self.cu_seqlens is None:
+            raise ValueError("cu_seq_lens_q: expected the segments of the tree beside segment_parents, got None")
+        if not is_tensor(position_ids, 2) or position_ids.shape[0] != 1:
+            return  # axes of images are no depths
         total = position_ids.shape[1]
         paths = cached_paths(self.cu_seqlens, self.segment_parents, total, None)
         depths = kept_with(paths[:2], ("depths", total), lambda: positions_of_paths(paths, total))

@@ -144,6 +144,7 @@ def test_refused(device):
         ({"labels": tokens[None]}, "labels: expected None beside segment_parents"),
         ({"attention_mask": torch.ones(1, tree.num_slots, device=device)}, "attention_mask: expected None beside"),
         ({"cu_seq_lens_k": torch.tensor([0, tree.num_slots], dtype=torch.int32, device=device)}, "cu_seq_lens_q: expected the segments"),
+        (dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k")), "cu_seq_lens_q: expected the segments of the tree beside segment_parents, got None"),
     ):  # fmt: skip
         metadata = po.PackedMetadata.from_prefix_tree(tree, device=device)
         told = {"position_ids": metadata.position_ids[None], **metadata.to_transformers(), **given}
