@@ -8,7 +8,6 @@ those of each document in a row without others.
 stateful_rows.py: documents as rows, and how each layer keeps them apart.
 """
 
-import ast
 import functools
 import re
 import sys
@@ -263,19 +262,7 @@ def _source_of(cls: type) -> str:
     """
     bases = [each for each in cls.__mro__ if issubclass(each, torch.nn.Module)]
     bases = [each for each in bases if not each.__module__.startswith("torch.")]
-    return "\n".join(_classes_in(each.__module__).get(each.__qualname__) or source_of(each) for each in bases)
-
-
-@functools.lru_cache(maxsize=4)  # the text of a file: layers of a model are in one or two
-def _classes_in(module: str) -> dict[str, str]:
-    """Return the code of transformers' classes by name: inspect.getsource would parse the module's file for each of
-    them.
-    """
-    if not module.startswith("transformers."):
-        return {}  # code from the Hub may be loaded again under its name
-    source = source_of(sys.modules[module])
-    lines, classes = source.splitlines(), [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
+    return "\n".join(map(source_of, bases))
 
 
 # --- the documents of a model's call ---

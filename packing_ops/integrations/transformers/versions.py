@@ -1,5 +1,7 @@
 """What the integration uses of transformers, imported once: torch.compile traces no import inside a forward."""
 
+import ast
+import functools
 import inspect
 import re
 import sys
@@ -98,12 +100,26 @@ def reads_text(cls: type) -> bool:
 ARGUMENTS = r"((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)"  # of a call in such code, also with calls of calls in them
 
 
-def source_of(function) -> str:
-    """Return its code, empty if there is no source."""
+def source_of(code) -> str:
+    """Return the source of a function, a class or a module, empty if there is none."""
+    if isinstance(code, type) and (found := _classes_in(code.__module__).get(code.__qualname__)):
+        return found
     try:
-        return inspect.getsource(function)
+        return inspect.getsource(code)
     except (OSError, TypeError):
         return ""
+
+
+@functools.lru_cache(maxsize=4)  # the text of a file: layers of a model are in one or two
+def _classes_in(module: str) -> dict[str, str]:
+    """Return the code of transformers' classes by name: inspect.getsource would parse the module's file for each of
+    them.
+    """
+    if not module.startswith("transformers."):
+        return {}  # code from the Hub may be loaded again under its name
+    source = source_of(sys.modules[module])
+    lines, classes = source.splitlines(), [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
 
 
 # --- warnings by the logger of transformers, once each ---
