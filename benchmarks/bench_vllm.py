@@ -1,11 +1,12 @@
 """python benchmarks/bench_vllm.py [--device cpu|cuda]: tokens that vLLM samples in a second, and whether a trainer
 computes the same log-probabilities.
 
-vLLM with packing_ops, with its own backend, and in its own batch-invariant mode; those two also with compiled layers
-and CUDA graphs, which packing_ops refuses. On a GPU a Qwen3 of 0.6B's shape with random weights. Each provider is a
-process of its own with the engine in it, in its default settings but for those of the table. All import vLLM at the
-same time and then take turns. A row is the best of --repeats runs after a shorter one that is not timed. The column
-log_probs_differ counts those of all timed runs, next to token_logps of packed rows of a trainer in the mode.
+vLLM with packing_ops, with its own backend, and in its own batch-invariant mode, each eager and with CUDA graphs: of
+compiled layers, and with packing_ops of the decoding steps as they are. On a GPU a Qwen3 of 0.6B's shape with random
+weights. Each provider is a process of its own with the engine in it, in its default settings but for those of the
+table. All import vLLM at the same time and then take turns. A row is the best of --repeats runs after a shorter one
+that is not timed. The column log_probs_differ counts those of all timed runs, next to token_logps of packed rows of a
+trainer in the mode.
 """
 
 import argparse
@@ -29,10 +30,12 @@ LONGEST, ANSWER = {"cuda": 256, "cpu": 32}, {"cuda": 200, "cpu": 16}  # tokens o
 PACK = 32  # documents that the trainer takes in one row
 
 INVARIANT, EAGER = {"VLLM_BATCH_INVARIANT": "1"}, {"enforce_eager": True}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 PROVIDERS = {  # options of the engine, environment
-    "packing_ops": ({"attention_backend": "CUSTOM", **EAGER}, {}),
-    "vLLM, eager": (EAGER, {}),
+    "packing_ops, eager": ({"attention_backend": "CUSTOM", **EAGER}, {}),
     "vLLM": ({}, {}),
+    "packing_ops": ({"attention_backend": "CUSTOM", "compilation_config": GRAPHS}, {}),
+    "vLLM, eager": (EAGER, {}),
     "vLLM batch-invariant, eager": (EAGER, INVARIANT),
     "vLLM batch-invariant": ({}, INVARIANT),
 }

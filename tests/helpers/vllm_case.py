@@ -92,9 +92,11 @@ def _modules():
         "vllm.platforms": {"current_platform": Platform()},
         "vllm.v1.attention.backend": {
             "AttentionBackend": Base,
+            "AttentionCGSupport": types.SimpleNamespace(UNIFORM_SINGLE_TOKEN_DECODE=1),
             "AttentionImpl": type("AttentionImpl", (Base,), {}),
             "AttentionMetadataBuilder": type("AttentionMetadataBuilder", (Base,), {}),
             "AttentionType": types.SimpleNamespace(DECODER="decoder"),
+            "CommonAttentionMetadata": types.SimpleNamespace,
             "MultipleOf": int,
         },
         "vllm.v1.attention.backends.registry": {

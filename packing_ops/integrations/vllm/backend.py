@@ -1,5 +1,6 @@
 """vLLM's attention backend "CUSTOM": varlen_attention over the pages of its cache, which it also writes."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -7,9 +8,11 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
+    CommonAttentionMetadata,
     MultipleOf,
 )
 
@@ -64,37 +67,41 @@ class Backend(AttentionBackend):
 
 @dataclass
 class Metadata:
-    """Of a step: queries by cu_seqlens, the pages of their keys, and the page and row of each new key."""
+    """Of a step, as vLLM gives it. A CUDA graph of the layers begins with what the first one makes of it."""
 
-    num_actual_tokens: int
-    cu_seqlens: torch.Tensor
-    pages: KeyPages
-    at: tuple[torch.Tensor, torch.Tensor]
+    given: CommonAttentionMetadata
+    page_size: int
+
+    @functools.cached_property
+    def queries(self) -> tuple[torch.Tensor, KeyPages]:
+        """cu_seqlens of the queries, and the pages of their keys."""
+        given = self.given
+        # Copies, since vLLM writes the next step into the same memory; with versions, so that layers share a plan.
+        with torch.inference_mode(False):
+            cu_seqlens = given.query_start_loc[: given.num_reqs + 1].clone()
+            used = given.seq_lens[: given.num_reqs].clone()
+        return cu_seqlens, KeyPages(given.block_table_tensor[: given.num_reqs], used)
+
+    @functools.cached_property
+    def at(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and row of each new key."""
+        slots = self.given.slot_mapping[: self.given.num_actual_tokens].long()
+        slots = slots.clamp(min=0)  # -1: page 0, which no request has
+        return slots // self.page_size, slots % self.page_size
 
 
 class Builder(AttentionMetadataBuilder):
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_size = kv_cache_spec.block_size
         refuse_layers(vllm_config.compilation_config.static_forward_context, Attention)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Metadata:
-        given = common_attn_metadata
-        if given.causal is not True:
-            raise NotImplementedError(f"causal: expected True, got {given.causal}")
-        slots = given.slot_mapping[: given.num_actual_tokens].long().clamp(min=0)  # -1: page 0, which no request has
-        # Copies, since vLLM writes the next step into the same memory; with versions, so that layers share a plan.
-        with torch.inference_mode(False):
-            cu_seqlens, used = (
-                given.query_start_loc[: given.num_reqs + 1].clone(),
-                given.seq_lens[: given.num_reqs].clone(),
-            )
-        return Metadata(
-            given.num_actual_tokens,
-            cu_seqlens,
-            KeyPages(given.block_table_tensor[: given.num_reqs], used),
-            (slots // self.page_size, slots % self.page_size),
-        )
+        if common_attn_metadata.causal is not True:
+            raise NotImplementedError(f"causal: expected True, got {common_attn_metadata.causal}")
+        return Metadata(common_attn_metadata, self.page_size)
 
 
 class Impl(AttentionImpl):
@@ -151,10 +158,10 @@ class Impl(AttentionImpl):
         """
         if attn_metadata is None:
             return output.zero_()
-        total = attn_metadata.num_actual_tokens
+        total, (cu_seqlens, pages) = attn_metadata.given.num_actual_tokens, attn_metadata.queries
         k_pages, v_pages = kv_cache.transpose(1, 2).split(self.head_size, -1)
         k_pages.index_put_(attn_metadata.at, key[:total])
         v_pages.index_put_(attn_metadata.at, value[:total])
-        out, _ = attend(query[:total], k_pages, v_pages, attn_metadata.cu_seqlens, attn_metadata.pages, self.options)
+        out, _ = attend(query[:total], k_pages, v_pages, cu_seqlens, pages, self.options)
         output[:total].copy_(out.view_as(output[:total]))
         return output

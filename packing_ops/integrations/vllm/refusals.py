@@ -30,7 +30,7 @@ def _found(config) -> Iterator[tuple[str, str, object]]:
         yield "kv_cache_dtype", "'auto'", repr(cache.cache_dtype)
     compilation = config.compilation_config
     if getattr(compilation.mode, "value", compilation.mode):
-        yield "enforce_eager", "True, since compiled layers sum in other orders", False
+        yield "enforce_eager", "True, or mode 0 in compilation_config: compiled layers sum in other orders", False
     if model.dtype == torch.float32 and config.device_config.device_type == "cuda":
         yield "dtype", "bfloat16 or float16 on a GPU", "float32"
     yield from _of_model(model.hf_text_config)

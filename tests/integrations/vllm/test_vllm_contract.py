@@ -43,6 +43,33 @@ def test_attention_writes_and_reads_pages(vllm, device, window, heads_first):
     assert torch.equal(found, po.varlen_attention(q, k, v, cu_seqlens, **windows))
 
 
+def test_a_graph_of_a_step_takes_the_numbers_of_the_next(vllm, device):
+    """vLLM captures with made-up numbers, and writes those of each step into the same memory."""
+    impl = vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS)
+    builder = vllm.backend.Builder(types.SimpleNamespace(block_size=BLOCK), [], config(), device)
+    cache = torch.randn(6, KV_HEADS, BLOCK, 2 * DIM, device=device).bfloat16()
+    q, k, v = (torch.randn(2, heads, DIM, device=device).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    numbers, later = (step(requests, [[3, 1], [2, 5]], device) for requests in ([(0, 1)] * 2, [(140, 1), (90, 1)]))
+    wanted, expected = torch.empty_like(q), cache.clone()
+    impl.forward(None, q, k, v, expected, builder.build(0, later), wanted)
+    out, replay = torch.empty_like(q), lambda: impl.forward(None, q, k, v, cache, metadata, out)
+    metadata = builder.build(0, numbers)
+    if device == "cuda":
+        before = cache.clone()
+        replay()
+        metadata, graph = builder.build(0, numbers), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            replay()
+        cache.copy_(before)
+        replay = graph.replay
+    for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+        getattr(numbers, name).copy_(getattr(later, name))
+    replay()
+    assert torch.equal(out, wanted)
+    assert torch.equal(cache, expected)
+
+
 def test_a_run_without_metadata_gives_zeros(vllm):
     impl = vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS)
     out = impl.forward(None, None, None, None, torch.empty(0), None, torch.ones(3, HEADS, DIM))
