@@ -29,16 +29,19 @@ REQUESTS = {"cuda": (64, 256), "cpu": (4, 8)}
 LONGEST, ANSWER = {"cuda": 256, "cpu": 32}, {"cuda": 200, "cpu": 16}  # tokens of a prompt, at most, and of an answer
 PACK = 32  # documents that the trainer takes in one row
 
-INVARIANT, EAGER = {"VLLM_BATCH_INVARIANT": "1"}, {"enforce_eager": True}
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+SIZES = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+INVARIANT, EAGER, COMPILED = {"VLLM_BATCH_INVARIANT": "1"}, {"enforce_eager": True}, {"compilation_config": SIZES}
+DECODING = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", **SIZES}}
 PROVIDERS = {  # options of the engine, environment
+    "packing_ops": ({"attention_backend": "CUSTOM", **DECODING}, {}),
+    "vLLM": (COMPILED, {}),
     "packing_ops, eager": ({"attention_backend": "CUSTOM", **EAGER}, {}),
-    "vLLM": ({}, {}),
-    "packing_ops": ({"attention_backend": "CUSTOM", "compilation_config": GRAPHS}, {}),
+    "vLLM batch-invariant": (COMPILED, INVARIANT),
     "vLLM, eager": (EAGER, {}),
     "vLLM batch-invariant, eager": (EAGER, INVARIANT),
-    "vLLM batch-invariant": ({}, INVARIANT),
 }
+ON = {"cuda": tuple(PROVIDERS), "cpu": ("packing_ops, eager", "vLLM, eager")}
+LIMIT = 120  # seconds of a provider
 
 
 def prompts_of(device: str, count: int) -> list[list[int]]:
@@ -48,7 +51,7 @@ def prompts_of(device: str, count: int) -> list[list[int]]:
 
 def sample(device: str, provider: str, folder: str, repeats: int, to: Path) -> None:
     """One provider's process: seconds of each run and what was sampled, into a file."""
-    import vllm
+    from vllm import LLM, SamplingParams
 
     from packing_ops.integrations.vllm import register
 
@@ -57,12 +60,13 @@ def sample(device: str, provider: str, folder: str, repeats: int, to: Path) -> N
     options, answer = PROVIDERS[provider][0], ANSWER[device]
     if device == "cuda":
         options = options | {"gpu_memory_utilization": 0.3}
-    dtype, longest = str(DTYPES[device]).removeprefix("torch."), LONGEST[device] + answer
-    llm = vllm.LLM(folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=longest, **options)
+    sizes = {"max_model_len": LONGEST[device] + answer, "max_num_seqs": max(REQUESTS[device])}
+    dtype = str(DTYPES[device]).removeprefix("torch.")
+    llm = LLM(folder, skip_tokenizer_init=True, dtype=dtype, **sizes, **options)
 
     def run(prompts: list[list[int]], tokens: int) -> tuple[float, list[tuple[list[int], list[float]]]]:
         llm.reset_prefix_cache()
-        sampling = vllm.SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
         given, start = [{"prompt_token_ids": prompt} for prompt in prompts], time.perf_counter()
         found = llm.generate(given, sampling, use_tqdm=False)
         seconds, answers = time.perf_counter() - start, [each.outputs[0] for each in found]
@@ -123,7 +127,7 @@ def measure(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder, processes = Path(name), {}
         again = [sys.executable, __file__, "--device", device, "--repeats", str(arguments.repeats), "--folder", name]
-        for provider in arguments.only or PROVIDERS:
+        for provider in arguments.only or ON[device]:
             environment = {**os.environ, **PROVIDERS[provider][1], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             command = [*again, "--provider", provider]
             processes[provider] = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
@@ -134,7 +138,11 @@ def measure(arguments: argparse.Namespace) -> int:
         assert (applied := apply_packing_ops(model, invariant=True)).skipped == {}, applied.skipped
         for provider, process in processes.items():
             start = time.perf_counter()
-            process.communicate("go\n")
+            try:
+                process.communicate("go\n", timeout=LIMIT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             print(f"{provider}: {time.perf_counter() - start:.0f} s in all", flush=True)
             if process.returncode != 0:
                 failed.append(provider)
