@@ -307,7 +307,7 @@ STATEMENTS = {
     "_runtime": 1067,  # older names came, and go with the next minor version
     "contrib": 420,  # mixing_warning, prefix_attention
     "data": 2190,
-    "integrations": 5705,  # vLLM, states over ranks, trees, older names, Kimi's convolutions came
+    "integrations": 5709,  # vLLM, states over ranks, trees, older names, Kimi's convolutions came
     "invariance": 772,  # rollouts came, what is none, and rows of narrow products
     "losses": 610,
     "parallel": 1030,  # states over ranks came
