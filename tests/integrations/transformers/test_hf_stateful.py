@@ -3,12 +3,14 @@
 import copy
 import functools
 import pickle
+import sys
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
+from helpers import fresh_process  # noqa: E402
 from helpers.hf_models import CACHE, tiny_model  # noqa: E402
 from stateful_case import CLOSE, LENGTHS, Blur, alone, assert_apart, behind_attention, in_llama, logits, packed  # noqa: E402
 from stateful_models import SERVED, stateful_model  # noqa: E402
@@ -416,15 +418,8 @@ torch.testing.assert_close(found, case.alone(stateful_model("jamba"), ids), **ca
 
 
 def test_kernels_that_take_boundaries_get_them(tmp_path):
-    import os
-    import subprocess
-    import sys
-
     (tmp_path / "causal_conv1d.py").write_text(CAUSAL_CONV1D)
-    path = os.pathsep.join([str(tmp_path), *(each for each in sys.path if each)])
-    command = [sys.executable, "-c", WITH_KERNELS]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    fresh_process.run("-c", WITH_KERNELS, folder=tmp_path, paths=[tmp_path, *sys.path])
 
 
 def test_arguments_of_a_layer_keep_their_places():
