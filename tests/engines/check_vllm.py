@@ -30,6 +30,16 @@ def registered():
     revert_registration()
 
 
+def test_a_seed_draws_the_same_tokens_in_any_batch(tmp_path):
+    alone, *others = prompts(90, 5, 40, 200)
+    with engine(saved("qwen3", HALF, tmp_path), HALF) as llm:
+        (wanted, logps), *_ = sample(llm, [alone], seed=7)
+        *_, (found, again) = sample(llm, [*others, alone], seed=7)
+        (other, _), *_ = sample(llm, [alone], seed=8)
+    assert found == wanted != other
+    assert torch.equal(again, logps)
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("qwen3", FLOAT), ("qwen3", HALF), ("llama", HALF), ("gemma", FLOAT), ("gemma", HALF)]
 )
