@@ -55,7 +55,8 @@ def sample(device: str, provider: str, folder: str, repeats: int, to: Path) -> N
 
     from packing_ops.integrations.vllm import register
 
-    sys.stdin.readline()  # its turn
+    if not sys.stdin.readline():  # its turn, or the end
+        return
     register()
     options, answer = PROVIDERS[provider][0], ANSWER[device]
     if device == "cuda":
