@@ -107,7 +107,7 @@ def refusals():
         segments = dataclasses.replace(metadata, paths=None) if rank == 1 else metadata
         found["one rank"] = message_of(lambda: ulysses_attention(q, k, v, segments))
         rows = metadata.paths.slot_of_key.flip(0) if rank == 1 else metadata.paths.slot_of_key
-        other = dataclasses.replace(metadata, paths=metadata.paths._replace(row_of_key=rows))
+        other = dataclasses.replace(metadata, paths=metadata.paths._replace(slot_of_key=rows))
         found["paths"] = message_of(lambda: ulysses_attention(q, k, v, other))
         out, choice = varlen_attention_over(None, q, k, v, metadata, explain=True)
     found["choice"] = choice.name, torch.equal(out, ulysses_attention(q, k, v, metadata))
