@@ -16,7 +16,7 @@ def is_narrow(module: torch.nn.Module) -> bool:
     """Return whether it is a product of few columns or few terms, whose gradient has few columns: a router of experts,
     an adapter.
     """
-    weight = getattr(module, "weight", None)
+    weight = module._parameters.get("weight")  # not that of a layer inside, whose input has other uses there
     if not isinstance(weight, torch.Tensor) or isinstance(module, torch.nn.Embedding):
         return False
     return weight.dim() == 2 and weight.is_floating_point() and min(weight.shape) <= NARROW

@@ -97,3 +97,13 @@ def test_routers_and_adapters_of_few_rows(dtype, compiled, fresh_compile):
 
 def as_tuple(out):
     return out if isinstance(out, tuple) else (out,)
+
+
+def test_around_a_product_not_around_what_holds_one():
+    """An adapter's layer shows its base's weight. Rows added around both would add the gradients in another order."""
+    peft = pytest.importorskip("peft")
+    model = torch.nn.Sequential(torch.nn.Linear(24, 8))
+    layer = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0"])).base_model.model[0]
+    assert layer.weight.shape == (8, 24)
+    assert not few_rows.is_narrow(layer)
+    assert few_rows.is_narrow(layer.base_layer)
