@@ -106,14 +106,14 @@ def extension():
         print(f"packing_ops: for GPUs of compute capability {archs.replace(';', ', ')}", flush=True)
         cpp_extension.CUDA_HOME = str(home)  # a CPU build of torch leaves it None
         cpp_extension._check_cuda_version = lambda *_: None  # any CUDA will do: docs/errors-and-env.md
-        if torch.version.cuda is None:
-            checks.drop_stale_cuda_objects(ROOT, sources(".cu"))
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']
         define += macros(archs)
         nvcc_of_each_file(home)
         dims = checks.head_dims()
         define += [f'-DPACKING_OPS_HEAD_DIMS="{" ".join(map(str, dims))}"'] if dims != checks.HEAD_DIMS else []
         files += [file for file in sources(".cu") if is_asked(file, dims)]
+        if torch.version.cuda is None:
+            checks.drop_stale_cuda_objects(ROOT, units(files, ROOT, BUILD / "units"))
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]
         library_dirs = [str(home / d) for d in ("lib64", "lib", "targets/x86_64-linux/lib")]
         libraries = ["cudart_static", *libraries, "rt", "pthread"]

@@ -162,7 +162,7 @@ def drop_stale_cuda_objects(root: Path, sources: list[str]) -> None:
     so tools/nvcc.py writes the dependency files.
     """
     for folder in root.glob("build/temp.*"):
-        for built in (folder / Path(source).with_suffix(".o") for source in sources):
+        for built in (folder / Path(source).with_suffix(".o") for source in sources if source.endswith(".cu")):
             if built.exists() and is_older_than_its_headers(built, folder):
                 built.unlink()
 

@@ -1,8 +1,12 @@
-"""Groups sources that include torch into a few compilation units, and orders what is compiled."""
+"""Groups sources with the same long headers into a few compilation units, and orders what is compiled."""
 
+from itertools import groupby
 from pathlib import Path
 
+from tools.nvcc import callers
+
 UNITS = 5  # each compiles no longer than the slowest kernel, so that an edit stays cheap
+INSTANCES = 4  # of attention in a unit, for the same reason
 
 
 def includes_torch(source: str) -> bool:
@@ -20,24 +24,34 @@ def parts_of(files: list[str], sizes: list[int], count: int) -> list[list[str]]:
     return [part for part in parts if part]
 
 
-def units(sources: list[str], root: Path, folder: Path) -> list[str]:
-    """``sources``, paths in ``root``, with the files that include torch replaced by a few in ``folder`` that #include
-    them: torch's headers take longer to compile than what such a file holds.
+def is_shared_instance(source: str) -> bool:
+    """Instances for one architecture (archs.py) stay separate: ptxas's report names each."""
+    return Path(source).parts[-3:-1] == ("sm80", "instances")
 
-    Not beside CUDA kernels: there it would save little, and each file shows that it includes what it needs.
+
+def unit_of(part: list[str], unit: Path, root: Path) -> str:
+    text = "".join(f'#include "{Path(source).relative_to("csrc")}"\n' for source in part)
+    unit.parent.mkdir(parents=True, exist_ok=True)
+    if not unit.exists() or unit.read_text() != text:  # one that stays is not compiled again
+        unit.write_text(text)
+    return str(unit.relative_to(root) if unit.is_relative_to(root) else unit)
+
+
+def units(sources: list[str], root: Path, folder: Path) -> list[str]:
+    """``sources``, paths in ``root``, with those that include torch and the sm80 instances of attention replaced by a
+    few in ``folder`` that #include them: the headers take longer to compile than what such a file holds.
+
+    A unit's instances have the same callers. It has the name of the first, by which tools/nvcc.py finds the callers.
     """
-    if any(source.endswith(".cu") for source in sources):
-        return sources
     together = sorted(filter(includes_torch, sources))
-    folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    for i, part in enumerate(parts_of(together, [(root / source).stat().st_size for source in together], UNITS)):
-        unit = folder / f"unit_{i + 1}.cpp"
-        text = "".join(f'#include "{Path(source).relative_to("csrc")}"\n' for source in part)
-        if not unit.exists() or unit.read_text() != text:  # one that stays is not compiled again
-            unit.write_text(text)
-        made.append(str(unit.relative_to(root) if unit.is_relative_to(root) else unit))
-    return made + [source for source in sources if source not in together]
+    parts = parts_of(together, [(root / source).stat().st_size for source in together], UNITS)
+    made = [unit_of(part, folder / f"unit_{i + 1}.cpp", root) for i, part in enumerate(parts)]
+    instances = sorted(filter(is_shared_instance, sources), key=lambda source: (callers(source), source))
+    for _, same in groupby(instances, callers):
+        files = list(same)
+        for part in parts_of(files, [(root / file).stat().st_size for file in files], -(-len(files) // INSTANCES)):
+            made.append(unit_of(part, folder / "sm80" / "instances" / Path(part[0]).name, root))
+    return made + [source for source in sources if source not in {*together, *instances}]
 
 
 def longest_first(sources: list[str], root: Path) -> list[str]:
@@ -45,7 +59,7 @@ def longest_first(sources: list[str], root: Path) -> list[str]:
 
     def rank(source: str) -> tuple:
         text = (root / source).read_text()
-        unit = text.count(".cpp") > 1  # made by units(): its text is short, what it includes is not
+        unit = text.count('.cpp"') + text.count('.cu"') > 1  # made by units(): its text is short, its includes are not
         return source.endswith(".cu"), "PACKING_OPS_MULTIVERSION" in text, unit, len(text)
 
     return sorted(sources, key=rank, reverse=True)

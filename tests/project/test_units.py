@@ -1,4 +1,4 @@
-"""tools/units.py: what the CPU half compiles as one file, and in which order."""
+"""tools/units.py: what is compiled as one file, and in which order."""
 
 import os
 import re
@@ -10,9 +10,12 @@ import pytest
 from helpers import ROOT
 from setuptools import Distribution, Extension
 
+from tools.nvcc import callers
 from tools.units import UNITS, includes_torch, longest_first, parts_of, units
 
-CPP = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
+CPP, CU = (
+    sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob(pattern)) for pattern in ("*.cpp", "*.cu")
+)
 TORCH = re.compile(r"^#include <torch/csrc/", re.M)
 
 
@@ -33,13 +36,26 @@ def test_the_files_that_include_torch_are_those_that_go_together(source):
     assert includes_torch(source) == reaches_torch(source)
 
 
-def test_every_file_is_compiled_once(tmp_path):
-    made = units(CPP, ROOT, tmp_path)
-    included = [
-        name for unit in made[:UNITS] for name in re.findall(r'^#include "(.+)"$', Path(unit).read_text(), re.M)
-    ]
-    assert sorted([*(f"csrc/{name}" for name in included), *made[UNITS:]]) == CPP
-    assert not any(map(includes_torch, made[UNITS:]))
+def parts_of_unit(unit):
+    return [f"csrc/{name}" for name in re.findall(r'^#include "(.+)"$', Path(unit).read_text(), re.M)]
+
+
+@pytest.mark.parametrize("sources", [CPP, sorted([*CPP, *CU])], ids=["the CPU half", "both halves"])
+def test_every_file_is_compiled_once(sources, tmp_path):
+    made = units(sources, ROOT, tmp_path)
+    in_units = [unit for unit in made if unit not in sources]
+    alone = [source for source in made if source in sources]
+    assert sorted([*(part for unit in in_units for part in parts_of_unit(unit)), *alone]) == sources
+    assert not any(map(includes_torch, alone))
+    assert len({*made}) == len(made)
+
+
+def test_instances_of_one_unit_have_the_same_callers(tmp_path):
+    """By the unit's name tools/nvcc.py finds for which GPUs it is compiled."""
+    made = [unit for unit in units(CU, ROOT, tmp_path) if unit not in CU]
+    assert len(made) > 5
+    for unit in made:
+        assert {callers(part) for part in parts_of_unit(unit)} == {callers(unit)}
 
 
 def test_a_unit_that_stays_is_not_written_again(tmp_path):
@@ -51,11 +67,6 @@ def test_a_unit_that_stays_is_not_written_again(tmp_path):
     units(CPP, ROOT, tmp_path)
     assert os.path.getmtime(first) > 1
     assert [os.path.getmtime(unit) for unit in others] == [1] * len(others)
-
-
-def test_beside_cuda_kernels_each_file_is_compiled_by_itself(tmp_path):
-    sources = [*CPP, "csrc/core/fault.cu"]
-    assert units(sources, ROOT, tmp_path) == sources
 
 
 @pytest.mark.parametrize(
@@ -79,11 +90,12 @@ def test_what_takes_long_is_compiled_first(tmp_path):
         "b.cpp": "// longer",
         "c.cpp": "PACKING_OPS_MULTIVERSION void f();",
         "d.cpp": '#include "ops/e_bind.cpp"\n#include "ops/f_bind.cpp"\n',
-        "e.cu": "//",
+        "e.cu": "// longer than the unit, which is alone",
+        "f.cu": '#include "g.cu"\n#include "h.cu"\n',
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    assert longest_first(sorted(texts), tmp_path) == ["e.cu", "c.cpp", "d.cpp", "b.cpp", "a.cpp"]
+    assert longest_first(sorted(texts), tmp_path) == ["f.cu", "e.cu", "c.cpp", "d.cpp", "b.cpp", "a.cpp"]
 
 
 def test_the_build_hands_units_to_the_compiler(tmp_path, monkeypatch):
