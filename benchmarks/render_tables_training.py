@@ -132,6 +132,22 @@ def training_of(family: str) -> str:
     return by_row(rows, header, "{provider} | {shown} | {speedup}", note)
 
 
+VLLM = {"packing_ops": "packing_ops, CUDA graphs of decoding steps", "vLLM": "vLLM's default: FlashAttention-3, compiled, CUDA graphs",
+        "packing_ops, eager": "packing_ops, eager"}  # fmt: skip
+
+
+def vllm() -> str:
+    """A row for each engine and number of requests, beside vLLM's default with as many."""
+    rows = rows_of("vllm_cuda")
+    default = {row["requests"]: float(row["tokens_per_second"]) for row in rows if row["provider"] == "vLLM"}
+    for row in rows:
+        row["share"] = f"{float(row['tokens_per_second']) / default[row['requests']]:.2f}"
+        row["label"] = VLLM.get(row["provider"], row["provider"])
+    line = "{label} | {requests} | {tokens_per_second:,.0f} | {share} | {log_probs_differ:,.0f} of {log_probs:,.0f}"
+    header = "engine | requests | tokens/s | over vLLM's default | log-probs that differ from the trainer's"
+    return by_row(rows, header, line, "Qwen3-0.6B's shape, bfloat16, 200 tokens to each request. {origin}.")
+
+
 LOGPS_KEPT = "packing_ops, all logits kept"
 LOGPS = {OURS: "packing_ops", LOGPS_KEPT: "the same, all logits kept", "torch.compile": "torch.compile",
          "TRL's chunked log-probs": "TRL", "Liger's fused linear cross entropy": "Liger", "torch eager": "torch eager",
@@ -175,7 +191,7 @@ def memory() -> str:
 
 
 MADE = {
-    **{each.__name__: each for each in (e2e, adapter, megatron, parallel, parallel_host, logps, memory)},
+    **{each.__name__: each for each in (e2e, adapter, megatron, parallel, parallel_host, vllm, logps, memory)},
     "hybrid": partial(training_of, "hybrid_cuda"),
     "hybrid_bamba": partial(training_of, "hybrid_bamba_cuda"),
 }
