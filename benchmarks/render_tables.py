@@ -168,6 +168,8 @@ ROWS = {  # region: file, and what by_row is given: header, line of a row, note
              "{kind} | {ranks} | {capacity:,.0f} | {of_least:.2f} | {static_size} | {one_size_times_plan:.2f} | "
              "{two_sizes_times_plan:.2f} | {one_size_times_plan_of_that_size:.2f} | {best_size} | {best_size_times_plan:.2f}",
              "`benchmarks/simulate_plan.py`, {steps} steps of each; commit {commits}."),
+    "scan_published": ("scan_published", "ms, as published | forward, 1 document | forward, 8 documents | backward, 1 | backward, 8",
+                       "{library} | {forward_1:.2f} | {forward_8:.2f} | {backward_1:.2f} | {backward_8:.2f}", "", (), "–"),
 }  # fmt: skip
 MADE: dict[str, Callable[[], str]] = {
     **attention.MADE,
