@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+if not __package__:  # a program, not a module of setup.py, where tools/wheel.py would hide the package wheel
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from archs import only_arch
+from tools.archs import only_arch
 
 # Shared memory that a block may have, in KB, by compute capability. An architecture that is not here calls every
 # instance.

@@ -311,7 +311,7 @@ def keeps_apart(rule: Any) -> bool:
     rows, states = [q, k, v, g, beta], numbers(3, heads, 8, 8, start=5.0)
     rule = functools.partial(rule, use_qk_l2norm_in_kernel=True)
     with quiet():
-        cu_seqlens = torch.tensor([0, *tokens]).cumsum(0).int()
+        cu_seqlens = torch.tensor([0, *tokens], device="cpu").cumsum(0).int()
         found = tensors_of(attempt(in_rows, rule, *rows, cu_seqlens, states, True))
         parts = zip(*(each.split(tokens) for each in rows), states, strict=True)
         wanted = [
