@@ -16,7 +16,7 @@ STEPS = {  # group: {row: label}; the first row of a group is ours, which the ot
     "each layer under torch.compile": {
         f"{OURS}, {LAYERS}": "packing_ops",
         f"{FLASH}, {LAYERS}": "packed, torch's FlashAttention-2",
-        f"{FLASH}, F.rms_norm, {LAYERS}": "the same, `F.rms_norm`",
+        f"{FLASH}, F.rms_norm, {LAYERS}": "packed, torch's FlashAttention-2, `F.rms_norm`",
     },
     EAGER: {
         OURS: "packing_ops, `rms_norm=False`",
@@ -24,7 +24,7 @@ STEPS = {  # group: {row: label}; the first row of a group is ours, which the ot
         "packed, sdpa mask": "packed, SDPA with a mask",
         "packed, flex_attention": "packed, FlexAttention",
         FLASH: "packed, torch's FlashAttention-2",
-        f"{FLASH}, compiled rope": "the same, RoPE under torch.compile",
+        f"{FLASH}, compiled rope": "packed, torch's FlashAttention-2, RoPE under torch.compile",
     },
     f"{EAGER}, {CHECKPOINTING}": {
         f"{OURS}, {CHECKPOINTING}": "packing_ops, `rms_norm=False`",
@@ -51,7 +51,7 @@ def e2e() -> str:
     vocabulary = f"vocabulary of {first['vocabulary']:,.0f}; " if first.get("vocabulary") else ""
     note = (
         f"{first['tokens']:,.0f} tokens in {first['documents']} documents; {vocabulary}bf16 losses differ by at most "
-        f"{max(losses) - min(losses):.4f}. {origin(measured)}."
+        f"{max(losses) - min(losses):.4f}. Why `F.rms_norm` is slower in compiled layers was not profiled. {origin(measured)}."
     )
     return table("trained with | tokens/s | peak memory | speedup of packing_ops over this row", lines, note)
 
@@ -88,17 +88,39 @@ def megatron() -> str:
 
 
 def parallel() -> str:
-    """A row for each way to use them; what one GPU takes is measured in the same run."""
-    rows = rows_of("parallel_cuda")
-    line = "{op} | {shape} | {ranks} | {p50_us:.1ms} | {efficiency:.2f} | {tokens_per_second:,.0f}"
-    note = (
-        "Efficiency: the time of one GPU in the same run, over the number of GPUs times their time; 1 is ideal. bfloat16, the "
-        "slowest rank ({origin})."
-    )
-    made = by_row(
-        rows, "what | case | GPUs | ms | efficiency | tokens/s", line, note + result_rows.without_overlap(rows)
-    )
-    return f"{made}\n\n![of ideal, by case](../benchmarks/results/parallel_cuda.png)"
+    """Two tables, attention and training; what is the same in all rows of one is in its caption."""
+    rows, said = rows_of("parallel_cuda"), []
+    training = [row for row in rows if row["op"].startswith("training")]
+    figures = "{ranks} | {p50_us:.1ms} | {efficiency:.2f} | {tokens_per_second:,.0f}"
+    attention = [row | sizes_of(row["shape"]) for row in rows if row not in training]
+    for row in attention:
+        row["way"] = row["op"].removesuffix(", forward + backward")
+    if attention:
+        same = " and ".join(dict.fromkeys(row["heads"] for row in attention))
+        said.append(f"Attention, forward and backward, {same}, bfloat16:")
+        header = "attention | documents | tokens in all | GPUs | ms | efficiency | tokens/s"
+        said.append(
+            table(header, (f"{{way}} | {{label}} | {{slots:,}} | {figures}".format(**row) for row in attention))
+        )
+    if training:
+        same = "; ".join(dict.fromkeys(row["shape"].replace("16384", "16,384") for row in training))
+        said.append(prose(f"Training, bfloat16. {same}:"))
+        for row in training:
+            row["way"] = row["op"].removeprefix("training, ")
+        header = "training | GPUs | ms | efficiency | tokens/s"
+        said.append(table(header, (f"{{way}} | {figures}".format(**row) for row in training)))
+    said.append(prose(
+        "Efficiency: the time of one GPU in the same run, over the number of GPUs times their time; 1 is ideal. Times are of the "
+        f"slowest rank ({origin(rows)}).{result_rows.without_overlap(rows)}"
+    ))  # fmt: skip
+    return "\n\n".join([*said, "![of ideal, by case](../benchmarks/results/parallel_cuda.png)"])
+
+
+def sizes_of(shape: str) -> dict:
+    """{"label", "slots", "heads"} of "one document: T=65536 docs=1 heads=32/8 D=128"."""
+    label, _, sizes = shape.partition(": ")
+    found = dict(size.split("=") for size in sizes.split())
+    return {"label": label, "slots": int(found["T"]), "heads": f"{found['heads']} heads, head_dim {found['D']}"}
 
 
 def parallel_host() -> str:
@@ -110,11 +132,17 @@ def parallel_host() -> str:
     header = "training | layers | rows | ms | GPU busy, ms | tokens/s per GPU | efficiency, at most"
     line = "{provider} | {layers} | {rows} | {p50_us:.0ms} | {gpu_busy_us:.0ms} | {tokens_per_second:,.0f} | {efficiency:.2f}"
     return by_row(rows, header, line, (
-        f'One GPU; all rows but "one rank" run as rank 0 of {max(int(row["fake_ranks"]) for row in rows)} that are not there: '
-        "collectives send nothing, wait for nobody, and a gather copies this rank's part for each of the others; DDP's reduction "
-        'is left out. An optimizer step after every row. Efficiency, at most: the time of "one rank" over theirs, which no link '
-        "can exceed. {model}, bfloat16, rms_norm, fused_loss ({origin})."
+        f"Communication is left out: one GPU simulates rank 0 of {max(int(row['fake_ranks']) for row in rows)}, and collectives "
+        "return at once. A gather copies this rank's part for each of the others; DDP's reduction is left out. The optimizer steps "
+        'after every row. Efficiency, at most: the time of "one rank" over theirs, which no link can exceed. {model}, bfloat16, '
+        "rms_norm, fused_loss ({origin})."
     ))  # fmt: skip
+
+
+HYBRID = {
+    OURS: "packing_ops, rms_norm=False",
+    "packing_ops, linear_attention=False": "packing_ops, rms_norm=False, linear_attention=False",
+}
 
 
 def training_of(family: str) -> str:
@@ -123,13 +151,17 @@ def training_of(family: str) -> str:
     padded = next((float(row["tokens_per_second"] or 0) for row in rows if row["provider"].startswith("padded")), 0)
     for row in rows:
         speed = float(row["tokens_per_second"] or 0)
+        row["label"] = HYBRID.get(row["provider"], row["provider"])
         row["speedup"] = times(speed / padded) if speed and padded else ""
         row["shown"] = (
             "{tokens_per_second:.1k} | {peak_gib:.1f} GiB".format(**row) if speed else f"{failed(row['error'])} | "
         )
-    note = "{layers} layers, {tokens:,.0f} tokens in {documents} documents. {origin}."
+    note = (
+        "{layers} layers, {tokens:,.0f} tokens in {documents} documents. `rms_norm=True` is the default where a trial allows it; "
+        "compiled layers run the model's formula. {origin}."
+    )
     header = "trained with | tokens/s | peak memory | speedup over padded batches"
-    return by_row(rows, header, "{provider} | {shown} | {speedup}", note)
+    return by_row(rows, header, "{label} | {shown} | {speedup}", note)
 
 
 VLLM = {"packing_ops": "packing_ops, CUDA graphs of decoding steps", "vLLM": "vLLM's default: FlashAttention-3, compiled, CUDA graphs",

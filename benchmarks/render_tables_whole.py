@@ -28,18 +28,44 @@ def whole_rows() -> list[dict]:
     return rows
 
 
+SETTINGS = ("part", "model", "ranks", "wrapper", "row", "documents", "compiled", "checkpointing", "lora")
+
+
+def at_equal_settings(rows: list[dict]) -> list[tuple[dict, dict]]:
+    """(ours, FlashAttention-2's) of the same documents, rows, wrapper, compilation and checkpointing."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        if not row["error"]:
+            found.setdefault(tuple(row[name] for name in SETTINGS), {})[row["provider"]] = row
+    return [(pair["ours"], pair["fa2"]) for pair in found.values() if {"ours", "fa2"} <= pair.keys()]
+
+
+def speed(row: dict) -> float:
+    return float(row["tokens_per_second_a_gpu"] or 0)
+
+
 def whole() -> str:
-    """A table of all rows, model after model."""
+    """A table of all rows, model after model: first what runs at equal settings, then the others, the fastest first."""
     rows, lines = [row for row in whole_rows() if row["part"] != "sweep"], []
+    pairs = at_equal_settings(rows)
     for model in dict.fromkeys(row["of"] for row in rows):
-        lines.append(f"**{model}** |  |  |  |  | ")
-        lines += ["{name} | {how} | {figures} | {loss}".format(**row) for row in rows if row["of"] == model]
+        lines.append(f"**{model}** |  |  |  |  |  | ")
+        equal = [pair for pair in pairs if pair[0]["of"] == model]
+        for ours, fa2 in equal:
+            lines.append("{name} | {how} | {figures} | {loss} | ".format(**ours))
+            lines.append("{name} | {how} | {figures} | {loss} | ".format(**fa2) + f"{speed(ours) / speed(fa2):.2f}")
+        others = [row for row in rows if row["of"] == model and not any(row in pair for pair in equal)]
+        others.sort(key=speed, reverse=True)
+        lines += ["{name} | {how} | {figures} | {loss} | ".format(**row) for row in others]
     note = (
-        "Every row of a model trains on the same documents, in bf16 with fused AdamW; times are medians of three steps, of 8B in "
-        "padded batches one step. Padding counts as no token. MFU: the model's operations a second over the 989 TFLOP/s of the GPU. A token takes 6 operations for "
-        f"each parameter that it is multiplied with (4 with LoRA), and attention's. {origin(rows)}."
+        "Speedup at equal settings: of packing_ops over this row, where both have the same row length, compilation and "
+        "checkpointing. Every row of a model trains on the same documents, in bf16 with fused AdamW. Times are medians of three "
+        "steps; the padded 8B run had only one. Padding counts as no token. MFU: the model's operations a second over the 989 "
+        "TFLOP/s of the GPU. It counts 6 operations for each token and parameter that multiplies it (4 with LoRA), and "
+        f"attention's. Recomputation is not counted. {origin(rows)}."
     )
-    return table("trained with | settings | tokens/s per GPU | MFU | peak GiB | first loss", lines, note)
+    header = "trained with | settings | tokens/s per GPU | MFU | peak GiB | first loss | speedup at equal settings"
+    return table(header, lines, note)
 
 
 def checkpointing() -> str:
@@ -64,17 +90,29 @@ def best_of(rows: list[dict]) -> dict[tuple[str, str], dict]:
 
 
 def headline() -> str:
-    """The best row of each provider: tokens/s per GPU, MFU, GiB."""
-    rows = whole_rows()
-    best, tried = best_of(rows), {row["provider"] for row in rows}
-    parts = [part for part in SHOWN if (part, "ours") in best]
-    absent = {"figures": " |  | "}
-    figures = {key: [best.get((part, key), absent)["figures"] for part in parts] for key in PROVIDERS if key in tried}
-    lines = (" | ".join([PROVIDERS[key], *cells]) for key, cells in figures.items())
-    header = ["trained with", *(f"{SHOWN[part]}: tokens/s per GPU | MFU | peak GiB" for part in parts)]
-    used = [row for (part, _), row in best.items() if part in parts]
-    note = f"bf16 ([settings, and more](docs/performance.md#whole-models); {origin(used)})."
-    return table(" | ".join(header), lines, note, empty="–")
+    """Of two models the best row of each provider, and ours at FlashAttention-2's settings; then what to expect."""
+    rows, best, lines, used, said = whole_rows(), best_of(whole_rows()), [], [], []
+    for part, model in SHOWN.items():
+        pair = next((pair for pair in at_equal_settings(rows) if pair[1] == best.get((part, "fa2"))), None)
+        mine = [row for row in rows if row["part"] == part and row["provider"] in PROVIDERS]
+        for provider in PROVIDERS:
+            fastest = best.get((part, provider)) or next((row for row in mine if row["provider"] == provider), None)
+            shown = [fastest] if fastest else []
+            if provider == "ours" and fastest and pair and pair[0] != fastest:
+                shown = [pair[0], fastest | {"name": f"{fastest['name']}, best setting"}]
+            lines += [f"{model} | {{name}} | {{how}} | {{figures}}".format(**row) for row in shown]
+            used += shown
+        if pair:
+            ours, fa2 = pair
+            memory = float(ours["peak_gib"]) / float(fa2["peak_gib"])
+            faster = f"{speed(ours) / speed(fa2):.2f} times as fast in {memory:.0%} of the memory"
+            said.append(f"{faster} ({ours['model']})")
+    at_equal = f"at equal settings packing_ops is {', '.join(said)}."
+    verdict = f"If you already pack rows on FlashAttention-2: {at_equal} " if said else ""
+    liger = {row["compiled"] for row in used if row["provider"] == "liger"}
+    plain = "Liger's rows are not compiled. " if liger == {"0"} else ""
+    note = f"{verdict}{plain}([More rows, and MFU](docs/performance.md#whole-models); bf16, {origin(used)}.)"
+    return table("model | trained with | settings | tokens/s per GPU | MFU | peak GiB", lines, note)
 
 
 def sweep() -> str:
@@ -86,6 +124,8 @@ def sweep() -> str:
             kept = row["fused_loss"] == "0" and row["provider"] == "ours"
             found.setdefault(setting, {})["kept" if kept else row["provider"]] = row
     lines = []
+    if len(found) < 2:
+        return "Not run yet: `benchmarks/bench_whole.py --part small sweep`."
     for (slots, vocabulary, dynamic), rows in sorted(found.items()):
         speeds = {name: float(row["tokens_per_second_a_gpu"]) for name, row in rows.items()}
         shown = [f"{speeds[name] / 1000:.1f}k" if name in speeds else "" for name in ("fa2", "kept", "ours")]
