@@ -171,12 +171,9 @@ ROWS = {  # region: file, and what by_row is given: header, line of a row, note
                  "{requests} prompts of {prompt_tokens} tokens together, {new_tokens} new tokens. {origin}."),
     "matrix": ("matrix", "torch | Python | torch's CUDA | GPU | tests | date | commit",
                "{torch} | {python} | {torch_cuda} | {gpu} | {result} | {date} | {commit!s:.7}", "", (), "none"),
-    "plan": ("plan_cpu", "lengths | ranks | capacity | efficiency of the plan | N, ranks that hold the longest document | speedup of the "
-             "plan over groups of N | over groups of N and single ranks | over groups of N, with `max_size=N` | best size of all "
-             "groups | speedup over groups of the best size",
-             "{kind} | {ranks} | {capacity:,.0f} | {of_least:.2f} | {static_size} | {one_size_times_plan:.2f} | "
-             "{two_sizes_times_plan:.2f} | {one_size_times_plan_of_that_size:.2f} | {best_size} | {best_size_times_plan:.2f}",
-             "`benchmarks/simulate_plan.py`, {steps} steps of each; commit {commits}."),
+    "plan": ("plan_cpu", "lengths | ranks | efficiency of the plan | N | speedup over groups of N | speedup over the best size",
+             "{kind} | {ranks} | {of_least:.2f} | {static_size} | {one_size_times_plan:.2f} | {best_size_times_plan:.2f}",
+             "`benchmarks/simulate_plan.py`, {steps} steps of each, rows of 32,768 on 16 ranks and of 16,384 on 64; commit {commits}."),
     "scan_published": ("scan_published", "ms, as published | forward, 1 document | forward, 8 documents | backward, 1 | backward, 8",
                        "{library} | {forward_1:.2f} | {forward_8:.2f} | {backward_1:.2f} | {backward_8:.2f}", "", (), "–"),
 }  # fmt: skip
