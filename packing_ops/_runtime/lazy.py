@@ -17,10 +17,8 @@ def old_names(package: dict[str, Any], renamed: dict[str, str]) -> Callable[[str
     """
 
     def __getattr__(name: str) -> object:
-        if name not in renamed:
-            raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
-        warnings.warn(f"{name}: it is called {renamed[name]} now", DeprecationWarning, stacklevel=2)
-        return getattr(sys.modules[package["__name__"]], renamed[name])
+        newer = _newer(name, renamed, f"module {package['__name__']!r}")
+        return getattr(sys.modules[package["__name__"]], newer)
 
     return __getattr__
 
@@ -33,12 +31,17 @@ def old_attributes(renamed: dict[str, str]) -> Callable[[object, str], object]:
     """
 
     def __getattr__(self: object, name: str) -> object:
-        if name not in renamed:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        warnings.warn(f"{name}: it is called {renamed[name]} now", DeprecationWarning, stacklevel=2)
-        return getattr(self, renamed[name])
+        return getattr(self, _newer(name, renamed, f"{type(self).__name__!r} object"))
 
     return __getattr__
+
+
+def _newer(name: str, renamed: dict[str, str], owner: str) -> str:
+    """Return what an older name is called now, with a warning; AttributeError for a name that never was."""
+    if name not in renamed:
+        raise AttributeError(f"{owner} has no attribute {name!r}")
+    warnings.warn(f"{name}: it is called {renamed[name]} now", DeprecationWarning, stacklevel=3)
+    return renamed[name]
 
 
 def lazy_names(
