@@ -334,8 +334,9 @@ class OpenChunk:
             raise ValueError(f"rows: expected {len(self.rows)} tensors as the prompts have, got {len(rows)}")
         for i, (kept, new) in enumerate(zip(self.rows, rows, strict=True)):
             check_tensor(new, f"rows[{i}]")
-            wanted, got = (f"{described(each)} on {each.device}" for each in (kept[:, 0], new))
-            if wanted != got:
+            like = kept[:, 0]
+            if (new.dtype, new.shape, new.device) != (like.dtype, like.shape, like.device):
+                wanted, got = (f"{described(each)} on {each.device}" for each in (like, new))
                 raise ValueError(f"rows[{i}]: expected {wanted}, got {got}")
             kept[self._sequences, self.length] = new
         out, states = self._run()
