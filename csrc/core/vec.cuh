@@ -48,4 +48,17 @@ struct alignas(sizeof(T) * kVec) Vec<T, kVec, true> {
   }
 };
 
+// Neighbouring elements of a row, rounded to T, as one access.
+template <class T, int kVec>
+__device__ __forceinline__ void store_row(const float (&values)[kVec], T* to) {
+  Vec<T, kVec> x;
+  if constexpr (kVec == 1) {
+    x.set(0, values[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; i += 2) x.set_pair(i, values[i], values[i + 1]);
+  }
+  *reinterpret_cast<Vec<T, kVec>*>(to) = x;
+}
+
 }  // namespace packing_ops

@@ -101,18 +101,6 @@ class RowRing {
   int stage_ = 0;
 };
 
-template <class T, int kVec>
-__device__ __forceinline__ void store_row(const float (&values)[kVec], T* to) {
-  Vec<T, kVec> x;
-  if constexpr (kVec == 1) {
-    x.set(0, values[0]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVec; i += 2) x.set_pair(i, values[i], values[i + 1]);
-  }
-  *reinterpret_cast<Vec<T, kVec>*>(to) = x;
-}
-
 // Half types need no more than a few units in float32's last place.
 template <class T>
 __device__ __forceinline__ float sigmoid(float x) {

@@ -16,18 +16,6 @@ __device__ __forceinline__ Vec<T, kVec> load(const HeadRows& rows, int64_t token
   return *reinterpret_cast<const Vec<T, kVec>*>(from);
 }
 
-template <class T, int kVec>
-__device__ __forceinline__ void store(const float (&values)[kVec], void* to, int64_t at) {
-  Vec<T, kVec> x;
-  if constexpr (kVec == 1) {
-    x.set(0, values[0]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVec; i += 2) x.set_pair(i, values[i], values[i + 1]);
-  }
-  *reinterpret_cast<Vec<T, kVec>*>(static_cast<T*>(to) + at) = x;
-}
-
 // call(head, column, its place in a contiguous tensor) for this thread's vectors of the block's token.
 template <int kVec, class Call>
 __device__ __forceinline__ void for_each_vector(const GateParams& p, const Call& call) {
@@ -48,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(GateParams p) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) out[i] = x.get(i) * OutputGate<float>(z.get(i)).silu;
     }
-    store<T, kVec>(out, p.out, at);
+    store_row<T, kVec>(out, static_cast<T*>(p.out) + at);
   });
 }
 
@@ -68,8 +56,8 @@ __global__ void __launch_bounds__(kThreads) gate_backward_kernel(GateBackwardPar
         dz[i] = dout.get(i) * x.get(i) * gate.slope;
       }
     }
-    store<T, kVec>(dx, p.dx, at);
-    store<T, kVec>(dz, p.dz, at);
+    store_row<T, kVec>(dx, static_cast<T*>(p.dx) + at);
+    store_row<T, kVec>(dz, static_cast<T*>(p.dz) + at);
   });
 }
 
