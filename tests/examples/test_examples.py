@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -161,8 +162,10 @@ def test_the_decoder_of_the_ops_learns_and_keeps_documents_apart():
 
 def test_the_snippets_of_the_ops_run_one_after_the_other():
     names = {}
-    _, rows, labels, attention, logps, allowed, *others = blocks("ops.md")
-    exec(f"{rows}\n{labels}\n{attention}\n{logps}", names)
+    (allowed,) = (block for block in blocks("ops.md") if "allowed_ids=" in block)
+    _, *others = (block for block in blocks("ops.md") if block != allowed)
+    for block in others:  # decoding compares by itself
+        exec(block, names)
     assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
     assert names["metadata"].cu_seqlens.tolist() == [0, 820, 930, 980]
     assert (names["labels"] == -100).nonzero().flatten().tolist() == [0, 820, 930]
@@ -170,15 +173,30 @@ def test_the_snippets_of_the_ops_run_one_after_the_other():
     assert names["baseline"][[0, 819, 820]].tolist() == names["returns"][[0, 0, 1]].tolist()
     assert (names["logps"] == 0).nonzero().flatten().tolist() == [819, 929, 979]
     torch.testing.assert_close(names["sequence_logps"].sum(), -names["loss"] * names["num_targets"])
-    sets = dict(names)
-    exec(allowed, sets)
-    assert (sets["logps"] == 0).nonzero().flatten().tolist() == [6, 11]  # the last tokens of the documents
-    for block in others:  # decoding compares by itself
-        exec(block, names)
+    exec(allowed, names)
+    assert (names["logps"] == 0).nonzero().flatten().tolist() == [6, 11]  # the last tokens of the documents
     assert names["heads"].shape == (980, 4, 32)
     assert names["scanned"].shape == (980, 4, 64)
     assert names["packed"].shape == (8, 16)
     assert names["padded"].shape == (2, 5, 16)
+
+
+def test_the_page_of_ops_says_who_shifts_labels():
+    """All functions that take labels are in the table; their names say where labels are shifted."""
+    text = (ROOT / "docs" / "ops.md").read_text().partition("## Who shifts labels\n")[2]
+    rows = re.findall(r"^\| (.*?) \| (unshifted|shifted) \|", text, re.M)
+    found = {name: how for names, how in rows for name in re.findall(r"`([\w.]+)`", names)}
+    taken = {}
+    for package, prefix in ((po, ""), (po.data, "data."), (po.parallel, "parallel.")):
+        for name in filter(lambda name: inspect.isfunction(getattr(package, name)), package.__all__):
+            given = inspect.signature(getattr(package, name)).parameters
+            if {"labels", "shift_labels"} & given.keys():
+                taken[prefix + name] = "shifted" if "shift_labels" in given or "_shifted" in name else "unshifted"
+    assert found == taken
+    labels, hidden, weight = torch.arange(5), torch.randn(5, 4), torch.randn(5, 4)
+    documents, logits = po.PackedMetadata.from_lengths([2, 3]), hidden @ weight.T
+    by_hand = -torch.nn.functional.cross_entropy(logits, po.shift_labels(labels, documents), reduction="none")
+    torch.testing.assert_close(po.token_logps(hidden, weight, labels, documents), by_hand)
 
 
 def test_the_batches_of_the_page_are_made():

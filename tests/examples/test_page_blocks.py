@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 from helpers import ROOT, processes
-from helpers.pages import PAGES, ROWS, blocks_of, tiny_llama
+from helpers.pages import PAGES, ROWS, block_with, blocks_of, tiny_llama
 
 import packing_ops
 
@@ -303,7 +303,7 @@ def test_keys_in_pages():
 
 def test_distillation_of_the_page():
     names = {"po": packing_ops, "torch": torch}
-    exec(blocks_of("docs/ops.md")[0], names)
+    exec(block_with("docs/ops.md", "token_kl"), names)
     assert 0 < names["loss"] < 1
     torch.testing.assert_close(names["by_document"].sum() / (8 + 26 + 3), names["loss"])
     assert names["student"].weight.grad.any()
@@ -315,14 +315,15 @@ def test_balance_loss_of_the_page():
     metadata = packing_ops.PackedMetadata.from_lengths([3, 5])
     row = {"input_ids": torch.randint(64, (1, 8)), "position_ids": metadata.position_ids[None]}
     names = {"po": packing_ops, "model": model, "row": row, "metadata": metadata}
-    exec(blocks_of("docs/ops.md")[1], names)
+    exec(block_with("docs/ops.md", "load_balancing_loss"), names)
     assert names["aux_loss"] >= 1
     assert names["sequence_wise"] >= 1
 
 
 def test_attention_that_is_compiled(fresh_compile):
     names = {"torch": torch, "po": packing_ops}
-    exec(blocks_of("docs/ops.md")[2].replace("fullgraph=True", 'fullgraph=True, backend="eager"'), names)
+    block = block_with("docs/ops.md", "mark_dynamic").replace("fullgraph=True", 'fullgraph=True, backend="eager"')
+    exec(block, names)
     q, k, v, metadata = (names[name] for name in ("q", "k", "v", "metadata"))
     assert torch.equal(names["out"], packing_ops.varlen_attention(q, k, v, metadata))
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -333,7 +334,7 @@ def test_attention_that_is_compiled(fresh_compile):
 
 def test_which_kernels_the_page_asks_for():
     names = {"po": packing_ops, "q": torch.randn(5, 2, 64), "k": torch.randn(5, 2, 64)}
-    exec(blocks_of("docs/ops.md")[3], names)
+    exec(block_with("docs/ops.md", "select_attention_backend"), names)
     assert names["kernels"] == "forward: cpu, backward: cpu"
 
 
