@@ -348,7 +348,8 @@ def test_every_block_is_run():
         "docs/pages.md": 2,
         "docs/parallel.md": 4,
         "docs/prefix-trees.md": 5,
-        "docs/transformers.md": 6,
+        "docs/transformers-models.md": 2,
+        "docs/transformers.md": 9,
         "docs/vllm.md": 2,
     }
 

@@ -1,5 +1,5 @@
-"""The Python of docs/transformers.md runs as it is written, and what its tables say of models that are copied and
-loaded holds.
+"""The Python of docs/transformers.md and docs/transformers-models.md runs as it is written, and what their tables say
+of models that are copied and loaded holds.
 """
 
 import copy
@@ -119,6 +119,67 @@ def test_a_trainer_resumes_with_what_was_applied(tmp_path, applied):
     assert (names["model"].config._attn_implementation == "packing_ops") == applied
 
 
+def test_examples_of_a_trainer_are_one_packed_row(tmp_path):
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    names = trainer_of(tmp_path, max_steps=2) | {"apply_packing_ops": apply_packing_ops}
+    rows = []
+    names["model"].register_forward_pre_hook(
+        lambda _, __, batch: rows.append((len(batch["input_ids"]), (batch["position_ids"] == 0).sum().item())),
+        with_kwargs=True,
+    )
+    exec(block_with("docs/transformers.md", "data_collator=PaddingFreeCollator"), names)
+    assert rows == [(1, 2)] * 2, "two documents in one row"
+
+
+def test_adapters_of_the_page_and_compiled_layers(fresh_compile):
+    pytest.importorskip("peft")
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    names = {"model": tiny_llama().train(), "apply_packing_ops": apply_packing_ops}
+    exec(block_with("docs/transformers.md", "get_peft_model"), names)
+    block = block_with("docs/transformers.md", "layer.compile()")
+    exec(block.replace("compile()", 'compile(backend="eager")'), names)
+    model, ids = names["model"], torch.arange(9)[None]
+    out = model(input_ids=ids, labels=ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), use_cache=False)
+    assert out.logits is None
+    out.loss.backward()
+    learnt = {name.split(".")[-3] for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert learnt == {"lora_A", "lora_B"}
+    compiled = [layer for layer in model.get_decoder().layers if layer._compiled_call_impl is not None]
+    assert len(compiled) == model.config.num_hidden_layers
+
+
+def test_undo_of_the_page():
+    pytest.importorskip("transformers")
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    model, ids = tiny_llama(), torch.arange(9)[None]
+    before, attention = model(ids).logits, model.config._attn_implementation
+    apply_packing_ops(model)
+    exec(block_with("docs/transformers.md", "revert_packing_ops"), {"model": model})
+    assert model.config._attn_implementation == attention
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_an_encoder_of_the_page():
+    """The loss of the packed row is the mean over the tokens of separate documents, those of first tokens too."""
+    transformers = pytest.importorskip("transformers")
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**sizes, **dropout, num_attention_heads=4)
+    examples = [{"input_ids": torch.randint(3, 60, (length,))} for length in (5, 9, 3)]
+    names = {"model": transformers.BertForMaskedLM(config), "apply_packing_ops": apply_packing_ops}
+    losses = [names["model"](ids, labels=ids).loss * ids.numel() for ids in (e["input_ids"][None] for e in examples)]
+    found = []
+    names["model"].register_forward_hook(lambda _, __, out: found.append(out.loss.detach()))
+    exec(block_with("docs/transformers-models.md", "separator_id=None"), names | {"examples": examples})
+    torch.testing.assert_close(found, [sum(losses).detach() / 17])
+
+
 def test_what_copies_and_weights_keep():
     pytest.importorskip("transformers")
     from packing_ops.integrations.transformers import apply_packing_ops
@@ -172,7 +233,7 @@ def test_experts_of_the_sampler_are_replayed():
     examples = [{"input_ids": [7] * n, "routed_experts": pair.expand(n, layers, 2)} for n, pair in experts.items()]
     names = {"PaddingFreeCollator": PaddingFreeCollator, "replay_routing": replay_routing}
     names |= {"model": model, "examples": examples}
-    exec(block_with("docs/transformers.md", "replay_routing"), names)
+    exec(block_with("docs/transformers-models.md", "replay_routing"), names)
     gradients = [parameter.grad for name, parameter in model.named_parameters() if name.endswith("experts.down_proj")]
     assert len(gradients) == layers
     for gradient in gradients:  # of expert 3, which no token was sent to, there is none

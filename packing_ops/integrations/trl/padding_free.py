@@ -91,7 +91,7 @@ def revert_padding_free(trainer: Any) -> None:
 
 _IMAGES = (
     "images are rows of their own size, which TRL's batches do not tell apart without padding: train on batches of "
-    "PaddingFreeCollator with position_ids [4, batch, seqlen] or cu_seq_lens_q (docs/transformers.md, Qwen-VL), or leave "
+    "PaddingFreeCollator with position_ids [4, batch, seqlen] or cu_seq_lens_q (docs/transformers-models.md, Images), or leave "
     "this trainer padded"
 )
 

@@ -1,4 +1,4 @@
-"""The support table of docs/transformers.md: every tick is one of these tests."""
+"""The support table of docs/transformers-models.md: every tick is one of these tests."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, versions
 
 FEATURES = ["packed", "padded", "compile", "checkpointing", "LoRA"]
-ROWS = {  # as docs/transformers.md writes the families
+ROWS = {  # as docs/transformers-models.md writes the families
     "llama": "Llama", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma 2",
     "gemma3": "Gemma 3 (text)", "gpt_oss": "gpt-oss",
 }  # fmt: skip
@@ -107,7 +107,7 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_stock_model(family, device):
 
 
 def test_ticks_of_the_page_are_these_tests():
-    lines = (ROOT / "docs" / "transformers.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "transformers-models.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| family |"))
     header = [cell.strip() for cell in lines[start].strip("|").split("|")]
     assert header == ["family", *FEATURES]
