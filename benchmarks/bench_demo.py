@@ -6,7 +6,7 @@ examples whose figures README and docs show.
 - grpo_same_bits: examples/grpo_same_bits.py, log-probs of rollouts by continuous batching and of the update, with the
   mode and without.
 - grpo_tree: examples/grpo_tree.py, a GRPO step on samples that share their prompts, as samples and as a prefix tree.
-- grpo_vllm: examples/grpo_vllm.py, grpo_same_bits with vLLM as the sampler, on the CPU; with --only alone, in the
+- grpo_vllm: examples/grpo_vllm.py, grpo_same_bits with vLLM as the sampler; with --only alone, on the CPU in the
   environment of make test-vllm.
 
 Writes results/NAME_<device>.json and its picture. With --only, other options are the example's.
@@ -33,8 +33,8 @@ def main():
     if options and arguments.only is None:
         parser.error(f"--only: expected, since {options[0]} is an option of one example")
     for name in [arguments.only] if arguments.only else EXAMPLES:
-        example, device = ROOT / "examples" / (EXAMPLES | ALONE)[name], ["--device", arguments.device]
-        command = [sys.executable, example, *([] if name in ALONE else device), "--out", arguments.out, *options]
+        example = ROOT / "examples" / (EXAMPLES | ALONE)[name]
+        command = [sys.executable, example, "--device", arguments.device, "--out", arguments.out, *options]
         subprocess.run(list(map(str, command)), check=True)
         add_commit(arguments.out / f"{name}_{arguments.device}.json")
 

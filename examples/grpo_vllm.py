@@ -1,6 +1,7 @@
 """GRPO with vLLM in the same process: sampled by vLLM, trained on packed rows, with the same bits.
 
-    python examples/grpo_vllm.py   a tiny Qwen3, on the CPU in some minutes; needs vLLM (pip install --group vllm)
+    python examples/grpo_vllm.py                 a tiny Qwen3, on the CPU in some minutes; needs vLLM
+    python examples/grpo_vllm.py --device cuda   a Qwen3 of 0.6B's shape in bfloat16
 
 vLLM samples several answers to each prompt, on packing_ops' attention and with layers that run as the trainer's do. It
 hands back the log-probability of each token, the update takes them again from packed rows, and the new weights go into
@@ -16,9 +17,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from common.options import needs
+from common.options import add_device, needs
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")  # KiB: torch reads it at the first product on a GPU
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 
 
@@ -28,7 +30,8 @@ def parse_arguments():
     parser.add_argument("--prompts", type=int, default=4, help="of each step (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="answers to a prompt (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for grpo_vllm_cpu.json and .png")
+    add_device(parser)
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for grpo_vllm_DEVICE.json and .png")
     return parser.parse_args()
 
 
@@ -45,39 +48,56 @@ from packing_ops.integrations.transformers import apply_packing_ops, revert_pack
 from packing_ops.integrations.vllm import register
 
 SIZES = {
-    **{"vocab_size": 5000, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4, "initializer_range": 0.1},
+    "cpu": {
+        **{"vocab_size": 5000, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4, "initializer_range": 0.1},
+    },
+    "cuda": {  # Qwen3-0.6B's
+        **{"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16},
+        **{"num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 28, "tie_word_embeddings": True},
+    },
 }
-PROMPT, ANSWER = 100, 32  # tokens, at most
-ENDS = list(range(0, SIZES["vocab_size"], 64))  # one token in 64 ends an answer
+DTYPES, LEARNING_RATES = {"cpu": torch.float32, "cuda": torch.bfloat16}, {"cpu": 1e-3, "cuda": 1e-4}
+PROMPT, ANSWER = 100, {"cpu": 32, "cuda": 128}  # tokens, at most
+ENDS = {"cpu": 64, "cuda": 512}  # one token in so many ends an answer
+# Decoding steps as CUDA graphs of the layers as they are: layers that vLLM compiles have other bits.
+GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+ENGINES = {  # vLLM alone, and with packing_ops
+    "cpu": ({"enforce_eager": True}, {"enforce_eager": True}),
+    "cuda": ({"gpu_memory_utilization": 0.3}, {"gpu_memory_utilization": 0.3, **GRAPHS}),
+}
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
     """Each as often as it is answered."""
-    lengths = torch.randint(1, PROMPT + 1, (arguments.prompts,)).tolist()
-    return [p for n in lengths for p in [torch.randint(SIZES["vocab_size"], (n,)).tolist()] * arguments.samples]
+    lengths, vocab = torch.randint(1, PROMPT + 1, (arguments.prompts,)).tolist(), SIZES[arguments.device]["vocab_size"]
+    return [p for n in lengths for p in [torch.randint(vocab, (n,)).tolist()] * arguments.samples]
 
 
-def new_model(seed: int) -> tuple[torch.nn.Module, str]:
+def new_model(arguments: argparse.Namespace) -> tuple[torch.nn.Module, str]:
     """A model, and the folder that vLLM reads it from once."""
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES))
+    torch.manual_seed(arguments.seed)
+    config = transformers.Qwen3Config(**SIZES[arguments.device])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[arguments.device])
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
-    return model, folder
+    return model.to(arguments.device), folder
 
 
-def new_engine(folder: str, seed: int, ours: bool) -> vllm.LLM:
-    options = {"attention_backend": "CUSTOM" if ours else None, "enforce_eager": True, "dtype": "float32"}
-    sizes = {"max_model_len": PROMPT + ANSWER, "max_num_seqs": 32}
-    return vllm.LLM(folder, skip_tokenizer_init=True, seed=seed, **options, **sizes)
+def new_engine(arguments: argparse.Namespace, folder: str, ours: bool) -> vllm.LLM:
+    options = {**ENGINES[arguments.device][ours], "attention_backend": "CUSTOM" if ours else None}
+    sizes = {"max_model_len": PROMPT + ANSWER[arguments.device], "max_num_seqs": arguments.prompts * arguments.samples}
+    dtype = str(DTYPES[arguments.device]).removeprefix("torch.")
+    return vllm.LLM(folder, skip_tokenizer_init=True, seed=arguments.seed, dtype=dtype, **sizes, **options)
 
 
 def sample(llm: vllm.LLM, model: torch.nn.Module, prompts: list[list[int]]) -> Answers:
     """Answers and their log-probabilities, with the weights that the model has now."""
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(model.state_dict().items())})
     llm.reset_prefix_cache()
-    sampling = vllm.SamplingParams(max_tokens=ANSWER, stop_token_ids=ENDS, logprobs=0, detokenize=False)
+    device = model.device.type
+    ends = list(range(0, model.config.vocab_size, ENDS[device]))
+    sampling = vllm.SamplingParams(max_tokens=ANSWER[device], stop_token_ids=ends, logprobs=0, detokenize=False)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     found = [each.outputs[0] for each in llm.generate(given, sampling, use_tqdm=False)]
     logps = [[place[t].logprob for place, t in zip(a.logprobs, a.token_ids, strict=True)] for a in found]
@@ -86,12 +106,12 @@ def sample(llm: vllm.LLM, model: torch.nn.Module, prompts: list[list[int]]) -> A
 
 def train(arguments: argparse.Namespace, ours: bool) -> list[dict]:
     """The loop: what each step measured."""
-    model, folder = new_model(arguments.seed)
-    llm = new_engine(folder, arguments.seed, ours)
+    model, folder = new_model(arguments)
+    llm = new_engine(arguments, folder, ours)
     applied = apply_packing_ops(model, invariant=ours)
     if applied.skipped:
         print(f"not claimed: {applied.skipped}")
-    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATES[arguments.device]), []
     for step in range(arguments.steps):
         torch.manual_seed(arguments.seed + step)
         prompts = prompts_of(arguments)
@@ -108,8 +128,9 @@ def main() -> None:
     arguments = parse_arguments()
     register()  # where packing_ops is installed vLLM calls it
     measured = {title: train(arguments, ours) for title, ours in (("vLLM alone", False), ("packing_ops", True))}
-    save_results(arguments.out / "grpo_vllm_cpu.json", measured, "cpu")
-    save_picture(arguments.out / "grpo_vllm_cpu.png", measured)
+    name = f"grpo_vllm_{arguments.device}"
+    save_results(arguments.out / f"{name}.json", measured, arguments.device)
+    save_picture(arguments.out / f"{name}.png", measured)
 
 
 if __name__ == "__main__":
