@@ -29,7 +29,7 @@ def packed_row():
 def loss_of_a_rank():
     from torch.distributed.fsdp import fully_shard
 
-    block = blocks_of("docs/parallel.md")[0]
+    block = block_with("docs/parallel.md", "init_device_mesh")
     names = {"dp": 1, "sp": 2, "model": tiny_llama(), "rows": [packed_row()], "fully_shard": fully_shard}
     exec(block.replace('"cuda"', '"cpu"'), names)
     return names["loss"].item()
@@ -45,6 +45,45 @@ def test_model_on_two_ranks(tmp_path):
     assert sum(losses) / 2 == pytest.approx(sum(alone) / 13, rel=1e-5)
 
 
+LENGTHS = [len(row["input_ids"]) for row in ROWS]
+
+
+def parameters_of_a_rank():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, rank = tiny_llama(), torch.distributed.get_rank()
+    names = {"model": model, "dataset": ROWS, "lengths": LENGTHS, "capacity": 64, "rank": rank, "world_size": 2}
+    names |= {"torch": torch, "mesh": init_device_mesh("cpu", (2,))}
+    block = block_with("docs/parallel.md", "PackedBatchSampler")
+    for stock, ours in (
+        ("fully_shard(layer)", "fully_shard(layer, mesh=mesh)"),
+        ("fully_shard(model)", "fully_shard(model, mesh=mesh)"),
+        ("AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"),
+    ):
+        assert stock in block
+        block = block.replace(stock, ours)
+    exec(block, names)
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def test_data_parallel_rows_on_two_ranks(tmp_path):
+    """An epoch gives the parameters that documents give one by one, averaged over the targets of both ranks."""
+    from packing_ops.data import PackedBatchSampler
+
+    model = tiny_llama("eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samplers = [PackedBatchSampler(LENGTHS, 64, rank, 2, drop_last=True) for rank in range(2)]
+    assert len(samplers[0]) > 3
+    for rows in zip(*samplers, strict=True):
+        documents = [torch.tensor([ROWS[i]["input_ids"]]) for row in rows for i in row]
+        losses = [model(ids, labels=ids).loss * (ids.numel() - 1) for ids in documents]
+        (sum(losses) / sum(ids.numel() - 1 for ids in documents)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in processes.spawn(parameters_of_a_rank, 2, tmp_path):
+        torch.testing.assert_close(found, [each.detach() for each in model.parameters()], rtol=1e-4, atol=1e-6)
+
+
 def attention_of_a_rank():
     from packing_ops.parallel import shard_packed, sharded_loss, ulysses_attention
 
@@ -55,7 +94,7 @@ def attention_of_a_rank():
     names |= {"ids": row["input_ids"][0], "labels": row["labels"][0], "q": q, "k": k, "v": v, "world_size": 2}
     names |= {"metadata": packing_ops.PackedMetadata.from_lengths([5, 7, 4]), "losses": torch.ones(8)}
     names["group"] = torch.distributed.group.WORLD
-    block = blocks_of("docs/parallel.md")[1]
+    block = block_with("docs/parallel.md", "sharded_loss")
     exec(block, names)
     return [each.detach() for each in (q, k, v, names["out"], names["loss"])]
 
@@ -77,7 +116,7 @@ def planned_loss_of_a_rank():
     names = {"plan_step": plan_step, "shard_packed": shard_packed, "model": model, "world_size": 2, "capacity": 16}
     names |= {"lengths": [len(text["input_ids"]) for text in texts], "num_targets_of_all": 69}
     names |= {"collate": lambda documents: PaddingFreeCollator()([texts[i] for i in documents] or [nothing])}
-    exec(blocks_of("docs/parallel.md")[3].replace("max_size=8", "max_size=2"), names)
+    exec(block_with("docs/parallel.md", "plan_step").replace("max_size=8", "max_size=2"), names)
     total = torch.stack([output.loss.detach() for output in found]).sum()
     torch.distributed.all_reduce(total)
     ids = [torch.tensor([text["input_ids"]]) for text in texts]
@@ -113,7 +152,7 @@ def tree_over(group):
     names = {"po": packing_ops, "shard_packed": shard_packed, "unshard": unshard, "model": model, "group": group}
     names |= {"tokens": torch.cat([prompt, torch.arange(200, 209), prompt, torch.arange(250, 256)])}
     names |= {"cu_seqlens": torch.tensor([0, 149, 295]), "weight": torch.randn(300, 32)}
-    exec(blocks_of("docs/parallel.md")[2], names)
+    exec(block_with("docs/parallel.md", "pack_prefix_tree"), names)
     (names["logps"].square().sum() / group.size()).backward()
     return names["logps"].detach(), embedding.grad
 
@@ -346,7 +385,7 @@ def test_every_block_is_run():
         "docs/data.md": 4,
         "docs/ops.md": 4,
         "docs/pages.md": 2,
-        "docs/parallel.md": 4,
+        "docs/parallel.md": 5,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
         "docs/transformers.md": 9,
