@@ -185,12 +185,17 @@ def test_whole_models_are_told_by_model(results):
             ("ours", "full", "9000"), ("ours", "48", "12000"), ("fa2", "", "8000"), ("fa2", "full", "6000"), ("liger", "", "")
         )
     ]  # fmt: skip
+    rows[1] |= {
+        "kept": "each of 2 layers keeps 8 bytes of 9: 1,073,741,824 of attention, 536,870,912 of 6 of 7 products"
+    }
     rows[-1] |= {"error": "torch.OutOfMemoryError: no memory"}
     results("whole_cuda", rows)
     said = made("whole")
     assert "| rows of 8,192, compiled layers, checkpoint_policy, 48 GiB | 12.0k | 0.500 | 99.0 | 12.1 |" in said
     assert "torch's FlashAttention-2 | rows of 8,192, compiled layers, no checkpointing | out of memory |" in said
-    assert "| 12.0k | 0.500 | 99.0 | 1.33 |" in made("checkpointing")
+    said = made("checkpointing")
+    assert "full checkpointing | its input | 9.0k | 0.500 | 99.0 |" in said
+    assert "48 GiB | 1.00 GiB of attention, 0.50 GiB of 6 of 7 matrix products | 12.0k | 0.500 | 99.0 |" in said
     said = made("headline")
     ours, fa2 = "packing_ops, fused_loss", "packed, torch's FlashAttention-2"
     assert f"| {ours} | rows of 8,192, compiled layers, checkpoint_policy, 48 GiB | 12.0k | 0.500 | 99.0 |" in said
