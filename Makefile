@@ -128,7 +128,7 @@ bench-gpu:  ## measures every family on the GPU (FAMILIES="attention e2e" for so
 	@failed=; \
 	for family in $(FAMILIES); do \
 		$(GPU_PYTHON) benchmarks/bench_$$family.py --device cuda || failed="$$failed $$family"; done; \
-	$(GPU_PYTHON) benchmarks/render_results.py --device cuda || failed="$$failed render_results"; \
+	$(GPU_PYTHON) benchmarks/render_pictures.py --device cuda || failed="$$failed render_pictures"; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # Some minutes. tests/ops/test_attention_jitter.py compares its results with those of the library itself.
@@ -145,7 +145,7 @@ bench: build  ## measures every family on the CPU
 	$(BIN)/python benchmarks/bench_stream.py
 
 readme: .venv/.ready  ## the tables of README.md and docs, from benchmarks/results
-	$(BIN)/python benchmarks/render_pages.py
+	$(BIN)/python benchmarks/render.py
 
 families: .venv/.ready  ## the tables of docs/families.md, from the transformers that is installed
 	$(BIN)/python tools/families_page.py

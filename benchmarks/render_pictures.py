@@ -1,88 +1,58 @@
-"""One picture per result file: how much faster than the fastest other is packing_ops, case by case?"""
+"""Pictures of benchmarks/results: python benchmarks/render_pictures.py [--device cpu|cuda] [--family NAME]
 
+Writes results/<family>_<device>.png from the CSV and [pictures] of regions.toml: how much faster than the fastest other
+is packing_ops, case by case, or a bar for each row.
+"""
+
+import argparse
 import itertools
 import re
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
+import result_rows
+from render import SPEC, cases_of, figures_of, selected, split
+from result_rows import fill, is_like, times
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from result_rows import COPY, OURS, cases_of, times
 
 WIDTH, DPI = 10, 130  # inches of a page
 CASE = 0.23  # inches of one
 SMALL, LARGE = 9, 11  # points: read at half the size too
 EVEN = 0.02  # what is no difference
-# Parts of the work: the indices are given that ours finds first; no softmax
-PARTS = {"torch index_select", "bare matmuls", "bare matmuls, logits kept", "filling new tensors of these sizes"}
-OURS_TOO = (OURS, "chunked_cross_entropy", "varlen_attention")
-OURS_ALONE = ("token_logps by ",)  # cases of ours with other options
-PREPARATIONS = ("FlexAttention, its block mask",)  # once for many calls, timed in rows of their own
-LOOPS = {"torch formula in chunks", "padded loop in torch", "trl's tree in a plain loop",
-         "Karmarkar-Karp, a plain loop in Python"}  # in the CSV alone  # fmt: skip
-QUADRATIC = {"torch SDPA block mask", "megatron-core, padded"}  # drawn where no peer serves packed rows
-# Okabe and Ito's palette: safe for colour-blind readers
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GRAY = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999",
-)  # fmt: skip
-COLORS = {  # of a provider the same in every picture
-    "torch FlashAttention-2": ORANGE, "FlashAttention-3": RED, "FlashAttention-3, deterministic": PINK,
-    "FlashAttention-4": BLUE, "FlashAttention-4, deterministic": SKY, "FlexAttention": GREEN,
-    "torch eager": ORANGE, "torch.compile": BLUE, "torch zeros + index_copy": GREEN, "torch index_select": GRAY,
-    "transformers formula": ORANGE, "transformers formula, torch.compile": BLUE,
-    "bert_padding formulas": ORANGE, "bert_padding formulas, torch.compile": BLUE,
-    "bare matmuls": GRAY, "bare matmuls, logits kept": BLACK,
-}  # fmt: skip
-OTHERS = (ORANGE, BLUE, GREEN, PINK, SKY, RED, YELLOW, BLACK)
-FAMILIES = {"logps": "Log-probabilities", "kl": "Distillation", "rope": "RoPE", "data": "Collators and batches"}
+PICTURES = SPEC["pictures"]
 MARKERS = "osD^vPX*<>"  # of the providers of a picture, in their order
 NAMED = re.compile(r"[=\d]|causal|images")  # words of a shape that say enough without the rest of it
-SHORTER = (
-    (re.compile(r"forward (and|\+) backward"), "fwd + bwd"),
-    (re.compile(r": T=\d+ docs=\d+"), ","),  # a workload's name says both
-    (re.compile(r" \[(\d+), (\d+)\]"), r" \1 x \2"),
-    (re.compile(r", (?=[A-Z]+=)|,? *$"), " "),
-)
 
 
-class Comparison(NamedTuple):
-    """A case: how many times as fast as each other provider ours is, below 1 where that one is faster."""
-
-    op: str
-    shape: str
-    speeds: dict[str, float]
-    fastest: str  # of the others that do the same work
-
-
-def comparisons(rows: list[dict]) -> list[Comparison]:
-    """Cases in which somebody else does the same work. A copy moves as many bytes and does none of it."""
+def comparisons(rows: list[dict]) -> list[dict]:
+    """Cases in which somebody else does the same work, with the speedups over each and the name of the fastest."""
     found = []
-    for (op, shape, dtype), providers in cases_of(rows).items():
-        if op.startswith(OURS_ALONE):
-            continue
-        _, *others = providers
-        speeds = {
-            name: float(providers[name]["ratio_to_ours"])
-            for name in others
-            if name != COPY and name not in PREPARATIONS and name not in LOOPS and not name.startswith(OURS_TOO)
-        }
-        if any(name not in PARTS and name not in QUADRATIC for name in speeds):
-            speeds = {name: speed for name, speed in speeds.items() if name not in QUADRATIC}
-        peers = [name for name in speeds if name not in PARTS]
+    for case in cases_of(rows, {"case": ["op", "shape", "dtype"]}):
+        compared = {} if is_kind(case["op"], "ours_alone") else case["of"]
+        speeds = {name: float(row["ratio_to_ours"]) for name, row in compared.items() if not is_kind(name, "left_out")}
+        if any(not is_kind(name, "quadratic") and not is_kind(name, "parts") for name in speeds):
+            speeds = {name: speed for name, speed in speeds.items() if not is_kind(name, "quadratic")}
+        peers = [name for name in speeds if not is_kind(name, "parts")]
         if peers:
-            shape = re.sub("(documents|pages) of ", "\\1\u00a0of\u00a0", shape)
-            found.append(Comparison(op, f"{shape} {dtype}", speeds, min(peers, key=speeds.get)))
+            shape = re.sub("(documents|pages) of ", "\\1\u00a0of\u00a0", case["shape"]) + f" {case['dtype']}"
+            fastest = min(peers, key=speeds.get)
+            found.append(case | {"shape": shape, "speeds": speeds, "fastest": fastest, "speed": speeds[fastest]})
     return found
 
 
-def colors_of(cases: list[Comparison]) -> dict[str, str]:
-    names = list(dict.fromkeys(name for case in cases for name in case.speeds))
-    used = {COLORS.get(name) for name in names}
-    unknown = itertools.cycle(color for color in OTHERS if color not in used)
-    return {name: COLORS[name] if name in COLORS else next(unknown) for name in names}
+def is_kind(name: str, kind: str) -> bool:
+    return is_like(name, PICTURES[kind])
+
+
+def styles_of(cases: list[dict]) -> dict[str, tuple[str, str]]:
+    """The colour and the marker of each provider."""
+    names, colors = list(dict.fromkeys(name for case in cases for name in case["speeds"])), PICTURES["colors"]
+    unknown = itertools.cycle(color for color in PICTURES["others"] if color not in map(colors.get, names))
+    found = [PICTURES["palette"][colors[name] if name in colors else next(unknown)] for name in names]
+    return dict(zip(names, zip(found, itertools.cycle(MARKERS), strict=False), strict=True))
 
 
 def picture(rows: list[dict], path: Path) -> bool:
@@ -95,52 +65,53 @@ def picture(rows: list[dict], path: Path) -> bool:
     cases = comparisons([row for row in rows if row["device"] == device])
     if not cases:
         return False
-    by_op = {op: [case for case in cases if case.op == op] for op in dict.fromkeys(case.op for case in cases)}
-    shapes = [[case.shape for case in each] for each in by_op.values()]
-    side_by_side = len(by_op) == 2 and shapes[0] == shapes[1]
-    panels = list(by_op.items()) if side_by_side else [("", cases)]
-    most = max(len(each) for _, each in panels)
-    words = [case.shape.split(" ") for case in cases]
-    common = [word for word in words[0] if NAMED.search(word) and all(word in each for each in words[1:])]
-    common *= len(cases) > 1
+    panels = split(cases, "op")
+    side_by_side = len(panels) == 2 and len({tuple(case["shape"] for case in panel) for panel in panels}) == 1
+    panels = panels if side_by_side else [cases]
+    shapes = [case["shape"].split(" ") for case in cases]
+    common = [
+        word for word in shapes[0] if len(cases) > 1 and NAMED.search(word) and all(word in each for each in shapes)
+    ]
+    high = 2.1 + CASE * max(map(len, panels))
     options = {"layout": "constrained", "sharex": True, "sharey": True, "squeeze": False}
-    figure, axes = plt.subplots(1, len(panels), figsize=(WIDTH, 2.1 + CASE * most), **options)
-    styles = dict(zip(colors_of(cases).items(), itertools.cycle(MARKERS), strict=False))
-    styles = {name: (color, marker) for (name, color), marker in styles.items()}
-    for axis, (op, each) in zip(axes[0], panels, strict=True):
-        _draw(axis, each, styles)
-        axis.set_title(op, fontsize=SMALL)
-        labels = [label_of(case, common, with_op=not side_by_side) for case in each]
-        axis.set_yticks(range(len(each)), labels, fontsize=SMALL)
+    figure, axes = plt.subplots(1, len(panels), figsize=(WIDTH, high), **options)
+    styles = styles_of(cases)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        _draw(axis, panel, styles)
+        axis.set_title(panel[0]["op"] if side_by_side else "", fontsize=SMALL)
+        labels = [label_of(case, common, with_op=not side_by_side) for case in panel]
+        axis.set_yticks(range(len(panel)), labels, fontsize=SMALL)
     axes[0][0].invert_yaxis()
-    figure.suptitle(f"{title_of(path.stem, device, cases)}\n{_counts(cases)}", fontsize=LARGE)
+    figure.suptitle(title_of(path.stem, device, cases), fontsize=LARGE)
     handles = [
         plt.Line2D([], [], marker=marker, linestyle="", color=color, label=_legend(name, cases))
         for name, (color, marker) in styles.items()
     ]
     columns = min(3 if max(len(handle.get_label()) for handle in handles) < 40 else 2, len(handles))
     legend = {"loc": "outside lower center", "ncols": columns, "fontsize": SMALL, "frameon": False}
-    all_of_them = f"; all cases: {' '.join(common)}" if common else ""
-    note = f"bars: the fastest other; marks: the rest; behind in bold{all_of_them}"
+    note = "; ".join([PICTURES["legend"], *[f"all cases: {' '.join(common)}"] * bool(common)])
     figure.legend(handles=handles, title=note, title_fontsize=SMALL, **legend)
     return saved(figure, path)
 
 
-def title_of(stem: str, device: str, cases: list[Comparison]) -> str:
-    """The finding: from how slow to how fast beside the fastest other."""
+def title_of(stem: str, device: str, cases: list[dict]) -> str:
+    """The finding: from how slow to how fast beside the fastest other, and in how many cases."""
     family = stem.rpartition("_")[0]
-    family = FAMILIES.get(family) or family.replace("_", " ").capitalize()
+    family = PICTURES["families"].get(family) or family.replace("_", " ").capitalize()
     where = device.removeprefix("NVIDIA ").removesuffix(" HBM3").replace("x86_64", "the CPU (x86_64)")
-    slowest, fastest = (bound(case.speeds[case.fastest] for case in cases) for bound in (min, max))
-    return f"{family} on {where}: {times(slowest)} to {times(fastest)} times the speed of the fastest other"
+    speeds = [case["speed"] for case in cases]
+    ahead, behind = sum(speed > 1 + EVEN for speed in speeds), sum(speed < 1 - EVEN for speed in speeds)
+    even = f", even within {EVEN:.0%} in {len(cases) - ahead - behind}" if ahead + behind < len(cases) else ""
+    finding = f"{times(min(speeds))} to {times(max(speeds))} times the speed of the fastest other"
+    return f"{family} on {where}: {finding}\n{len(cases)} cases: ahead in {ahead}, behind in {behind}{even}"
 
 
-def label_of(case: Comparison, common: list[str], with_op: bool) -> str:
+def label_of(case: dict, common: list[str], with_op: bool) -> str:
     """Names a case in few words, without those that all cases have."""
-    shape = " ".join(word for word in case.shape.split(" ") if word not in common)
-    label = f"{case.op}, {shape}" if with_op and shape else case.op if with_op else shape
-    for pattern, replacement in SHORTER:
-        label = pattern.sub(replacement, label)
+    shape = " ".join(word for word in case["shape"].split(" ") if word not in common)
+    label = ", ".join(filter(None, [case["op"] * with_op, shape]))
+    for pattern, replacement in PICTURES["shorter"]:
+        label = re.sub(pattern, replacement, label)
     return label.strip()
 
 
@@ -150,38 +121,26 @@ def saved(figure, path: Path) -> bool:
     return True
 
 
-def _legend(name: str, cases: list[Comparison]) -> str:
+def _legend(name: str, cases: list[dict]) -> str:
     """A provider with the speedups over it."""
-    speeds = [case.speeds[name] for case in cases if name in case.speeds]
-    note = f"{name} (a part of the work)" if name in PARTS else name
+    speeds = [case["speeds"][name] for case in cases if name in case["speeds"]]
+    note = f"{name} (a part of the work)" if is_kind(name, "parts") else name
     return f"{note}: {times(min(speeds))}" + (f" to {times(max(speeds))}" if len(speeds) > 1 else "")
 
 
-def _counts(cases: list[Comparison]) -> str:
-    speeds = [case.speeds[case.fastest] for case in cases]
-    ahead, behind = sum(speed > 1 + EVEN for speed in speeds), sum(speed < 1 - EVEN for speed in speeds)
-    even = len(cases) - ahead - behind
-    counts = f"{len(cases)} cases: ahead in {ahead}, behind in {behind}"
-    return counts + (f", even within {EVEN:.0%} in {even}" if even else "")
-
-
-def _draw(axis, cases: list[Comparison], styles: dict[str, tuple[str, str]]) -> None:
+def _draw(axis, cases: list[dict], styles: dict[str, tuple[str, str]]) -> None:
     axis.set_xscale("log", base=2)
     axis.axvline(1, color="black", linewidth=1, zorder=3)
     for y, case in enumerate(cases):
-        speed = case.speeds[case.fastest]
-        axis.barh(y, speed - 1, left=1, height=0.7, color=styles[case.fastest][0])
-        for name, other in case.speeds.items():
+        axis.barh(y, case["speed"] - 1, left=1, height=0.7, color=styles[case["fastest"]][0])
+        for name, other in case["speeds"].items():
             color, marker = styles[name]
             axis.plot(other, y, marker=marker, markersize=6, color=color, markeredgecolor="white", markeredgewidth=0.5)
-        weight = "bold" if speed < 1 - EVEN else "normal"
-        place = {"transform": axis.get_yaxis_transform(), "va": "center"}
-        axis.text(1.01, y, times(speed), fontsize=SMALL, fontweight=weight, **place)
+        weight, across = "bold" if case["speed"] < 1 - EVEN else "normal", axis.get_yaxis_transform()
+        axis.text(1.01, y, times(case["speed"]), fontsize=SMALL, fontweight=weight, transform=across, va="center")
     axis.tick_params(axis="x", labelsize=SMALL)
-    axis.set_xlabel("speedup over the other; left of 1 it is faster", fontsize=SMALL)
-    axis.grid(axis="x", color="lightgray", linewidth=0.5)
-    axis.set_axisbelow(True)
-    speeds = [speed for case in cases for speed in case.speeds.values()]
+    _grid(axis, "speedup over the other; left of 1 it is faster")
+    speeds = [speed for case in cases for speed in case["speeds"].values()]
     left, right = axis.get_xlim()
     left, right = min(left, 0.8, min(speeds) / 1.1), max(right, 1.25, max(speeds) * 1.1)
     if right < 4 * left:
@@ -190,3 +149,56 @@ def _draw(axis, cases: list[Comparison], styles: dict[str, tuple[str, str]]) -> 
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_xlim(left, right)
     axis.margins(y=0.01)
+
+
+def _grid(axis, label: str) -> None:
+    axis.set_xlabel(label, fontsize=SMALL)
+    axis.grid(axis="x", color="lightgray", linewidth=0.5)
+    axis.set_axisbelow(True)
+
+
+def bars(block: dict, path: Path) -> bool:
+    """A bar for each row, a panel for each value of a column; False, and no picture, where there is no row."""
+    rows = selected(block)
+    if not rows:
+        return False
+    panels = split(rows, block["panels"])
+    (first, each), inside = block["inches"], "inside" in block
+    options = {"layout": "constrained", "squeeze": False, "height_ratios": [*map(len, panels)]}
+    figure, axes = plt.subplots(len(panels), figsize=(WIDTH, first + each * CASE * len(rows)), **options)
+    style = {"fontsize": LARGE, "fontweight": "bold"} if inside else {"fontsize": SMALL + 1}
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
+        values = [float(row[block["value"]]) for row in panel]
+        axis.barh(range(len(panel)), values, height=0.7, color=[PICTURES["palette"][row["color"]] for row in panel])
+        axis.set_yticks(range(len(panel)), [row["label"] for row in panel], fontsize=SMALL + (not inside))
+        axis.invert_yaxis()
+        for y, (row, value) in enumerate(zip(panel, values, strict=True)):
+            axis.text(0.01 if inside else value, y, fill(block["text"], row), va="center", color="black", **style)
+        if inside:
+            axis.axvline(1, color="black", linewidth=1)
+            _grid(axis, block["inside"])
+        else:
+            axis.set_xlim(0, 1.75 * max(values))
+            axis.set_xticks([])
+            axis.set_title(fill(block["title"], figures_of(panel, block)), fontsize=LARGE, loc="left")
+    words = figure.suptitle if inside else figure.supxlabel
+    words(fill(block["of_all"], figures_of(rows, block)), fontsize=LARGE if inside else SMALL)
+    return saved(figure, path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--family")
+    arguments = parser.parse_args()
+    for path in sorted(result_rows.RESULTS.glob(f"{arguments.family or '*'}_{arguments.device or '*'}.csv")):
+        rows, target = result_rows.read_rows(path), path.with_suffix(".png")
+        block = PICTURES["bars"].get(path.stem)
+        drawn = bars(block, target) if block else "ratio_to_ours" in rows[0] and picture(rows, target)
+        if not drawn:
+            target.unlink(missing_ok=True)
+        print(f"{path.stem}: {target.name if drawn else 'no picture'}")
+
+
+if __name__ == "__main__":
+    main()

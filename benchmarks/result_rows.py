@@ -1,33 +1,38 @@
 """Result files of benchmarks/results, and how their figures are written."""
 
 import csv
-import json
+import re
 import textwrap
-from collections.abc import Callable, Iterable
 from pathlib import Path
+from string import Formatter
 
 RESULTS = Path(__file__).parent / "results"
-BEFORE_OVERLAP = ("163c9ab",)  # commits of results/parallel_cuda.csv in which attention waited for all that it sends
 OURS, COPY = "packing_ops", "copy of the same bytes"
-PERCENT_OF_COPY = (
-    "Percent of copy: the time of a copy that reads and writes as many bytes, in the same run, over that of ours."
-)
 
 
 class Cell(str):
-    """A cell of a CSV. With a format it is a number, or empty: "x" a ratio, "us" a time, ".1k" thousands, ".2ms" and
-    ".1GiB" of a cell in microseconds and in MiB, or one of Python's; with "/" before it one over the number.
+    """A cell of a CSV. With a format it is a number, or empty: "x" a ratio, "us" a time, ".1k" thousands, ".2ms" of a
+    cell in microseconds, ".1GiB" of MiB and ".1bytes" of bytes in GiB, or one of Python's; "/" before it: one over the
+    number, "1-": one less it.
     """
 
     def __format__(self, form: str) -> str:
         if not form or not self:
             return str(self)
-        value = 1 / float(self) if form.startswith("/") else float(self)
-        form = form.removeprefix("/")
-        for unit, size in {"k": 1000, "ms": 1000, "GiB": 1024}.items():
+        value = 1 / float(self) if form.startswith("/") else 1 - float(self) if form.startswith("1-") else float(self)
+        form = form.removeprefix("/").removeprefix("1-")
+        for unit, size in {"k": 1000, "ms": 1000, "GiB": 1024, "bytes": 2**30}.items():
             if form.endswith(unit):
                 return f"{value / size:{form.removesuffix(unit)}f}" + "k" * (unit == "k")
         return {"x": times, "us": duration}.get(form, lambda value: format(value, form))(value)
+
+
+class Span(list):
+    """Numbers, written as the least and the most of them; as one where both look alike."""
+
+    def __format__(self, form: str) -> str:
+        ends = [format(Cell(value), form) for value in (min(self), max(self))]
+        return " to ".join(dict.fromkeys(reversed(ends) if form.startswith("/") else ends))
 
 
 class Case(dict):
@@ -42,8 +47,38 @@ class Absent(Cell):
         return self
 
 
-def rows_of(name: str) -> list[dict]:
-    return read_rows(RESULTS / f"{name}.csv")
+def size_of(cell: str) -> tuple:
+    """What cells are sorted by: first those without a value, then numbers, then text."""
+    return (1, float(cell)) if re.fullmatch(r"[\d.]+", cell) else (2 * bool(cell), cell)
+
+
+def is_like(text: str, pattern: str) -> bool:
+    """Return whether the text is what a pattern of regions.toml describes."""
+    if pattern.startswith("!"):
+        return not is_like(text, pattern[1:])
+    if pattern.startswith("<"):
+        return bool(text) and float(text) < float(pattern[1:])
+    either = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".").replace(r"\|", "|")
+    return re.fullmatch(either, text, re.S) is not None
+
+
+def matches(row: dict, where: dict) -> bool:
+    return all(is_like(row[column], fill(pattern, row)) for column, pattern in where.items())
+
+
+def value_of(row: dict, path: str):
+    """The cell at a path such as of[packing_ops][p50_us], or the text of a template."""
+    return fill(path, row) if "{" in path else Formatter().get_field(path, (), row)[0]
+
+
+def named(template: str) -> list[str]:
+    return [name for _, name, *_ in Formatter().parse(template) if name]
+
+
+def fill(template: str, row: dict) -> str:
+    """The template with cells of a row; empty if it names cells and none of them has a value."""
+    values = [value_of(row, name) for name in named(template)]
+    return template.format_map(row) if not values or any(value != "" for value in values) else ""
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -51,52 +86,12 @@ def read_rows(path: Path) -> list[dict]:
         return [{name: Cell(cell or "") for name, cell in row.items()} for row in csv.DictReader(file)]
 
 
-def without_overlap(rows: list[dict]) -> str:
-    """What a page says of rows of BEFORE_OVERLAP."""
-    if not any(row["commit"] in BEFORE_OVERLAP for row in rows):
-        return ""
-    return f" At {', '.join(BEFORE_OVERLAP)} attention waited for all that it sends; since then the heads travel in parts beside it."
-
-
-def cases_of(rows: list[dict]) -> dict[tuple, dict[str, dict]]:
-    """{(op, shape, dtype): {provider: row}}, ours first."""
-    cases = {}
-    for row in rows:
-        cases.setdefault((row["op"], row["shape"], row["dtype"]), {})[row["provider"]] = row
-    return cases
-
-
-def percent_of_copy(providers: dict[str, dict]) -> float | None:
-    """What PERCENT_OF_COPY says, of a case of ``cases_of``; None where no copy was timed."""
-    ours, *_ = providers.values()
-    return 100 * float(providers[COPY]["p50_us"]) / float(ours["p50_us"]) if COPY in providers else None
-
-
-def table(header: str, lines: Iterable[str], note: str = "", empty: str = "") -> str:
-    """A Markdown table of lines of cells, "a | b", and a paragraph below it. empty: what stands in a cell
-    without a value; then a column of such cells is left out.
-    """
-    names, cells = header.split(" | "), [line.split(" | ") for line in lines]
+def table(names: list[str], cells: list[list[str]], empty: str = "") -> str:
+    """A Markdown table. empty: what stands in a cell without a value; then a column of such cells is left out."""
     shown = [i for i in range(len(names)) if not empty or any(line[i] for line in cells)]
     text = "\n".join(f"| {' | '.join(line[i] or empty for i in shown)} |" for line in cells)
     header = f"| {' | '.join(names[i] for i in shown)} |\n|{'---|' * len(shown)}\n"
-    return header + text + (note and f"\n\n{prose(note)}")
-
-
-def by_row(rows: list[dict], header: str, line: str, note: str = "{origin}.", used=(), empty: str = "") -> str:
-    """A line for each row, in which {name} is a cell of it; in the note it is one of the first row."""
-    said = note and note.format(**rows[0], origin=origin(used or rows), commits=commits(used or rows))
-    return table(header, (line.format_map(row) for row in rows), said, empty)
-
-
-def span(form: Callable, values: Iterable) -> str:
-    """ "least to most", or one of them where both are written alike."""
-    values = sorted(map(float, values))
-    return " to ".join(dict.fromkeys((form(values[0]), form(values[-1]))))
-
-
-def json_of(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return header + text
 
 
 def origin(rows: list[dict]) -> str:
@@ -121,7 +116,3 @@ def times(value) -> str:
 
 def prose(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
-
-
-def failed(error: str) -> str:
-    return "out of memory" if "OutOfMemory" in error else "fails"

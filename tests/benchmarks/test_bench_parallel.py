@@ -3,12 +3,9 @@ ideal.
 """
 
 import csv
-import struct
 
 import bench_parallel_host
 import parallel_training
-import pytest
-import result_rows
 import torch
 import torch.distributed as dist
 from parallel_wrappers import WRAPPERS
@@ -37,15 +34,3 @@ def test_host_time_of_ranks_that_are_not_there(monkeypatch, tmp_path):
     assert sorted(found) == sorted(("1 x 1024", *one, "1.000", "3000.0") for one in each) + sorted(
         ("1 x 2048", *one, "1.000", "3000.0") for one in each
     )
-
-
-def test_a_picture_of_what_several_gpus_reach(tmp_path):
-    pytest.importorskip("matplotlib")
-    from render_results import picture_of_efficiency
-
-    rows, path = result_rows.rows_of("parallel_cuda"), tmp_path / "parallel_cuda.png"
-    alone = [row for row in rows if row["ranks"] == "1" or not row["efficiency"]]
-    assert alone
-    assert not picture_of_efficiency(alone, path)
-    assert picture_of_efficiency(rows, path, "a note")
-    assert max(struct.unpack(">II", path.read_bytes()[16:24])) <= 1600

@@ -1,0 +1,295 @@
+"""The figures of README.md and docs/, from benchmarks/results: python benchmarks/render.py [--check]
+
+regions.toml describes what stands between ``<!-- results: NAME -->`` and ``<!-- end -->``; --check changes nothing and
+fails where it is something else.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import result_rows
+import tomllib
+from result_rows import OURS, Case, Cell, Span, fill, is_like, matches, named, size_of, value_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REGION = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
+SPEC = tomllib.loads((ROOT / "benchmarks" / "regions.toml").read_text())
+
+# Rows =================================================================================================================
+
+
+def loaded(name: str, keys: list[str]) -> list[dict]:
+    """The rows of a file with the cells that [files] gives them; of a JSON, what is below the keys."""
+    path = result_rows.RESULTS / name
+    if name in COUNTED:
+        rows = COUNTED[name]()
+    elif path.suffix == ".csv":
+        rows = result_rows.read_rows(path)
+    else:
+        whole = json.loads(path.read_text(), parse_float=Cell, parse_int=Cell)
+        found = {key: value_of(whole, key) for key in keys} or {"": whole}
+        lists = {key: each if isinstance(each, list) else [each] for key, each in found.items()}
+        rows = [{**whole, "key": key, **row} for key, each in lists.items() for row in each]
+    cells = SPEC["files"].get(name, {})
+    rows = [{"file": name, "stem": path.stem, **row} for row in rows]
+    return with_cells(rows, SPEC["files"][cells["like"]] if "like" in cells else cells)
+
+
+def with_cells(rows: list[dict], cells: dict) -> list[dict]:
+    for name, cell in cells.items():
+        for row, value in zip(rows, [*column_of(rows, cell)], strict=True):
+            row[name] = Cell(value)
+    return rows
+
+
+def column_of(rows: list[dict], cell: dict | str) -> Iterator:
+    """The values of a column that the file does not have, a row after the other."""
+    if isinstance(cell, str):
+        yield from (fill(cell, row) for row in rows)
+    elif "same" in cell:
+        yield from compared(rows, cell)
+    else:
+        for row in rows:
+            value = value_of(row, cell["of"])
+            if "to" in cell:
+                yield re.sub(cell["match"], cell["to"], value)
+            elif "match" in cell:
+                yield next(iter(re.findall(cell["match"], value)), "")
+            elif "by" in cell:
+                yield WORDS[cell["by"]](value)
+            else:
+                texts = (text for pattern, text in cell["is"].items() if is_like(value, fill(pattern, row)))
+                yield fill(next(texts, value), row)
+
+
+def compared(rows: list[dict], cell: dict) -> Iterator:
+    """A value of the row ``at``, or of each itself, over that of the row ``over``, among rows of the same cells."""
+    key = lambda row: tuple(row[column] for column in cell["same"])  # noqa: E731
+    ordered = in_order(rows, [cell["most"]] if "most" in cell else [])
+    at, over = (
+        {key(row): row for row in ordered if matches(row, cell[which])} if which in cell else None
+        for which in ("at", "over")
+    )
+    for row in rows:
+        value = value_of(row if at is None else at.get(key(row), Case()), cell["of"])
+        if over is not None:
+            base = value_of(over.get(key(row), Case()), cell["of"])
+            value = float(value) / float(base) if float(value or 0) and base else ""
+        yield value
+
+
+def selected(block: dict) -> list[dict]:
+    """The rows of a block: those of its files and lines that it asks for, in its order, with its cells."""
+    rows = []
+    for i, line in enumerate(block.get("lines", [{}])):
+        files = line.get("file", block.get("file"))
+        where = block.get("where", {}) | {name: each for name, each in line.items() if name not in ("file", "label")}
+        for file in [files] if isinstance(files, str) else files:
+            found = [row for row in loaded(file, block.get("rows", [])) if matches(row, where)]
+            rows += [{"label": line.get("label"), "line": Cell(i), **row} for row in found]
+    for column, labels in block.get("labels", {}).items():
+        rows = labelled(rows, column, labels)
+    rows = with_cells(rows, block.get("cells", {}))
+    if "keep" in block:
+        same = lambda row: tuple(row[column] for column in block["keep"]["same"])  # noqa: E731
+        kept = {same(row) for row in rows if any(matches(row, each) for each in block["keep"]["any"])}
+        rows = [row for row in rows if same(row) in kept]
+    return in_order(rows, block.get("sort", []))
+
+
+def labelled(rows: list[dict], column: str, labels: dict | list) -> list[dict]:
+    """The rows that have a label, in the order of the labels, which may stand in groups."""
+    labels = {label: label for label in labels} if isinstance(labels, list) else labels
+    groups, found = labels if all(isinstance(each, dict) for each in labels.values()) else {"": labels}, []
+    for group, each in groups.items():
+        for value, label in each.items():
+            found += [row | {column: Cell(label), "group": group} for row in rows if row[column] == value]
+    return found
+
+
+def in_order(rows: list[dict], columns: list[str]) -> list[dict]:
+    """Rows by columns: "-x" the largest first, "~x" in the order of first appearance."""
+    before = rows
+    for name in reversed(columns):
+        column = name.lstrip("-~")
+        if name.startswith("~"):
+            seen = [row[column] for row in before]
+            rows = sorted(rows, key=lambda row: seen.index(row[column]))
+        else:
+            rows = sorted(rows, key=lambda row: size_of(row[column]), reverse=name.startswith("-"))
+    return rows
+
+
+def cases_of(rows: list[dict], block: dict) -> list[dict]:
+    """A line for each case, in which of[PROVIDER] is the row of a provider."""
+    by, found = block.get("by", "provider"), {}
+    for row in rows:
+        case = found.setdefault(tuple(row[column] for column in block["case"]), {"": []})
+        case[""].append(row)
+        case.setdefault(row.get(by), []).append(row)
+
+    def together(rows: list[dict]) -> dict:
+        return rows[0] | {name: figure_of(rows, each, {}) for name, each in block.get("stats", {}).items()}
+
+    lines = [{name: together(rows) for name, rows in case.items()} for case in found.values()]
+    return with_cells([line.pop("") | {"of": Case(line)} for line in lines], block.get("line_cells", {}))
+
+
+def result_files() -> list[dict]:
+    """A row for each family, with its figures and pictures."""
+    families: dict[str, dict] = {}
+    for path in sorted(result_rows.RESULTS.iterdir()):
+        family, _, device = path.stem.rpartition("_")
+        if path.suffix in (".csv", ".json", ".png") and device in ("cuda", "cpu"):
+            row = families.setdefault(family, {"family": family, "cuda": "", "cpu": ""})
+            row[device] += ", " * bool(row[device]) + f"[{path.suffix[1:]}](benchmarks/results/{path.name})"
+    return [*families.values()]
+
+
+def prefix_trees() -> list[dict]:
+    """Tokens and visible pairs of samples that repeat their prompt, over those of a tree."""
+    rows = []
+    for answers, prompt, answer in ((8, 8192, 1024), (8, 2048, 2048), (8, 1024, 8192), (64, 1024, 256), (2, 1024, 256)):
+        sample = prompt + answer
+        tokens = answers * sample / (prompt + answers * answer)
+        pairs = prompt * (prompt + 1) // 2 + answers * (answer * (answer + 1) // 2 + answer * prompt)
+        pairs = answers * sample * (sample + 1) // 2 / pairs
+        rows.append({"answers": answers, "prompt": prompt, "answer": answer, "tokens": tokens, "pairs": pairs})
+    return rows
+
+
+def workload(name: str) -> str:
+    """How many documents of which lengths workloads.json has under a name."""
+    lengths = json.loads((ROOT / "benchmarks" / "workloads.json").read_text())["workloads"].get(name, [])
+    if len({*lengths}) < 2:
+        return f"{name}: {len(lengths)} x {lengths[0]:,}" if lengths else ""
+    return f"{name}: {len(lengths)}, median {median(lengths):.0f}, longest {max(lengths):,}"
+
+
+COUNTED = {"files": result_files, "prefix trees": prefix_trees}  # not measured
+WORDS = {"workload": workload}
+
+# Text =================================================================================================================
+
+STATS = {
+    "sum": sum, "min": min, "max": max, "median": median, "count": len, "span": Span,
+    "spread": lambda values: max(values) - min(values), "ratio": lambda values: values[0] / values[1],
+}  # fmt: skip
+
+
+def figure_of(rows: list[dict], figure: dict, figures: dict):
+    """A statistic of a column or of other figures, or a text of each row."""
+    rows = loaded(figure["file"], []) if "file" in figure else rows
+    rows = [row for row in rows if matches(row, figure.get("where", {}))]
+    if "each" in figure:
+        return figure.get("between", ", ").join(dict.fromkeys(fill(figure["each"], row) for row in rows))
+    rows, paths = (rows, [figure["of"]]) if isinstance(figure["of"], str) else ([figures], figure["of"])
+    values = [float(value) for row in rows for value in (value_of(row, path) for path in paths) if value != ""]
+    result = STATS[figure["stat"]](values) if values else ""
+    result = result if isinstance(result, Span) else Cell(result)
+    return next(column_of([{"value": result}], {"of": "value", "is": figure["is"]})) if "is" in figure else result
+
+
+def figures_of(rows: list[dict], block: dict) -> dict:
+    """Cells of the first row, and the figures that a block describes."""
+    made = {"origin": result_rows.origin(rows), "commits": result_rows.commits(rows)} if "device" in rows[0] else {}
+    names = rows[0] | made
+    for name, figure in block.get("figures", {}).items():
+        names[name] = figure_of(rows, figure, names)
+    return names
+
+
+def said(pieces: list, names: dict, rows: list[dict]) -> str:
+    """Sentences, without those whose condition no row meets and those that name a figure without a value."""
+    found = []
+    for piece in pieces:
+        text, condition = (piece["text"], piece["if"]) if isinstance(piece, dict) else (piece, {})
+        if any(matches(row, condition) for row in rows) and all(value_of(names, each) != "" for each in named(text)):
+            found.append(text.format_map(names))
+    return result_rows.prose(" ".join(found))
+
+
+def text_of(block: dict) -> str:
+    """A paragraph, a table with a caption and a note, or a table for each value of a column."""
+    block = {**SPEC["shapes"].get(block.get("like"), {}), **block}
+    rows = selected(block)
+    if not rows:
+        return block.get("none", "")
+    names, lines = figures_of(rows, block), cases_of(rows, block) if "case" in block else rows
+    tables = [table_of(each, block, names) for each in split(lines, block.get("tables"))] if "columns" in block else []
+    caption, note = (said(block.get(which, []), names, rows) for which in ("caption", "note"))
+    return "\n\n".join(filter(None, [caption, *tables, note]))
+
+
+def split(rows: list[dict], column: str | None) -> list[list[dict]]:
+    """The rows of each value of a column."""
+    values = dict.fromkeys(row[column] for row in rows) if column else [None]
+    return [[row for row in rows if not column or row[column] == value] for value in values]
+
+
+def table_of(lines: list[dict], block: dict, names: dict) -> str:
+    heads = [fill(head, {**names, **lines[0]}) for head, *_ in block["columns"]]
+    providers = dict.fromkeys([OURS, *(name for line in lines for name in line["of"])] if "providers" in block else [])
+    found = [[fill(cell, names) for cell in line] for line in block.get("written", [])]
+    for group in split(lines, block.get("heading")) if not found else []:
+        found += [[f"**{group[0][block['heading']]}**", *[""] * (len(heads) - 1)]] if "heading" in block else []
+        for line in group:
+            cells = [fill(cell, {**names, **line}) or "".join(empty) for _, cell, *empty in block["columns"]]
+            found.append([*cells, *(fill(block["providers"], line["of"][name]) for name in providers)])
+    firsts = [cells[0] for cells in found]
+    for before, cells in zip(firsts, found[1:] if "repeated" in block else [], strict=False):
+        cells[0] = block["repeated"] if cells[0] == before else cells[0]
+    return result_rows.table(
+        heads + [name.removeprefix(f"{OURS}, ") for name in providers], found, block.get("empty", "")
+    )
+
+
+def made(name: str) -> str:
+    """What a page has between the marks of a region; where a file is missing, the command that writes it."""
+    try:
+        return "\n\n".join(filter(None, map(text_of, SPEC["regions"][name])))
+    except FileNotFoundError as missing:
+        stem = Path(missing.filename).stem.removesuffix("_cuda").removesuffix("_cpu")
+        return f"Not run yet: `benchmarks/{SPEC['commands'].get(stem, f'bench_{stem}.py')}`."
+    except KeyError as missing:
+        raise KeyError(f"regions.toml, {name}: {missing} is no column, figure or key there") from missing
+
+
+def rewritten(text: str, page: Path) -> tuple[str, list[str]]:
+    """The text of a page with today's figures, and the regions that had others."""
+    changed = []
+    results = os.path.relpath(ROOT / "benchmarks" / "results", page.parent)
+
+    def replace(match: re.Match) -> str:
+        begin, name, before, end = match.groups()
+        after = f"{made(name)}\n".replace("](benchmarks/results/", f"]({results}/")  # as the page reaches them
+        changed.extend([name] * (after != before))
+        return begin + after + end
+
+    return REGION.sub(replace, text), changed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check, stale = parser.parse_args().check, []
+    for page in PAGES:
+        text, changed = rewritten(page.read_text(), page)
+        if changed:
+            stale.append(f"{page.relative_to(ROOT)}: {'stale' if check else 'rewritten'}: {', '.join(changed)}")
+        if changed and not check:
+            page.write_text(text)
+    print("\n".join(stale) or "README.md and docs: are what benchmarks/results says")
+    if stale and check:
+        sys.exit("make readme writes them again")
+
+
+if __name__ == "__main__":
+    main()
