@@ -94,11 +94,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dp", type=positive, default=1, help="data-parallel ranks (default: %(default)s)")
     add("--overlong", choices=OVERLONG, default="truncate", help="documents over the capacity (default: %(default)s)")
     add("--hidden-size", type=positive, default=4096, help="of the model, to estimate FLOPs (default: %(default)s)")
-    add(
-        "--prefix-trees",
-        action="store_true",
-        help="also what computing prefixes once would save that documents share",
-    )
+    add("--prefix-trees", action="store_true", help="also what computing prefixes once would save that documents share")
     add("--group-by", metavar="FIELD", help="the same, among examples with the same value in this column")
     add("--buffer", type=positive, metavar="N", help="also rows of a stream, of which N examples wait at a time")
     add("--plot", type=writable, metavar="PNG", help="also draw the report")

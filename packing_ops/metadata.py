@@ -397,10 +397,7 @@ class PackedMetadata:
 
 
 def metadata_of_segments(
-    cu_seqlens: torch.Tensor,
-    parents: torch.Tensor | PrefixPaths,
-    total: int,
-    device: torch.device | str | None = None,
+    cu_seqlens: torch.Tensor, parents: torch.Tensor | PrefixPaths, total: int, device: torch.device | str | None = None
 ) -> PackedMetadata:
     """Return PackedMetadata.from_prefix_tree of the segments only. CUDA: the host reads them, or their longest path.
 

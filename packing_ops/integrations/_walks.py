@@ -90,10 +90,4 @@ class _Kept:
 
 def _read(module):
     held, cls = module.__dict__, module.__class__
-    return (
-        cls,
-        cls.forward,
-        getattr(cls, MIXES, None),
-        *map(held.get, _IN_INSTANCE),
-        *held["_modules"].values(),
-    )
+    return (cls, cls.forward, getattr(cls, MIXES, None), *map(held.get, _IN_INSTANCE), *held["_modules"].values())

@@ -279,10 +279,7 @@ def _no_limit_of_compilations(model: torch.nn.Module) -> AbstractContextManager[
 
 
 def _documents_of(
-    model: torch.nn.Module,
-    documents: Sequence[torch.Tensor] | None,
-    rows: Sequence[int] | None,
-    device: torch.device,
+    model: torch.nn.Module, documents: Sequence[torch.Tensor] | None, rows: Sequence[int] | None, device: torch.device
 ) -> list[torch.Tensor]:
     if documents is None:
         if rows is None:

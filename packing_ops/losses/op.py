@@ -15,15 +15,7 @@ from packing_ops._runtime.arguments import sum_dtype
 from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd, without_autograd
 from packing_ops._runtime.batch_cache import is_real
 from packing_ops.invariance.mode import active
-from packing_ops.losses.chunks import (
-    Chunks,
-    Gradients,
-    Rows,
-    check_kept,
-    chunk_of,
-    kept_shape,
-    rows_at_most,
-)
+from packing_ops.losses.chunks import Chunks, Gradients, Rows, check_kept, chunk_of, kept_shape, rows_at_most
 
 OUTPUTS = ("logps", "lse", "entropy", "sum_p2", "mean_logit", "top1")  # as the op returns them
 ALWAYS = ("logps", "lse")  # the others are computed where one of them is asked for

@@ -333,12 +333,7 @@ def _why_not_this_gpu(q: torch.Tensor) -> str:
 
 @_assume_constant_result
 def kernels_of(
-    half: bool,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    device: int,
-    head_dim_v: int | None = None,
+    half: bool, num_heads: int, num_kv_heads: int, head_dim: int, device: int, head_dim_v: int | None = None
 ) -> str:
     """Return which kernels serve a call of varlen_attention; device -1 is the CPU."""
     given = (half, num_heads, num_kv_heads, head_dim, device, head_dim_v)

@@ -18,10 +18,7 @@ def document_lengths(attention_mask: torch.Tensor | None, sub_seq_lengths: Seque
 
 
 def source_of_slots(
-    cu_seqlens: torch.Tensor,
-    total: int,
-    attention_mask: torch.Tensor,
-    sub_seq_lengths: Sequence[Sequence[int]] | None,
+    cu_seqlens: torch.Tensor, total: int, attention_mask: torch.Tensor, sub_seq_lengths: Sequence[Sequence[int]] | None
 ) -> torch.Tensor:
     """Return int64 ``[total]``: for every slot of the packed row its slot in the flattened batch, -1 for padding.
 

@@ -25,12 +25,7 @@ from packing_ops.integrations.transformers import (
     stateful,
     versions,
 )
-from packing_ops.integrations.transformers.call import (
-    NAMES,
-    REQUESTS,
-    call_of_layers,
-    watched,
-)
+from packing_ops.integrations.transformers.call import NAMES, REQUESTS, call_of_layers, watched
 from packing_ops.integrations.transformers.versions import (
     CACHE,
     AttentionInterface,

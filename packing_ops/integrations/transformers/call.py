@@ -26,12 +26,7 @@ from packing_ops.integrations.transformers.documents import (
     refuse_where,
     several_in,
 )
-from packing_ops.integrations.transformers.versions import (
-    CACHE,
-    constant,
-    reads_text,
-    source_of,
-)
+from packing_ops.integrations.transformers.versions import CACHE, constant, reads_text, source_of
 from packing_ops.keys import cached_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made

@@ -16,15 +16,7 @@ import torch
 from packing_ops._runtime.arguments import int32_cu_seqlens
 from packing_ops._runtime.batch_cache import cu_seqlens_of_rows
 from packing_ops.boundaries import mask_boundary_labels
-from packing_ops.integrations._patching import (
-    Patch,
-    WeakPartial,
-    function_of,
-    is_of,
-    kept_with_class,
-    put,
-    put_around,
-)
+from packing_ops.integrations._patching import Patch, WeakPartial, function_of, is_of, kept_with_class, put, put_around
 from packing_ops.integrations._router_replay import replay_routing as replay_routing
 from packing_ops.integrations._walks import constant_of_model
 from packing_ops.integrations.transformers import sequence_group

@@ -141,14 +141,7 @@ class MaskArguments(NamedTuple):
 
 
 def packing_ops_mask(
-    batch_size,
-    q_length,
-    kv_length,
-    q_offset=0,
-    kv_offset=0,
-    mask_function=None,
-    attention_mask=None,
-    **kwargs,
+    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, **kwargs
 ):
     """Make the mask of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
     now, call = here(), current()

@@ -43,13 +43,7 @@ from packing_ops.integrations.transformers.stateful_rows import (
     leaves,
     run_in_rows,
 )
-from packing_ops.integrations.transformers.versions import (
-    PreTrainedModel,
-    class_name,
-    reads_text,
-    source_of,
-    unwrapped,
-)
+from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, reads_text, source_of, unwrapped
 from packing_ops.keys import cached_paths
 
 
