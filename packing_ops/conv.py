@@ -1,12 +1,12 @@
 """The short causal convolution of hybrid models: each channel of a packed row, each document by itself."""
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_tensor
-from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime.autograd import register_recurrence
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -94,26 +94,4 @@ def causal_conv1d(
     return out, final_state if output_final_state else None
 
 
-# --- gradients ---
-
-
-def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.silu, ctx.with_state = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(
-    ctx: Any, dout: torch.Tensor | None, dfinal_state: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    x, weight, bias, cu_seqlens, initial_state = ctx.saved_tensors
-    dout = torch.zeros_like(x) if dout is None else dout
-    dfinal_state = dfinal_state if ctx.with_state else None
-    dx, dweight, dbias, dinitial_state = call_below_autograd(
-        gate.causal_conv1d_backward, dout, dfinal_state, x, weight, bias, cu_seqlens, initial_state, ctx.silu
-    )
-    dbias = None if bias is None else dbias
-    return dx, dweight, dbias, None, None if initial_state is None else dinitial_state, None, None
-
-
-register_autograd("causal_conv1d", _backward, setup_context=_context)
-register_no_autograd("causal_conv1d_backward", of="causal_conv1d")
+register_recurrence("causal_conv1d", gate.causal_conv1d_backward, tensors=5)

@@ -22,7 +22,7 @@ from packing_ops._runtime.arguments import (
     refuse_gradient,
     sum_dtype,
 )
-from packing_ops._runtime.autograd import call_below_autograd, register_autograd, without_autograd
+from packing_ops._runtime.autograd import call_below_autograd, implements, register_autograd
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 
@@ -178,7 +178,7 @@ def _times(values: torch.Tensor, copies: torch.Tensor | None) -> torch.Tensor:
     return values if copies is None else torch.where(copies[:, None] == 0, 0, values * copies[:, None])
 
 
-@without_autograd
+@implements("router_sums")
 def _router_sums(
     probabilities: torch.Tensor, routed: torch.Tensor, cu_seqlens: torch.Tensor, copies: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
@@ -188,13 +188,6 @@ def _router_sums(
     sums = gate.segment_sum(values, cu_seqlens, None, False)
     experts = probabilities.shape[1]
     return sums[:, :experts].clone(), sums[:, experts:-1].clone(), sums[:, -1].clone()
-
-
-# --- registration ---
-
-_registrations = torch.library.Library("packing_ops", "IMPL")
-for _key in ("CPU", "CUDA"):
-    _registrations.impl("router_sums", _router_sums, _key)
 
 
 def _router_sums_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

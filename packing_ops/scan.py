@@ -20,7 +20,12 @@ from packing_ops._runtime.arguments import (
     sum_dtype,
     wrong_type,
 )
-from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime.autograd import (
+    call_below_autograd,
+    register_autograd,
+    register_no_autograd,
+    register_recurrence,
+)
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
 KERNEL_DIMS = (64, 128, 256)  # of heads, on CUDA
@@ -431,49 +436,20 @@ def _widened_mamba(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Ten
 # --- gradients ---
 
 
-def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.scale, ctx.use_qk_l2norm, ctx.with_state = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(
-    ctx: Any, dout: torch.Tensor | None, dfinal_state: torch.Tensor | None
+def _mamba_gradients(
+    tensors: Sequence[torch.Tensor | None],
+    dx: torch.Tensor,
+    ddt: torch.Tensor,
+    to_dA: torch.Tensor,
+    *found: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
-    *tensors, cu_seqlens, initial_state = ctx.saved_tensors
-    dout = torch.zeros_like(tensors[2]) if dout is None else dout
-    dfinal_state = dfinal_state if ctx.with_state else None
-    options = cu_seqlens, initial_state, ctx.scale, ctx.use_qk_l2norm
-    *gradients, dinitial_state = call_below_autograd(
-        gate.gated_delta_rule_backward, dout, dfinal_state, *tensors, *options
-    )
-    return *gradients, None, None if initial_state is None else dinitial_state, None, None, None
-
-
-register_autograd("gated_delta_rule", _backward, setup_context=_context)
-register_no_autograd("gated_delta_rule_backward", of="gated_delta_rule")
-
-
-def _mamba_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.dt_softplus, ctx.dt_min, ctx.dt_max, ctx.with_state = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _mamba_backward(
-    ctx: Any, dout: torch.Tensor | None, dfinal_state: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    x, *_, D, dt_bias, _, initial_state = tensors = ctx.saved_tensors
-    dout = torch.zeros_like(x) if dout is None else dout
-    dfinal_state = dfinal_state if ctx.with_state else None
-    options = ctx.dt_softplus, ctx.dt_min, ctx.dt_max
-    found = call_below_autograd(gate.mamba2_scan_backward, dout, dfinal_state, *tensors, *options)
-    dx, ddt, to_dA, dB, dC, to_dD, dinitial_state = found
+    (dB, dC, to_dD), (*_, D, dt_bias, _, _) = found, tensors
     dD, ddt_bias = (None if t is None else each.sum(0) for t, each in ((D, to_dD), (dt_bias, ddt)))
-    states = None, None if initial_state is None else dinitial_state
-    return dx, ddt, to_dA.sum(0), dB, dC, dD, ddt_bias, *states, None, None, None, None
+    return dx, ddt, to_dA.sum(0), dB, dC, dD, ddt_bias
 
 
-register_autograd("mamba2_scan", _mamba_backward, setup_context=_mamba_context)
-register_no_autograd("mamba2_scan_backward", of="mamba2_scan")
+register_recurrence("gated_delta_rule", gate.gated_delta_rule_backward, tensors=7, like=2)
+register_recurrence("mamba2_scan", gate.mamba2_scan_backward, tensors=9, gradients=_mamba_gradients)
 
 
 def _gate_backward(ctx: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

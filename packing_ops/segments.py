@@ -22,7 +22,7 @@ from packing_ops._runtime.arguments import (
     one_row,
     sum_dtype,
 )
-from packing_ops._runtime.autograd import call_below_autograd, register_autograd
+from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd
 from packing_ops.boundaries import position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens
 from packing_ops.metadata import PackedMetadata, cu_seqlens_of
 
@@ -359,14 +359,7 @@ register_autograd(
 )
 
 
-def _gae_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-def _gae_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    raise NotImplementedError(
-        "packing_ops::gae has no gradient: advantages and returns are constants to the loss; detach rewards and values"
-    )
-
-
-register_autograd("gae", _gae_backward, setup_context=_gae_context)
+register_no_autograd(
+    "gae",
+    why="packing_ops::gae has no gradient: advantages and returns are constants to the loss; detach rewards and values",
+)

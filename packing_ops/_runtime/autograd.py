@@ -68,17 +68,22 @@ def call_below_autograd(op: Callable, *args):
         return op(*args)
 
 
-def without_autograd(function: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Wrap an op written in Python so that it runs without autocast and without autograd: its gradient is
-    registered.
+def implements(name: str) -> Callable[[Callable[..., tuple]], Callable[..., tuple]]:
+    """Register a function as the op of this name on the CPU and on CUDA, without autocast and without autograd: its
+    gradient is registered.
     """
 
-    def op(*args):
-        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-            return function(*args)
+    def registered(function):
+        def op(*args):
+            tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
+            with torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+                return function(*args)
 
-    return op
+        for device in ("CPU", "CUDA"):
+            _registrations.impl(name, op, device)
+        return op
+
+    return registered
 
 
 def register_autograd(name: str, backward: Callable, *, setup_context: Callable, linear: int = 0) -> None:
@@ -185,13 +190,43 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
     _registrations.impl(name, autograd, "Autograd", with_keyset=True)
 
 
-def register_no_autograd(name: str, of: str) -> None:
-    """Register an op that computes the gradient of the op ``of``: asking for a second derivative raises."""
-
-    def setup_context(ctx, inputs, output):
-        pass
+def register_no_autograd(name: str, of: str = "", *, why: str = "") -> None:
+    """Register an op whose backward raises: one that computes the gradient of the op ``of``, or one with a reason."""
+    message = why or f"packing_ops::{of} has no second derivative (packing_ops::{name} has no gradient)"
 
     def backward(ctx, *grads):
-        raise NotImplementedError(f"packing_ops::{of} has no second derivative (packing_ops::{name} has no gradient)")
+        raise NotImplementedError(message)
+
+    register_autograd(name, backward, setup_context=lambda ctx, inputs, output: None)
+
+
+def register_recurrence(
+    name: str, op: Callable, *, tensors: int, like: int = 0, gradients: Callable | None = None
+) -> None:
+    """Register the gradients of an op that returns out and final_state, and no second derivative.
+
+    Args:
+        name: of the op: its first arguments are ``tensors``, the last two of these cu_seqlens and initial_state, its
+            last one output_final_state.
+        op: of the gradients, which takes those of out and final_state, the tensors and all other arguments but the
+            last.
+        like: the tensor whose shape and dtype out has.
+        gradients: of all tensors but the last two, from these tensors and what op returns, without the gradient of
+            initial_state. Without it they are what op returns.
+    """
+
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:tensors])
+        *ctx.options, ctx.with_state = inputs[tensors:]
+
+    def backward(ctx, dout, dfinal_state):
+        given = ctx.saved_tensors
+        dout = torch.zeros_like(given[like]) if dout is None else dout
+        dfinal_state = dfinal_state if ctx.with_state else None
+        *found, dinitial_state = call_below_autograd(op, dout, dfinal_state, *given, *ctx.options)
+        found = [*(found if gradients is None else gradients(given, *found)), None, dinitial_state]
+        found = (None if tensor is None else grad for tensor, grad in zip(given, found, strict=True))
+        return *found, *[None] * (len(ctx.options) + 1)
 
     register_autograd(name, backward, setup_context=setup_context)
+    register_no_autograd(f"{name}_backward", of=name)

@@ -20,7 +20,7 @@ import torch
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import at_least, described, number, old_name, sum_dtype
-from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd, without_autograd
+from packing_ops._runtime.autograd import call_below_autograd, implements, register_autograd, register_no_autograd
 from packing_ops.invariance.mode import ROWS, active, pad_rows, rows_of_product
 from packing_ops.losses.chunks import (
     TILE,
@@ -241,7 +241,7 @@ def _logits_of(head: Chunks, rows: slice, memory: torch.Tensor) -> torch.Tensor:
     return logits[: min(rows.stop, head.rows) - rows.start]
 
 
-@without_autograd
+@implements("token_kl")
 def _token_kl(*arguments: Any) -> tuple[torch.Tensor, ...]:
     targets, *numbers, chunk, max_targets, keep_logits = arguments[6:]
     rows = Rows(targets, max_targets)
@@ -269,7 +269,7 @@ def _token_kl(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return stats[0].clone() if over is None else stats[0].masked_fill(over, torch.nan), stats, kept
 
 
-@without_autograd
+@implements("token_kl_backward")
 def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torch.Tensor, ...]:
     targets, stats, kept, *numbers, chunk, max_targets, need_hidden, need_weight, need_bias = arguments[6:]
     grad = torch.zeros_like(stats[0]) if grad is None else grad
@@ -299,11 +299,6 @@ def _token_kl_backward(grad: torch.Tensor | None, *arguments: Any) -> tuple[torc
 
 
 # --- registration: shapes for torch.compile, gradients ---
-
-_registrations = torch.library.Library("packing_ops", "IMPL")
-for _key in ("CPU", "CUDA"):
-    _registrations.impl("token_kl", _token_kl, _key)
-    _registrations.impl("token_kl_backward", _token_kl_backward, _key)
 
 
 def _shapes(a: SimpleNamespace) -> tuple[torch.Tensor, ...]:

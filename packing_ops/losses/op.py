@@ -12,7 +12,7 @@ import torch
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import sum_dtype
-from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd, without_autograd
+from packing_ops._runtime.autograd import call_below_autograd, implements, register_autograd, register_no_autograd
 from packing_ops._runtime.batch_cache import is_real
 from packing_ops.invariance.mode import active
 from packing_ops.losses.chunks import Chunks, Gradients, Rows, check_kept, chunk_of, kept_shape, rows_at_most
@@ -21,7 +21,7 @@ OUTPUTS = ("logps", "lse", "entropy", "sum_p2", "mean_logit", "top1")  # as the 
 ALWAYS = ("logps", "lse")  # the others are computed where one of them is asked for
 
 
-@without_autograd
+@implements("token_logps")
 def _token_logps(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -103,10 +103,10 @@ def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", 
         state[6] = torch.where(first_of_ranks.isfinite(), first_of_ranks, -1)
 
 
-def _backward(overwrites: bool) -> Any:
-    """Make the backward op; with overwrites the gradient of kept logits takes their place."""
+def _register_backward(name: str, overwrites: bool) -> None:
+    """Register the backward op; with overwrites the gradient of kept logits takes their place."""
 
-    @without_autograd
+    @implements(name)
     def token_logps_backward(
         slopes: torch.Tensor,
         hidden: torch.Tensor,
@@ -140,16 +140,14 @@ def _backward(overwrites: bool) -> Any:
             gradients.add(part, part_of_weight, logits, later=is_kept and overwrites)
         return gradients.finished(rows, hidden.dtype)
 
-    return token_logps_backward
+    register_no_autograd(name, of="token_logps")
+
+
+_register_backward("token_logps_backward", overwrites=False)
+_register_backward("token_logps_backward_", overwrites=True)
 
 
 # --- registration: shapes for torch.compile, gradients ---
-
-_registrations = torch.library.Library("packing_ops", "IMPL")
-for _key in ("CPU", "CUDA"):
-    _registrations.impl("token_logps", _token_logps, _key)
-    _registrations.impl("token_logps_backward", _backward(overwrites=False), _key)
-    _registrations.impl("token_logps_backward_", _backward(overwrites=True), _key)
 
 
 def _shapes(a: SimpleNamespace) -> tuple[torch.Tensor, ...]:
@@ -207,5 +205,3 @@ def _slopes(
 
 
 register_autograd("token_logps", _formula, setup_context=_context)
-for _name in ("token_logps_backward", "token_logps_backward_"):
-    register_no_autograd(_name, of="token_logps")

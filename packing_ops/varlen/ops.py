@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -113,11 +113,7 @@ def _varlen_attention_backward(
 register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)
 register_no_autograd("varlen_attention_backward", of="varlen_attention")
 
-
-def _refuse(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
-    raise NotImplementedError(
-        "packing_ops::paged_attention has no gradient: keys in pages are for generation, train with keys end to end"
-    )
-
-
-register_autograd("paged_attention", _refuse, setup_context=lambda ctx, inputs, output: None)
+register_no_autograd(
+    "paged_attention",
+    why="packing_ops::paged_attention has no gradient: keys in pages are for generation, train with keys end to end",
+)

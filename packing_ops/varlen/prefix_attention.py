@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd, without_autograd
+from packing_ops._runtime.autograd import call_below_autograd, implements, register_autograd, register_no_autograd
 from packing_ops.keys import FORK_ALIGNMENT
 
 
@@ -39,7 +39,7 @@ def _sum_by_row(grad: torch.Tensor, key_offsets: torch.Tensor, keys_of_row: torc
     return token_major(summed.view(*by_token.shape[:-3], -1, *by_token.shape[-2:]))
 
 
-@without_autograd
+@implements("prefix_attention")
 def _prefix_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
@@ -51,7 +51,7 @@ def _prefix_attention(
     return gate.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *of_varlen)
 
 
-@without_autograd
+@implements("prefix_attention_backward")
 def _prefix_attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
@@ -73,14 +73,6 @@ def _as_varlen(
     others: softcap and the plan, the same in both ops, then in_blocks unless it is None.
     """
     return (sinks, True, softmax_scale, left, -1, *others[:2], None), any(others[2:])
-
-
-# --- registration ---
-
-_registrations = torch.library.Library("packing_ops", "IMPL")
-for _key in ("CPU", "CUDA"):
-    _registrations.impl("prefix_attention", _prefix_attention, _key)
-    _registrations.impl("prefix_attention_backward", _prefix_attention_backward, _key)
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
