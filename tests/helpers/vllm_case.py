@@ -77,12 +77,22 @@ def _modules():
     class EngineArgs:
         attention_backend, enforce_eager, attention_config = None, False, types.SimpleNamespace(backend=None)
 
-        def create_engine_config(self):
-            return self.attention_backend, self.enforce_eager
+        def __init__(self, mode=None, cudagraph_mode=None, **others):
+            self.compilation_config = types.SimpleNamespace(mode=mode, cudagraph_mode=cudagraph_mode)
+            vars(self).update(others)
 
+        def create_engine_config(self):
+            chosen = self.compilation_config
+            return self.attention_backend, self.enforce_eager, chosen.mode, chosen.cudagraph_mode
+
+    graphs = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+    of_compiler = {
+        "CompilationMode": enum.IntEnum("CompilationMode", {"NONE": 0, "VLLM_COMPILE": 3}),
+        "CUDAGraphMode": enum.Enum("CUDAGraphMode", graphs),
+    }
     layers = "vllm.model_executor.layers"
     contents = {
-        "vllm.config": {"get_current_vllm_config": config},
+        "vllm.config": {"get_current_vllm_config": config, **of_compiler},
         f"{layers}.attention": {"Attention": layer("Attention")},
         f"{layers}.activation": {"SiluAndMul": layer("SiluAndMul"), "GeluAndMul": layer("GeluAndMul")},
         f"{layers}.layernorm": {"RMSNorm": layer("RMSNorm"), "GemmaRMSNorm": layer("GemmaRMSNorm")},

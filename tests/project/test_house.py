@@ -305,7 +305,7 @@ STATEMENTS = {
     "_runtime": 1084,  # older names came, and go with the next minor version; register_recurrence
     "contrib": 420,  # mixing_warning, prefix_attention
     "data": 2190,
-    "integrations": 5709,  # vLLM, states over ranks, trees, older names, Kimi's convolutions came
+    "integrations": 5715,  # vLLM and its graphs, states over ranks, trees, older names, Kimi's convolutions came
     "invariance": 766,  # rollouts came, what is none, and rows of narrow products
     "losses": 590,
     "parallel": 1030,  # states over ranks came

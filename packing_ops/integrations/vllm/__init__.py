@@ -4,6 +4,7 @@ vLLM finds ``register`` by its entry point, in every process. Nothing changes un
 ``attention_backend="CUSTOM"`` or by PACKING_OPS_VLLM=1 in the environment.
 """
 
+import copy
 import functools
 import os
 from collections.abc import Callable
@@ -78,13 +79,19 @@ def _choose(stock: Callable[..., str]) -> "staticmethod[..., str]":
 
 
 def _asked(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """PACKING_OPS_VLLM=1: an engine that names no attention gets ours, and runs eagerly."""
+    """PACKING_OPS_VLLM=1: an engine that names no attention gets ours; nothing compiles, decoding steps are graphs."""
+    from vllm.config import CompilationMode, CUDAGraphMode
 
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         named = self.attention_backend or self.attention_config.backend
         if os.environ.get("PACKING_OPS_VLLM") == "1" and named is None:
-            self.attention_backend, self.enforce_eager = "CUSTOM", True
+            self.attention_backend, chosen = "CUSTOM", copy.copy(self.compilation_config)
+            chosen.mode = chosen.mode or CompilationMode.NONE
+            # Pieces are of compiled layers. On the CPU vLLM makes no graphs.
+            if chosen.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):
+                chosen.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+            self.compilation_config = chosen
         return stock(self, *args, **kwargs)
 
     return create_engine_config

@@ -229,7 +229,7 @@ def test_with_the_last_attention_everything_goes(vllm):
     assert not po.is_invariant()
 
 
-def test_register_waits_to_be_asked(vllm, monkeypatch):
+def test_register_waits_to_be_asked(vllm):
     registry = sys.modules["vllm.v1.attention.backends.registry"].AttentionBackendEnum
     platform = type(sys.modules["vllm.platforms"].current_platform)
     stock = vars(platform)["get_attn_backend_cls"]
@@ -239,17 +239,32 @@ def test_register_waits_to_be_asked(vllm, monkeypatch):
     assert platform.get_attn_backend_cls(None, None) == "cpu"
     assert platform.get_attn_backend_cls(registry.CPU_ATTN, None) == "cpu"
     assert platform.get_attn_backend_cls(registry.CUSTOM, None) == ours
-    arguments = sys.modules["vllm.engine.arg_utils"].EngineArgs
-    assert arguments().create_engine_config() == (None, False)
-    monkeypatch.setenv("PACKING_OPS_VLLM", "1")
-    assert arguments().create_engine_config() == ("CUSTOM", True)
-    chosen = arguments()
-    chosen.attention_backend = "FLASH_ATTN"
-    assert chosen.create_engine_config() == ("FLASH_ATTN", False)
     vllm.plugin.revert_registration()
-    assert arguments().create_engine_config() == (None, False)
     assert vars(platform)["get_attn_backend_cls"] is stock
     assert not registry.CUSTOM.is_overridden()
+
+
+def test_one_variable_sets_attention_and_graphs(vllm, monkeypatch):
+    """Nothing compiles and decoding steps are CUDA graphs, but for what the user chose."""
+    arguments, config = sys.modules["vllm.engine.arg_utils"].EngineArgs, sys.modules["vllm.config"]
+    off, compiled = config.CompilationMode.NONE, config.CompilationMode.VLLM_COMPILE
+    graphs = config.CUDAGraphMode
+    vllm.plugin.register()
+    assert arguments().create_engine_config() == (None, False, None, None)
+    monkeypatch.setenv("PACKING_OPS_VLLM", "1")
+    assert arguments().create_engine_config() == ("CUSTOM", False, off, graphs.FULL_DECODE_ONLY)
+    assert arguments(mode=compiled).create_engine_config()[2] is compiled  # refused by its name
+    for given in (graphs.NONE, graphs.PIECEWISE, graphs.FULL):
+        assert arguments(cudagraph_mode=given).create_engine_config()[3] is given
+    pieces = arguments(cudagraph_mode=graphs.FULL_AND_PIECEWISE)
+    of_user = pieces.compilation_config
+    assert pieces.create_engine_config()[3] is graphs.FULL_DECODE_ONLY
+    assert (of_user.mode, of_user.cudagraph_mode) == (None, graphs.FULL_AND_PIECEWISE)
+    assert pieces.create_engine_config()[3] is graphs.FULL_DECODE_ONLY
+    assert arguments(enforce_eager=True).create_engine_config()[:2] == ("CUSTOM", True)
+    assert arguments(attention_backend="FLASH_ATTN").create_engine_config() == ("FLASH_ATTN", False, None, None)
+    vllm.plugin.revert_registration()
+    assert arguments().create_engine_config() == (None, False, None, None)
 
 
 def test_register_leaves_a_backend_of_others(vllm):
