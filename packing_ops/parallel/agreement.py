@@ -4,32 +4,16 @@ Ranks that differ hang, or exchange rows of different heads and keys. The check 
 make it or no rank does: the environment decides, not what one rank has called before.
 """
 
-import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from packing_ops._runtime.arguments import FLOATS, checks_each_call, number
+from packing_ops._runtime.arguments import checks_each_call, dtype_name, number, plain
 from packing_ops._runtime.batch_cache import is_captured
 from packing_ops.metadata import PackedMetadata
-from packing_ops.parallel.collectives import start_all_gather
+from packing_ops.parallel.collectives import check_process
 from packing_ops.varlen.options import AttentionOptions
-
-# Words are sent as their index.
-_WORDS = {
-    "attention": (
-        "ulysses_attention",
-        "gathered_attention",
-        "varlen_attention_over",
-        "llama3_flash_attn_varlen_func",
-    ),
-    "scheme": ("contiguous", "zigzag"),
-}
-_GRADIENTS = ("q, k or v requires_grad", "sinks requires_grad")
-_NO_NUMBER = -sys.float_info.max  # no option is this number
-_FLAGS = ("causal", "keep_keys", "sinks", "visible_end", "paths", *_GRADIENTS)
 
 
 def check_agreement(
@@ -51,7 +35,7 @@ def check_agreement(
     the others waiting. It waits for the GPU.
 
     Args:
-        attention: the function that is called, one of _WORDS.
+        attention: the name of the function that is called.
         q, k, v: ``[rows, num_heads, head_dim]`` of this rank.
         documents: of the whole row; None where each rank is given a part. Its visible_end is compared too.
         keep_keys: of gathered attention.
@@ -60,11 +44,10 @@ def check_agreement(
         return
     # Backward is a collective too.
     recorded, sinks = torch.is_grad_enabled(), options.sinks
-    gradients = (
-        recorded and (q.requires_grad or k.requires_grad or v.requires_grad),
-        recorded and sinks is not None and sinks.requires_grad,
-    )
-    metadata = documents if isinstance(documents, PackedMetadata) else None
+    ends: Any = documents
+    visible_end = paths = None
+    if isinstance(documents, PackedMetadata):
+        ends, visible_end, paths = documents.cu_seqlens, documents.visible_end, documents.paths
     # All ranks send the same names, whichever attention they call.
     given = {
         "keep_keys": keep_keys,
@@ -72,82 +55,56 @@ def check_agreement(
         "scheme": scheme,
         **options._asdict(),
         "sinks": sinks is not None,
-        "visible_end": metadata is not None and metadata.visible_end is not None,
-        "paths": metadata is not None and metadata.paths is not None,
-        **dict(zip(_GRADIENTS, gradients, strict=True)),
+        "visible_end": visible_end is not None,
+        "paths": paths is not None,
+        "q, k or v requires_grad": recorded and (q.requires_grad or k.requires_grad or v.requires_grad),
+        "sinks requires_grad": recorded and sinks is not None and sinks.requires_grad,
     }
-    numbers = _numbers(q, k, v, documents, given)
-    sent = torch.tensor(list(numbers.values()), dtype=torch.float64, device=q.device)
-    of_ranks = start_all_gather(sent[None], group)().tolist()
-    for index, name in enumerate(numbers):
-        for rank, found in enumerate(of_ranks):
-            if repr(found[index]) != repr(of_ranks[0][index]):  # repr: NaN encodes None
-                first, other = (_in_words(name, each[index]) for each in (of_ranks[0], found))
+    left, right = options.window_size
+    call: dict[str, str] = {}
+    for name, value in given.items():
+        if name == "window_size":
+            call |= {"window_size[0]": _in_words(left), "window_size[1]": _in_words(right)}
+        else:
+            call[name] = value if name in ("attention", "scheme") else _in_words(value)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        call[f"{name}.dtype"] = dtype_name(tensor.dtype)
+        for dimension, size in zip(("rows", "heads", "head_dim"), tensor.shape, strict=True):
+            call[f"{name} {dimension}"] = str(size)
+    call["cu_seqlens (documents)"] = str(None if ends is None else len(ends) - 1)
+    call["cu_seqlens (checksum)"] = _checksum(ends)
+    call["visible_end (checksum)"] = _checksum(visible_end)
+    call["paths (checksum)"] = _checksum(None if paths is None else paths.slot_of_key)
+    check_process(group)
+    calls: list[Any] = [None] * group.size()
+    with torch.cuda.device_of(q):  # NCCL sends from the current device
+        dist.all_gather_object(calls, call, group)
+    for name, first in calls[0].items():
+        for rank, other in enumerate(calls):
+            if other[name] != first:
                 raise ValueError(
-                    f"{name}: expected {first} on all {len(of_ranks)} ranks as on rank 0, got {other} on rank {rank} "
+                    f"{name}: expected {first} on all {len(calls)} ranks as on rank 0, got {other[name]} on rank {rank} "
                     "of the group"
                 )
 
 
-def _numbers(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    documents: PackedMetadata | torch.Tensor | None,
-    given: Mapping[str, Any],
-) -> dict[str, float]:
-    """Return the call as numbers, in the same order and under the same names on every rank."""
-    numbers: dict[str, float] = {}
-    # options
-    for name, value in given.items():
-        pair = name == "window_size"
-        for index, each in enumerate(value if pair else (value,)):
-            key = f"{name}[{index}]" if pair else name
-            numbers[key] = float(_WORDS[name].index(each)) if name in _WORDS else _sent(each)
-    # tensors
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        numbers[f"{name}.dtype"] = float(FLOATS.index(tensor.dtype) if tensor.dtype in FLOATS else -1)
-        for dimension, size in zip(("rows", "heads", "head_dim"), tensor.shape, strict=True):
-            numbers[f"{name} {dimension}"] = float(size)
-    # documents
-    metadata = documents if isinstance(documents, PackedMetadata) else None
-    ends = documents.cu_seqlens if isinstance(documents, PackedMetadata) else documents
-    numbers["cu_seqlens (documents)"] = float("nan") if ends is None else float(len(ends) - 1)
-    numbers["cu_seqlens (checksum)"] = float("nan") if ends is None else _checksum(ends)
-    visible_end = None if metadata is None else metadata.visible_end
-    numbers["visible_end (checksum)"] = 0.0 if visible_end is None else _checksum(visible_end)
-    paths = None if metadata is None else metadata.paths
-    numbers["paths (checksum)"] = 0.0 if paths is None else _checksum(paths.slot_of_key)
-    return numbers
-
-
-def _sent(value: Any) -> float:
-    """Return a number as float64 holds it. What is not a number is refused by its name after this check: no rank may
-    raise here.
+def _in_words(value: Any) -> str:
+    """Return an option as text. What is not a number is refused by its name after this check: no rank may raise
+    here.
     """
-    if value is None:
-        return float("nan")
+    value = plain(value)
+    if value is None or isinstance(value, bool):
+        return str(value)
     try:
-        return float(number(value, "value"))
+        found = float(number(value, "value"))
     except (TypeError, ValueError, OverflowError):
-        return _NO_NUMBER
-
-
-def _checksum(numbers: torch.Tensor) -> float:
-    """Return a sum weighted by index, so that the order counts; below 2**53, which float64 holds exactly."""
-    weights = torch.arange(1, len(numbers) + 1, device=numbers.device) * 2_654_435_761 % 1_000_003
-    return float((numbers.long() * weights).sum().remainder(2**52))
-
-
-def _in_words(name: str, sent: float) -> str:
-    if name in _WORDS:
-        return _WORDS[name][int(sent)]
-    if sent != sent:
-        return "None"
-    if sent == _NO_NUMBER:
         return "no number"
-    if name in _FLAGS:
-        return str(bool(sent))
-    if name.endswith(".dtype"):
-        return str(FLOATS[int(sent)]).removeprefix("torch.") if sent >= 0 else "another dtype"
-    return str(int(sent) if sent == int(sent) else sent) if abs(sent) < 2**53 else str(sent)
+    return str(int(found) if found.is_integer() and abs(found) < 2**53 else found)
+
+
+def _checksum(numbers: torch.Tensor | None) -> str:
+    """Return a sum weighted by index, so that the order counts."""
+    if numbers is None:
+        return "None"
+    weights = torch.arange(1, len(numbers) + 1, device=numbers.device) * 2_654_435_761 % 1_000_003
+    return str(int((numbers.long() * weights).sum().remainder(2**52)))

@@ -54,6 +54,10 @@ class ThreadRank(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
+    def allgather(self, gathered, own, options=None):
+        """Of all_gather_object."""
+        return self._exchange("all-gather of a list", gathered[0], own * self.size())
+
     def allreduce(self, tensors, options=None):
         (tensor,) = tensors
         parts = [torch.empty_like(tensor) for _ in range(self.size())]
