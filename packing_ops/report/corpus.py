@@ -1,14 +1,13 @@
 """Lengths of all documents in the files, and which examples were wrong, where and why."""
 
-import functools
 import itertools
 import re
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,7 +22,6 @@ from packing_ops.report.tokenizers import Counter, Ids, token_counter
 NAMED = 100  # places, and different errors, that are listed per kind; all are counted
 
 Problems = dict[str, dict[str, Any]]  # by kind
-Item = TypeVar("Item")
 
 
 @dataclass
@@ -69,7 +67,9 @@ def read_corpus(
     Raises:
         ImportError, OSError, ValueError: as make_report.
     """
-    files, columns = [Path(file) for file in files], _checked_columns(columns or {})
+    files, columns = [Path(file) for file in files], columns or {}
+    if unknown := [key for key in columns if key not in KEYS]:
+        raise ValueError(f"columns: expected {', '.join(KEYS)} to the left of =, got {unknown[0]!r}")
     sizes = [_size(file) for file in files]  # every file is there before the first is read
     counter = token_counter(tokenizer, keep_ids=keep_ids)
     reader = _Reader(counter, columns, tokenizer == "bytes", group_by=group_by)
@@ -77,8 +77,12 @@ def read_corpus(
     try:
         with progress(sum(sizes)) as advance:
             for file, size in zip(files, sizes, strict=True):
-                read = functools.partial(_advance_by, advance, size)
-                for batch in _batches(records(file, read, names)):
+
+                def advance_by(part: float, size: int = size) -> None:
+                    advance(part * size)
+
+                found = records(file, advance_by, names)
+                while batch := list(itertools.islice(found, ROWS)):
                     reader.add(batch)
     finally:
         _print_errors(reader.corpus.unreadable)
@@ -87,13 +91,6 @@ def read_corpus(
     corpus.tokens = buffer_tensor(reader.tokens, torch.int64) if keep_ids else None
     corpus.groups = buffer_tensor(reader.groups, torch.int64) if group_by is not None else None
     return corpus
-
-
-def _checked_columns(columns: Mapping[str, str]) -> Mapping[str, str]:
-    unknown = [key for key in columns if key not in KEYS]
-    if unknown:
-        raise ValueError(f"columns: expected {', '.join(KEYS)} to the left of =, got {unknown[0]!r}")
-    return columns
 
 
 class _Reader:
@@ -185,16 +182,7 @@ def _print_errors(unreadable: Problems) -> None:
             print(f"{kind}: {others:,} others are counted, not named", file=sys.stderr)
 
 
-def _advance_by(advance: Callable[[float], None], size: int, part: float) -> None:
-    advance(part * size)
-
-
 def _size(path: Path) -> int:
     if path == STDIN:
         return 0
     return sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
-
-
-def _batches(items: Iterator[Item]) -> Iterator[list[Item]]:
-    while batch := list(itertools.islice(items, ROWS)):
-        yield batch

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
+from packing_ops.data._examples import TARGETS
 from packing_ops.report.chats import Unreadable, as_json, checked_text, role_of, texts_of, without_none
 
 IGNORE = -100
-TARGETS = ("loss_mask", "completion_mask", "assistant_masks")  # 1 where a token is trained on
 PER_TOKEN = ("labels", "attention_mask", *TARGETS, "position_ids", "token_type_ids")  # as long as input_ids
 FORMS = (  # the one or two columns that each needs; the first that is there is read
     ("input_ids",),
@@ -86,11 +86,6 @@ def _chat(messages: Any, name: str) -> Example:
     return Example(texts, has_target, messages)
 
 
-def _plain(given: Record) -> list[Example]:
-    text = checked_text(given["text"], "text")
-    return [Example([text], bool(text))]
-
-
 def _preference(given: Record) -> list[Example]:
     """Return the two documents of a pair. Without a prompt of text, chats begin with it themselves."""
     prompt = given.get("prompt", "")
@@ -124,10 +119,6 @@ def _alpaca(given: Record) -> list[Example]:
     return [_chat(_with_system(given, messages), "instruction")]
 
 
-def _sharegpt(given: Record) -> list[Example]:
-    return [_chat(_with_system(given, given["conversations"]), "conversations")]
-
-
 def _with_system(given: Record, messages: Any) -> Any:
     """Return ``messages`` with the record's ``system`` in front, unless they have one."""
     system = checked_text(given.get("system", ""), "system")
@@ -140,11 +131,11 @@ def _with_system(given: Record, messages: Any) -> Any:
 
 _READ = {
     ("messages",): lambda given: [_chat(given["messages"], "messages")],
-    ("conversations",): _sharegpt,
+    ("conversations",): lambda given: [_chat(_with_system(given, given["conversations"]), "conversations")],
     ("chosen", "rejected"): _preference,
     ("prompt", "completion"): lambda given: [_pair(given["prompt"], given["completion"], "completion")],
     ("instruction", "output"): _alpaca,
-    ("text",): _plain,
+    ("text",): lambda given: [Example([checked_text(given["text"], "text")], bool(given["text"]))],
 }
 
 

@@ -46,10 +46,10 @@ def describe_environment() -> str:
 
 def _facts() -> Iterator[tuple[str, str]]:
     yield "packing_ops", _library.VERSION
-    if _library.MISSING:
+    build = {} if _library.MISSING else _library.build_info()
+    if not build:
         yield "library", f"none ({_library.MISSING})"
     else:
-        build = _library.build_info()
         cuda = f"CUDA {build['cuda']} for {build['cuda_archs']}" if build["cuda"] else "no CUDA"
         yield "library", build["library"]
         yield "library from", build["library_from"]
@@ -61,17 +61,14 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     yield "torch's CUDA", torch.version.cuda or torch.version.hip or "none"
     yield "driver", driver.found() or "none"
-    if not _library.MISSING and _library.build_info()["cuda"]:
-        yield "driver needed", driver.needed(_library.build_info()["cuda"])
-        yield (
-            "driver fits",
-            driver.misfit(_library.build_info()["cuda"]) or "yes" if driver.found() else "no GPU driver here",
-        )
+    if build.get("cuda"):
+        yield "driver needed", driver.needed(build["cuda"])
+        yield "driver fits", driver.misfit(build["cuda"]) or "yes" if driver.found() else "no GPU driver here"
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(i)
             yield f"GPU {i}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.1f} GiB"
-            if not _library.MISSING and _library.build_info()["cuda"]:
+            if build.get("cuda"):
                 yield f"attention on GPU {i}", _attention_of(i)
     else:
         yield "GPU", "none that torch can use"

@@ -1,6 +1,5 @@
 """The records of a file, one after the other, each with its place (file and line, element or row)."""
 
-import functools
 import gzip
 import io
 import json
@@ -105,7 +104,9 @@ def _json_lines(name: str, file: io.BufferedReader, tick: Callable[[], None]) ->
         if line is not None and not line.strip():
             continue
         try:
-            record = _too_long() if line is None else json.loads(line)
+            if line is None:
+                raise ValueError(f"expected a line of at most {LONGEST:,} bytes, got more")
+            record = json.loads(line)
         except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, thousands of brackets
             record = Unreadable("corrupt", str(error))
         yield f"{name}, line {number}", record
@@ -120,10 +121,6 @@ def _lines(file: io.BufferedReader) -> Iterator[bytes | None]:
         while line and not line.endswith(b"\n"):
             line = file.readline(LONGEST + 1)
         yield None
-
-
-def _too_long() -> Unreadable:
-    return Unreadable("corrupt", f"expected a line of at most {LONGEST:,} bytes, got more")
 
 
 def _json_array(name: str, file: io.BufferedReader, tick: Callable[[], None]) -> Iterator[tuple[str, object]]:
@@ -149,7 +146,7 @@ def _parquet(path: Path, advance: Advance, columns: Collection[str]) -> Iterator
             yield from _rows(
                 str(path),
                 names,
-                [name for name in names if name in columns],
+                columns,
                 num_rows,
                 lambda known: table.iter_batches(batch_size=ROWS, columns=known),
                 lambda rows: advance(rows / num_rows),
@@ -170,36 +167,40 @@ def _saved_dataset(path: Path, advance: Advance, columns: Collection[str]) -> It
     splits = {"": loaded} if isinstance(loaded, datasets.Dataset) else loaded
     num_rows = sum(split.num_rows for split in splits.values())
     for split_name, split in splits.items():
+
+        def read(known: list[str], split: Any = split) -> Any:
+            return split.select_columns(known).with_format("arrow").iter(ROWS)
+
         yield from _rows(
             str(path / split_name),
             split.column_names,
-            [name for name in split.column_names if name in columns],
+            columns,
             split.num_rows,
-            functools.partial(_arrow_batches, split),
+            read,
             lambda rows: advance(rows / num_rows),
         )
 
 
-def _arrow_batches(split: Any, known: list[str]) -> Any:
-    return split.select_columns(known).with_format("arrow").iter(ROWS)
-
-
 def _rows(
-    path: str, names: list[str], known: list[str], num_rows: int, read: Callable[[list[str]], Any], advance: Advance
+    path: str,
+    names: list[str],
+    columns: Collection[str],
+    num_rows: int,
+    read: Callable[[list[str]], Any],
+    advance: Advance,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield rows of the batches of Arrow columns that ``read(known)`` gives; other columns than ``names`` are never
-    read.
-    """
+    """Yield rows of the batches of Arrow columns that ``read`` gives: of ``names`` those that are in ``columns``."""
     if not num_rows:
         return
+    known = [name for name in names if name in columns]
     if not known:  # batches without columns have no rows
         yield from ((f"{path}, row {row}", dict.fromkeys(names)) for row in range(num_rows))
         advance(num_rows)
         return
     first, unread = 0, dict.fromkeys(names)
     for batch in read(known):
-        columns = [_values(column) for column in batch.columns]
-        for row, values in enumerate(zip(*columns, strict=True), start=first):
+        values_of = [_values(column) for column in batch.columns]
+        for row, values in enumerate(zip(*values_of, strict=True), start=first):
             yield f"{path}, row {row}", unread | dict(zip(batch.schema.names, values, strict=True))
         first += batch.num_rows
         advance(batch.num_rows)

@@ -206,37 +206,36 @@ def _prefix_trees(trees: dict[str, Any], settings: dict[str, Any], unit: str) ->
     )
 
 
-def _heading(text: str, style: str) -> None:
+def _console() -> Any:
+    """Return a console of rich; None where rich is not installed."""
     try:
-        from rich.console import Console
+        from rich import console
     except ImportError:
+        return None
+    return console.Console(width=WIDTH, markup=False, highlight=False)
+
+
+def _heading(text: str, style: str) -> None:
+    if (console := _console()) is None:
         print(text)
-        return
-    Console(width=WIDTH, markup=False, highlight=False).print(text, style=style, soft_wrap=True)
+    else:
+        console.print(text, style=style, soft_wrap=True)
 
 
 def _table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    try:
+    _heading(title, "bold")
+    if (console := _console()) is not None:
         from rich import box
-        from rich.console import Console
         from rich.table import Table
-    except ImportError:
-        _plain_table(title, header, rows)
+
+        table = Table(box=box.SIMPLE_HEAD)
+        for i, name in enumerate(header):
+            table.add_column(name, justify="right" if i and name else "left", no_wrap=not (i and name))
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
         return
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for i, name in enumerate(header):
-        table.add_column(name, justify="right" if i and name else "left", no_wrap=not (i and name))
-    for row in rows:
-        table.add_row(*row)
-    console = Console(width=WIDTH, markup=False, highlight=False)
-    console.print(title, style="bold", soft_wrap=True)
-    console.print(table)
-
-
-def _plain_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    print(title)
     for row in (header, *rows):
         cells = [
             cell.rjust(width) if i and header[i] else cell.ljust(width)
