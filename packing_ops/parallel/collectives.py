@@ -20,14 +20,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 Group = dist.ProcessGroup | DeviceMesh  # a DeviceMesh of one dimension
 Received = Callable[[], torch.Tensor]
 
-_inherited_groups: weakref.WeakSet[dist.ProcessGroup] = (
-    weakref.WeakSet()
-)  # groups of the process that this one is a fork of
-
-
-planned: list[
-    dist.ProcessGroup
-] = []  # of StepPlan.group_for, the innermost last; for all threads, as backward runs in another one
+# Groups of the process that this one is a fork of.
+_inherited_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+# Of StepPlan.group_for, the innermost last; for all threads, as backward runs in another one.
+planned: list[dist.ProcessGroup] = []
 
 
 def _after_fork() -> None:
@@ -109,7 +105,7 @@ def start_all_to_all(
     size = rows.shape[0] if receive is None else sum(receive)
     received = rows.new_empty(size, *rows.shape[1:])
     if rows.is_cuda:
-        work = _exchange_with_others(received, rows, group, receive, send)
+        work = _exchange_with_others(received, rows, group, of_ranks, to_ranks)
     else:
         work = dist.all_to_all_single(received, rows, of_ranks, to_ranks, group=group, async_op=True)
     return _finish(work, received)
@@ -119,19 +115,15 @@ def _exchange_with_others(
     received: torch.Tensor,
     rows: torch.Tensor,
     group: dist.ProcessGroup,
-    receive: Sequence[int] | None,
-    send: Sequence[int] | None,
+    receive: list[int] | None,
+    send: list[int] | None,
 ) -> dist.Work:
     """Exchange with the other ranks only: NCCL would send this rank's part to itself, at the speed of a link and in
     the time of the others.
     """
     ranks, own = group.size(), group.rank()
     to, of = (
-        list(
-            tensor.split(tensor.shape[0] // ranks if counts is None else list(counts))
-            if len(tensor)
-            else [tensor] * ranks
-        )
+        list(tensor.tensor_split(ranks) if counts is None else tensor.split(counts))
         for tensor, counts in ((rows, send), (received, receive))
     )
     nothing = rows.new_empty(0)

@@ -139,7 +139,7 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
         counts = _counts(spans, needed, cu_seqlens_k, rank)
         count = counts.keys
         most = max(sum(counts.from_to[s][r] for s in range(spans.ranks) if s != r) for r in range(spans.ranks))
-        if rows_received(most, received) < received:
+        if received and most <= (1 - MIN_SKIPPED_FRACTION) * received:
             received, sent = most, _exchange(spans, needed, counts, rank)
             slot_of_received = gathered[_nonzero(needed[rank], sum(sent.receive))]
     gathered_of = slot_of_received.new_zeros(spans.ranks * spans.rows)
@@ -163,13 +163,6 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     outside = (position < first) | (position >= last)
     key_positions = (first_key[:, document] + position - first).masked_fill(outside, count)
     return KeyLayout(cu_seqlens_q, cu_seqlens_k, key_index, key_positions, received, sent)
-
-
-def rows_received(most: int, others: int) -> int:
-    """Count the rows that the rank with the most missing keys receives: ``most`` of the ``others`` that it does not
-    hold.
-    """
-    return most if most <= (1 - MIN_SKIPPED_FRACTION) * others else others
 
 
 def needed_rows(spans: RowSpans, key_first: torch.Tensor, key_last: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def plan_step(
         if not 0 <= length <= most * capacity:
             raise ValueError(f"lengths: expected 0 to {most} ranks * {capacity} tokens, got {length} at index {i}")
     costs = _Costs(found, capacity, cost, *cost_coefficients(cost, "cost"))
-    needed = [_ranks_for(length, capacity) for length in found]
+    needed = [1 << max(0, (-(-length // capacity) - 1).bit_length()) for length in found]  # powers of two
     powers = [1 << i for i in range(most.bit_length())]
     # Sizes of groups: times what a document needs, except short ones, and the least size
     tried = {tuple(min(most, max(n * times if n > 1 else 1, least)) for n in needed): least
@@ -149,11 +149,6 @@ def plan_step(
     layouts = [_laid_out(costs, sizes, least, ranks, more) for sizes, least in tried.items() for more in (1.0, 1.25)]
     steps = min(layouts, key=costs.of_steps)
     return StepPlan(steps, costs.of_steps(steps), sum(costs.of((i,), 1) - costs.row for i in range(len(found))) / ranks)
-
-
-def _ranks_for(length: int, capacity: int) -> int:
-    """Return the smallest power of two that suffices."""
-    return 1 << max(0, (-(-length // capacity) - 1).bit_length())
 
 
 @dataclass(frozen=True)

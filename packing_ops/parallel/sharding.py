@@ -37,24 +37,11 @@ from packing_ops.parallel.collectives import (
 
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 # Never cut: there may be as many documents as slots.
-_OF_DOCUMENTS = (
-    *_DOCUMENTS,
-    "max_length_q",
-    "max_length_k",
-    "packed_seq_lengths",
-    "segment_parents",
-    "num_items_in_batch",
-)
-_PER_SLOT = (
-    "input_ids",
-    "inputs_embeds",
-    "labels",
-    "shift_labels",
-    "position_ids",
-    "seq_idx",
-    "attention_mask",
-    "loss_mask",
-)
+_OF_DOCUMENTS = {
+    *_DOCUMENTS, "max_length_q", "max_length_k", "packed_seq_lengths", "segment_parents", "num_items_in_batch",
+}  # fmt: skip
+_SAY_TOTAL = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
+_PER_SLOT = (*_SAY_TOTAL, "seq_idx", "attention_mask", "loss_mask")
 
 
 def shard_packed(
@@ -401,17 +388,17 @@ def whole_row(documents: PackedMetadata | torch.Tensor, rows: int, ranks: int) -
 def _of_row(batch: Mapping[str, Any], total: int) -> dict[str, torch.Tensor]:
     """Return the tensors with a value for each slot."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    row = {name: tensor for name, tensor in tensors.items() if name not in _OF_DOCUMENTS and _is_of_row(tensor, total)}
+    row = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in _OF_DOCUMENTS and (tensor.shape == (total,) or tensor.shape[:2] == (1, total))
+    }
     for name in _PER_SLOT:
         if name in tensors and name not in row:
             raise ValueError(
                 f"{name}: expected [total={total}] or [1, total] of the row, got {described(tensors[name])}"
             )
     return row
-
-
-def _is_of_row(value: torch.Tensor, total: int) -> bool:
-    return value.shape == (total,) or value.shape[:2] == (1, total)
 
 
 def _padded(documents: PackedMetadata, total: int) -> PackedMetadata:
@@ -424,7 +411,7 @@ def _padded(documents: PackedMetadata, total: int) -> PackedMetadata:
 
 
 def _total_of(batch: Mapping[str, Any]) -> int:
-    for name in ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids"):
+    for name in _SAY_TOTAL:
         value = batch.get(name)
         if isinstance(value, torch.Tensor):
             if value.dim() > 1 and value.shape[0] != 1:
@@ -457,10 +444,7 @@ def _documents_of(batch: Mapping[str, Any], total: int) -> PackedMetadata:
 
 def _cut(value: torch.Tensor, padding: int, own: torch.Tensor, fill: int) -> torch.Tensor:
     """Return this rank's slots of a tensor of the row, which is padded only if it must be."""
-    own = own.to(value.device)
     dim = 0 if value.dim() == 1 else 1
     if padding:
-        shape = list(value.shape)
-        shape[dim] = padding
-        value = torch.cat([value, value.new_full(shape, fill)], dim)
-    return value.index_select(dim, own)
+        value = F.pad(value, (0, 0) * (value.dim() - 1 - dim) + (0, padding), value=fill)
+    return value.index_select(dim, own.to(value.device))
