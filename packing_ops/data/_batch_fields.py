@@ -322,22 +322,23 @@ def with_dummies(name: str, rows, missing: int, fill: Mapping):
     if isinstance(rows, torch.Tensor):
         dummies = rows[:1].expand(missing, *rows.shape[1:]).clone()
         return torch.cat([rows, _filled(name, dummies, fill[name]) if name in fill else dummies])
-    if hasattr(rows, "ndim") and not (rows.ndim == 1 and rows.dtype == object):
-        padded = _by_place(rows)[[*range(len(rows)), *[0] * missing]].copy()
-        if name in fill:
-            places = _by_place(padded)
-            places[len(rows) :] = _filled(name, places[len(rows) :].copy(), fill[name])
-        return padded
-    first = _by_place(rows)[0]
-    dummies = [first.clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first) for _ in range(missing)]
-    filled_row = _filled_object if hasattr(rows, "ndim") else _filled_row
-    dummies = _filled(name, dummies, fill[name], filled_row) if name in fill else dummies
+    padded = None
     if hasattr(rows, "ndim"):
         padded = _by_place(rows)[[*range(len(rows)), *[0] * missing]].copy()
-        for place, row in enumerate(dummies, len(rows)):
-            _by_place(padded)[place] = row
-        return padded
-    return made_of(name, rows, [*(rows[i] for i in range(len(rows))), *dummies])
+        places = _by_place(padded)
+        if rows.ndim > 1 or rows.dtype != object:
+            if name in fill:
+                places[len(rows) :] = _filled(name, places[len(rows) :].copy(), fill[name])
+            return padded
+    first = _by_place(rows)[0]
+    dummies = [first.clone() if isinstance(first, torch.Tensor) else copy.deepcopy(first) for _ in range(missing)]
+    if name in fill:
+        dummies = _filled(name, dummies, fill[name], _filled_row if padded is None else _filled_object)
+    if padded is None:
+        return made_of(name, rows, [*(rows[i] for i in range(len(rows))), *dummies])
+    for place, row in enumerate(dummies, len(rows)):
+        places[place] = row
+    return padded
 
 
 def _filled(name: str, dummies, value, filled_row: Callable | None = None):

@@ -30,7 +30,11 @@ def without_rows(examples: Any) -> Any:
     """Return examples as they are; those of rows of a PackedStream, which are lists of examples, one row after the
     other.
     """
-    if isinstance(examples, list) and examples and all(map(_is_row, examples)):
+    if (
+        isinstance(examples, list)
+        and examples
+        and all(isinstance(row, list) and (not row or isinstance(row[0], Mapping)) for row in examples)
+    ):
         most = getattr(examples[0], "rows_per_batch", len(examples))
         if len(examples) > most:
             raise ValueError(
@@ -39,10 +43,6 @@ def without_rows(examples: Any) -> Any:
             )
         return [example for row in examples for example in row]
     return examples
-
-
-def _is_row(row: Any) -> bool:
-    return isinstance(row, list) and (not row or isinstance(row[0], Mapping))
 
 
 def column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:

@@ -4,9 +4,9 @@ import contextlib
 import copy
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from torch.utils.data._utils import worker as workers
 
@@ -55,35 +55,13 @@ class StreamProgress:
         return 1 - self.tokens / self.slots if self.slots else 0.0
 
 
-class StreamSettings(Protocol):
-    """What a PackedStream is made with, as an iteration reads it."""
-
-    examples: Any
-    sizes: Callable[[Mapping[str, Any]], Mapping[str, int]]
-    capacity: dict[str, int]
-    buffer: int
-    seed: int | None
-    dp_size: int
-    document_multiple: int
-    row_multiple: int
-    slots: int
-    overlong: Literal["error", "drop", "own", "truncate"]
-    drop_last: bool
-    rows_per_batch: int
-
-    @property
-    def longest(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-
-
 class Reading:
     """One iteration over the examples: what was read and is in no row yet, and how much is done.
 
-    Every attribute that state_dict returns is right whenever the examples may raise.
+    Every attribute that state_dict returns is right whenever the examples may raise. ``stream`` is the PackedStream.
     """
 
-    def __init__(self, stream: StreamSettings, state: Mapping[str, Any] | None, num_workers: int) -> None:
+    def __init__(self, stream: Any, state: Mapping[str, Any] | None, num_workers: int) -> None:
         self.stream, self.num_workers = stream, num_workers
         self.progress = StreamProgress()
         self.waiting = WaitingExamples((stream.slots, *list(stream.capacity.values())[1:]))

@@ -68,9 +68,7 @@ def sequence_logps(
             )
         real = is_set(attention_mask, "attention_mask")
         labels = labels.masked_fill(~(real & F.pad(real[:, :-1], (1, 0))), ignore_index)
-    if cu_seqlens is None:
-        cu_seqlens = cu_seqlens_of_rows(*_rows(labels), labels.device)
-    cu_seqlens = cu_seqlens_of(cu_seqlens, labels.numel(), like="labels")
+    cu_seqlens = _documents_of(labels, "labels", cu_seqlens)
     targets = shift_labels(labels.flatten(), cu_seqlens, ignore_index=ignore_index).long()
     logits = logits.to(sum_dtype(logits.dtype)).flatten(0, -2)
     logps = -F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
@@ -135,9 +133,7 @@ def masked_loss(
     at_least(dp_size, "dp_size", 1, "rank")
     if not isinstance(num_items_in_batch, torch.Tensor) and not num_items_in_batch >= 0:
         raise ValueError(f"num_items_in_batch: expected at least 0, got {num_items_in_batch}")
-    if cu_seqlens is None:
-        cu_seqlens = cu_seqlens_of_rows(*_rows(losses), losses.device)
-    cu_seqlens = cu_seqlens_of(cu_seqlens, losses.numel(), like="losses")
+    cu_seqlens = _documents_of(losses, "losses", cu_seqlens)
     # float64: 1 / (sum of weights) is finite for every sum that float32 can hold.
     weights = loss_mask.double().flatten()
     sums = segment_sum(losses.double().flatten() * weights, cu_seqlens, loss_mask.flatten())
@@ -158,6 +154,8 @@ def _check_floating(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: expected a floating dtype, got {described(tensor)}")
 
 
-def _rows(slots: torch.Tensor) -> tuple[int, int]:
-    """Return the number of rows, and their length."""
-    return slots.shape[:-1].numel(), slots.shape[-1]
+def _documents_of(slots: torch.Tensor, name: str, cu_seqlens: PackedMetadata | torch.Tensor | None) -> torch.Tensor:
+    """Return the cu_seqlens of these slots; without any given each row is a document."""
+    if cu_seqlens is None:
+        cu_seqlens = cu_seqlens_of_rows(slots.shape[:-1].numel(), slots.shape[-1], slots.device)
+    return cu_seqlens_of(cu_seqlens, slots.numel(), like=name)

@@ -25,14 +25,8 @@ from packing_ops.data.context_parallel import aligned, packed_alignment, thd_par
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Strategy, pack_sequences, whole_rows
 
-_KNOWN = (
-    "input_ids",
-    "attention_mask",
-    "num_actions",
-    "loss_mask",
-    "position_ids",
-    *OF_TOKENS,
-)  # columns of its examples
+# Columns of its examples.
+_KNOWN = ("input_ids", "attention_mask", "num_actions", "loss_mask", "position_ids", "allowed_offsets", *OF_TOKENS)
 
 
 @dataclass
@@ -319,7 +313,7 @@ class PackedCollator:
             raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")
         input_ids, lengths = tokens_of(examples)
         found: set[str] = set().union(*examples)
-        known = {*_KNOWN, *self._image_axes, *self.token_fields, *self.document_fields, "allowed_offsets"}
+        known = {*_KNOWN, *self._image_axes, *self.token_fields, *self.document_fields}
         check_columns(examples, found, lengths, known)
         for i, own in enumerate(lengths_of_documents(examples, found & {"position_ids"}, lengths)):
             if len(own) > 1:

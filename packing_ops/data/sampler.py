@@ -256,13 +256,6 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Pack by the first of these seeds, or by the seed of epoch 0, that gives no more bins than epoch 0 has, and
         as many.
         """
-        options: dict[str, Any] = {
-            "strategy": self.strategy,
-            "alignment": self.document_multiple,
-            "row_multiple": self.row_multiple,
-            "overlong": self.overlong,
-            "max_sequences_per_bin": self.max_sequences_per_bin,
-        }
         first = self._draws(0)
         for seed in chain(seeds, [None if first is None else first.getrandbits(63)]):
             try:

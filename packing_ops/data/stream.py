@@ -131,10 +131,8 @@ class PackedStream(IterableDataset[Row]):
         self._pass: Reading | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_pass": None,
-        }  # an iteration cannot be copied; each worker of a DataLoader begins a new one
+        # An iteration cannot be copied; each worker of a DataLoader begins a new one.
+        return {**self.__dict__, "_pass": None}
 
     @property
     def longest(self) -> int:

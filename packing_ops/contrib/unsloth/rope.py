@@ -54,30 +54,15 @@ def fast_rope_embedding(
     if rope_embedding_indices is None:
         if seqlen > cos.shape[0]:
             raise ValueError(f"cos: expected rows for {seqlen} positions, got {list(cos.shape)}")
-        return _rotated(Q, K, cos[:seqlen], sin[:seqlen], None, inplace)
-    positions = rope_embedding_indices.to(Q.device)
-    if positions.numel() == batch * seqlen:
-        positions = positions.reshape(batch, seqlen)
-    elif positions.numel() == seqlen:
-        positions = positions.reshape(seqlen)
+        cos, sin, positions = cos[:seqlen], sin[:seqlen], None
     else:
-        raise ValueError(
-            f"rope_embedding_indices: expected [batch={batch}, seqlen={seqlen}], got {list(positions.shape)}"
-        )
-    return _rotated(Q, K, cos, sin, positions, inplace)
-
-
-def _rotated(
-    Q: torch.Tensor,
-    K: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    inplace: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if inplace:
-        return _InPlace.apply(Q, K, cos, sin, positions)
-    return apply_rotary_qk(Q, K, cos, sin, positions)
+        positions = rope_embedding_indices.to(Q.device)
+        if positions.numel() not in (batch * seqlen, seqlen):
+            raise ValueError(
+                f"rope_embedding_indices: expected [batch={batch}, seqlen={seqlen}], got {list(positions.shape)}"
+            )
+        positions = positions.reshape((batch, seqlen) if positions.numel() == batch * seqlen else (seqlen,))
+    return (_InPlace.apply if inplace else apply_rotary_qk)(Q, K, cos, sin, positions)
 
 
 class _InPlace(torch.autograd.Function):
