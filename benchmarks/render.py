@@ -110,7 +110,7 @@ def labelled(rows: list[dict], column: str, labels: dict | list) -> list[dict]:
     groups, found = labels if all(isinstance(each, dict) for each in labels.values()) else {"": labels}, []
     for group, each in groups.items():
         for value, label in each.items():
-            found += [row | {column: Cell(label), "group": group} for row in rows if row[column] == value]
+            found += [row | {column: Cell(label), "was": value, "group": group} for row in rows if row[column] == value]
     return found
 
 
@@ -155,12 +155,11 @@ def result_files() -> list[dict]:
 
 def prefix_trees() -> list[dict]:
     """Tokens and visible pairs of samples that repeat their prompt, over those of a tree."""
-    rows = []
+    rows, pairs_of = [], lambda tokens: tokens * (tokens + 1) // 2
     for answers, prompt, answer in ((8, 8192, 1024), (8, 2048, 2048), (8, 1024, 8192), (64, 1024, 256), (2, 1024, 256)):
-        sample = prompt + answer
-        tokens = answers * sample / (prompt + answers * answer)
-        pairs = prompt * (prompt + 1) // 2 + answers * (answer * (answer + 1) // 2 + answer * prompt)
-        pairs = answers * sample * (sample + 1) // 2 / pairs
+        tokens = answers * (prompt + answer) / (prompt + answers * answer)
+        pairs = answers * pairs_of(prompt + answer)
+        pairs /= pairs_of(prompt) + answers * (pairs_of(answer) + answer * prompt)
         rows.append({"answers": answers, "prompt": prompt, "answer": answer, "tokens": tokens, "pairs": pairs})
     return rows
 
@@ -223,9 +222,26 @@ def text_of(block: dict) -> str:
     if not rows:
         return block.get("none", "")
     names, lines = figures_of(rows, block), cases_of(rows, block) if "case" in block else rows
-    tables = [table_of(each, block, names) for each in split(lines, block.get("tables"))] if "columns" in block else []
     caption, note = (said(block.get(which, []), names, rows) for which in ("caption", "note"))
+    tables = tables_of(lines, block, names) if "columns" in block else []
     return "\n\n".join(filter(None, [caption, *tables, note]))
+
+
+def tables_of(lines: list[dict], block: dict, names: dict) -> Iterator[str]:
+    """A table for each value of a column, below its title, or one for each figure of all providers."""
+    if "providers" not in block:
+        for each in split(lines, block.get("tables")):
+            yield fill(block.get("title", ""), each[0])
+            yield table_of(each, block, names)
+        return
+    shared = result_rows.shared_words([line["label"] for line in lines], "=")
+    for line in lines:
+        line["label"] = " ".join(word for word in line["label"].split(" ") if word not in shared).rstrip(",")
+    for figure, cell, wanted in block["providers"]:
+        providers = dict.fromkeys(name for line in lines for name in [OURS, *line["of"]] if is_like(name, wanted))
+        columns = block["columns"] + [[name, cell.replace("PROVIDER", name)] for name in providers]
+        words = {"figure": ", ".join(filter(None, [figure, " ".join(shared)]))}
+        yield table_of(lines, block | {"columns": columns}, names | words)
 
 
 def split(rows: list[dict], column: str | None) -> list[list[dict]]:
@@ -235,19 +251,11 @@ def split(rows: list[dict], column: str | None) -> list[list[dict]]:
 
 
 def table_of(lines: list[dict], block: dict, names: dict) -> str:
-    heads = [fill(head, {**names, **lines[0]}) for head, *_ in block["columns"]]
-    providers = dict.fromkeys([OURS, *(name for line in lines for name in line["of"])] if "providers" in block else [])
-    found = [[fill(cell, names) for cell in line] for line in block.get("written", [])]
-    for group in split(lines, block.get("heading")) if not found else []:
-        found += [[f"**{group[0][block['heading']]}**", *[""] * (len(heads) - 1)]] if "heading" in block else []
-        for line in group:
-            cells = [fill(cell, {**names, **line}) or "".join(empty) for _, cell, *empty in block["columns"]]
-            found.append([*cells, *(fill(block["providers"], line["of"][name]) for name in providers)])
-    firsts = [cells[0] for cells in found]
-    for before, cells in zip(firsts, found[1:] if "repeated" in block else [], strict=False):
-        cells[0] = block["repeated"] if cells[0] == before else cells[0]
+    found = [[fill(cell, names) for cell in line] for line in block.get("written", [])] or [
+        [fill(cell, names | line) or "".join(empty) for _, cell, *empty in block["columns"]] for line in lines
+    ]
     return result_rows.table(
-        heads + [name.removeprefix(f"{OURS}, ") for name in providers], found, block.get("empty", "")
+        [fill(head, names | lines[0]) for head, *_ in block["columns"]], found, block.get("empty", "")
     )
 
 

@@ -8,12 +8,11 @@ import argparse
 import itertools
 import re
 from collections import Counter
-from pathlib import Path
 
 import matplotlib
 import result_rows
 from render import SPEC, cases_of, figures_of, selected, split
-from result_rows import fill, is_like, times
+from result_rows import fill, is_like, shared_words, times
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -24,7 +23,6 @@ SMALL, LARGE = 9, 11  # points: read at half the size too
 EVEN = 0.02  # what is no difference
 PICTURES = SPEC["pictures"]
 MARKERS = "osD^vPX*<>"  # of the providers of a picture, in their order
-NAMED = re.compile(r"[=\d]|causal|images")  # words of a shape that say enough without the rest of it
 
 
 def comparisons(rows: list[dict]) -> list[dict]:
@@ -55,23 +53,20 @@ def styles_of(cases: list[dict]) -> dict[str, tuple[str, str]]:
     return dict(zip(names, zip(found, itertools.cycle(MARKERS), strict=False), strict=True))
 
 
-def picture(rows: list[dict], path: Path) -> bool:
+def picture(rows: list[dict], stem: str) -> plt.Figure | None:
     """A bar per case for the fastest other, in its colour, left of 1 where that one is ahead; marks for the rest.
 
-    Shows the device with the most rows. Ops that have the same shapes stand side by side. Returns False, and draws no
-    picture, where nobody else was measured.
+    Shows the device with the most rows. Ops that have the same shapes stand side by side. None where nobody
+    else was measured.
     """
     ((device, _),) = Counter(row["device"] for row in rows).most_common(1)
     cases = comparisons([row for row in rows if row["device"] == device])
     if not cases:
-        return False
+        return None
     panels = split(cases, "op")
     side_by_side = len(panels) == 2 and len({tuple(case["shape"] for case in panel) for panel in panels}) == 1
     panels = panels if side_by_side else [cases]
-    shapes = [case["shape"].split(" ") for case in cases]
-    common = [
-        word for word in shapes[0] if len(cases) > 1 and NAMED.search(word) and all(word in each for each in shapes)
-    ]
+    common = shared_words([case["shape"] for case in cases], r"[=\d]|causal|images")
     high = 2.1 + CASE * max(map(len, panels))
     options = {"layout": "constrained", "sharex": True, "sharey": True, "squeeze": False}
     figure, axes = plt.subplots(1, len(panels), figsize=(WIDTH, high), **options)
@@ -82,7 +77,7 @@ def picture(rows: list[dict], path: Path) -> bool:
         labels = [label_of(case, common, with_op=not side_by_side) for case in panel]
         axis.set_yticks(range(len(panel)), labels, fontsize=SMALL)
     axes[0][0].invert_yaxis()
-    figure.suptitle(title_of(path.stem, device, cases), fontsize=LARGE)
+    figure.suptitle(title_of(stem, device, cases), fontsize=LARGE)
     handles = [
         plt.Line2D([], [], marker=marker, linestyle="", color=color, label=_legend(name, cases))
         for name, (color, marker) in styles.items()
@@ -91,7 +86,7 @@ def picture(rows: list[dict], path: Path) -> bool:
     legend = {"loc": "outside lower center", "ncols": columns, "fontsize": SMALL, "frameon": False}
     note = "; ".join([PICTURES["legend"], *[f"all cases: {' '.join(common)}"] * bool(common)])
     figure.legend(handles=handles, title=note, title_fontsize=SMALL, **legend)
-    return saved(figure, path)
+    return figure
 
 
 def title_of(stem: str, device: str, cases: list[dict]) -> str:
@@ -113,12 +108,6 @@ def label_of(case: dict, common: list[str], with_op: bool) -> str:
     for pattern, replacement in PICTURES["shorter"]:
         label = re.sub(pattern, replacement, label)
     return label.strip()
-
-
-def saved(figure, path: Path) -> bool:
-    figure.savefig(path, dpi=DPI)
-    plt.close(figure)
-    return True
 
 
 def _legend(name: str, cases: list[dict]) -> str:
@@ -157,11 +146,11 @@ def _grid(axis, label: str) -> None:
     axis.set_axisbelow(True)
 
 
-def bars(block: dict, path: Path) -> bool:
-    """A bar for each row, a panel for each value of a column; False, and no picture, where there is no row."""
+def bars(block: dict) -> plt.Figure | None:
+    """A bar for each row, a panel for each value of a column; None where there is no row."""
     rows = selected(block)
     if not rows:
-        return False
+        return None
     panels = split(rows, block["panels"])
     (first, each), inside = block["inches"], "inside" in block
     options = {"layout": "constrained", "squeeze": False, "height_ratios": [*map(len, panels)]}
@@ -180,10 +169,10 @@ def bars(block: dict, path: Path) -> bool:
         else:
             axis.set_xlim(0, 1.75 * max(values))
             axis.set_xticks([])
-            axis.set_title(fill(block["title"], figures_of(panel, block)), fontsize=LARGE, loc="left")
+            axis.set_title(fill(block["title"], figures_of(panel, block)), fontsize=SMALL + 1, loc="left")
     words = figure.suptitle if inside else figure.supxlabel
     words(fill(block["of_all"], figures_of(rows, block)), fontsize=LARGE if inside else SMALL)
-    return saved(figure, path)
+    return figure
 
 
 def main():
@@ -194,10 +183,13 @@ def main():
     for path in sorted(result_rows.RESULTS.glob(f"{arguments.family or '*'}_{arguments.device or '*'}.csv")):
         rows, target = result_rows.read_rows(path), path.with_suffix(".png")
         block = PICTURES["bars"].get(path.stem)
-        drawn = bars(block, target) if block else "ratio_to_ours" in rows[0] and picture(rows, target)
-        if not drawn:
+        figure = bars(block) if block else picture(rows, path.stem) if "ratio_to_ours" in rows[0] else None
+        if figure:
+            figure.savefig(target, dpi=DPI)
+            plt.close(figure)
+        else:
             target.unlink(missing_ok=True)
-        print(f"{path.stem}: {target.name if drawn else 'no picture'}")
+        print(f"{path.stem}: {target.name if figure else 'no picture'}")
 
 
 if __name__ == "__main__":

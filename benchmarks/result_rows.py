@@ -116,3 +116,10 @@ def times(value) -> str:
 
 def prose(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def shared_words(texts: list[str], pattern: str) -> list[str]:
+    """Words such as D=128, which say enough without the others, that all of several texts have."""
+    words = [text.split(" ") for text in texts]
+    named = [word for word in words[0] if re.search(pattern, word)]
+    return [word for word in named if len(texts) > 1 and all(word in each for each in words)]

@@ -220,7 +220,7 @@ def lines_too_many(path):
     kernel = path.suffix in {".cu", ".cuh"} or path.stem.endswith("_cpu") or path.parent.name == "cpu"
     tests = path.is_relative_to(ROOT / "tests")
     package = path.is_relative_to(ROOT / "packing_ops")
-    longest = {"setup.py": 150, "render.py": 300}.get(path.name)
+    longest = {"setup.py": 150, "render.py": 310}.get(path.name)
     longest = longest or (500 if package or tests else 400 if kernel else 250)
     return max(0, len(path.read_text().splitlines()) - longest)
 
