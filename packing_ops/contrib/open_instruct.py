@@ -103,8 +103,8 @@ def packs_for_ranks(lengths: torch.Tensor | Sequence[int], pack_length: int, num
 
     Returns:
         The rows, each the indices of its sequences in ascending order: the first ``num_rows / num_ranks`` are for rank
-        0, and so on. Few rows: of one rank by best fit; of several a multiple of ``num_ranks``, nearly equal in tokens.
-        With too few sequences for such a multiple, no multiple.
+        0, and so on. Few rows: of one rank by best fit ("bfd" of pack_sequences); of several a multiple of
+        ``num_ranks``, nearly equal in tokens. With too few sequences for such a multiple, no multiple.
 
     Example:
         >>> packs_for_ranks([5, 4, 3, 2, 9], pack_length=10, num_ranks=2)
@@ -114,8 +114,6 @@ def packs_for_ranks(lengths: torch.Tensor | Sequence[int], pack_length: int, num
 
     Raises:
         ValueError: pack_length or num_ranks below 1, a negative length.
-
-    Deterministic; see pack_sequences, strategies "bfd" and "balanced".
 
     Determinism: the same packs in every call and on every rank.
     Synchronises: once for a CUDA tensor, which is copied.

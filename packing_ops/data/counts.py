@@ -33,7 +33,7 @@ class TokenCounts(NamedTuple):
 
 
 def count_tokens(batch: Mapping[str, object], *, tokens: str = "input_ids", pad_token_id: int = 0) -> TokenCounts:
-    """Count tokens, padding and sequences of a padded or packed batch. No synchronisation.
+    """Count tokens, padding and sequences of a padded or packed batch.
 
     Args:
         batch: any mapping with a tensor ``[total]``, ``[1, total]`` or ``[rows, seqlen]`` under ``tokens``; or several,

@@ -39,8 +39,7 @@ def sequence_logps(
         average: mean over the labels that are not ignored, instead of the sum; 0 without any.
 
     Returns:
-        ``[num_documents]``, float64 for float64 logits, else float32. No synchronisation. Half precision logits are
-        first cast to float32, which takes ``4 * vocab`` bytes per slot.
+        ``[num_documents]``, float64 for float64 logits, else float32.
 
     Example:
         >>> logits = torch.tensor([[0.25, 0.75], [0.5, 0.5], [0.125, 0.875]]).log()
@@ -105,7 +104,7 @@ def masked_loss(
             loss is multiplied by it. 1 where gradients are summed.
 
     Returns:
-        A scalar, float64 for float64 losses, else float32. No synchronisation.
+        A scalar, float64 for float64 losses, else float32.
 
     Example:
         >>> losses, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[1, 1, 0], [1, 1, 1]])

@@ -221,7 +221,7 @@ def normalize_advantages(
             needs; boundaries with gaps or overlaps, or no boundaries for a batch with rows; a prompt in two
             mini-batches; rows of a mini-batch that are in no prompt, or that micro_batch_size does not divide.
 
-    Statistics are computed in float64, the product in float32 or more. No synchronisation. The reductions are SkyRL's.
+    Statistics are computed in float64, the product in float32 or more. The reductions are SkyRL's.
 
     Determinism: the same bits in every call.
     Synchronises: never for boundaries on the CPU.

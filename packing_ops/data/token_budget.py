@@ -101,10 +101,9 @@ def token_budget_microbatches(
             unknown cost, costs whose sum is past a double.
         TypeError: lengths that are not integers.
 
-    Deterministic. Runs on the CPU; a CUDA tensor is copied, which synchronises. The algorithm is pack_sequences'
-    "balanced": the longest first, each into the cheapest micro-batch with room, then swaps of two sequences between a
-    costly and a cheap one. Where the cap leaves room, the balance is within 1 part in 5,000 of the largest differencing
-    method (Karmarkar and Karp 1982), and usually better.
+    The algorithm is pack_sequences' "balanced": the longest first, each into the cheapest micro-batch with room, then
+    swaps of two sequences between a costly and a cheap one. Where the cap leaves room, the balance is within 1 part in
+    5,000 of the largest differencing method (Karmarkar and Karp 1982), and usually better.
 
     Determinism: the same micro-batches in every call and on every rank.
     Synchronises: once for a CUDA tensor, which is copied.

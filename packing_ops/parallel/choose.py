@@ -114,8 +114,7 @@ def gathered_attention(
 
     Returns:
         out ``[rows, num_q_heads, head_dim]``, and with ``return_lse`` lse ``[num_q_heads, rows]``; slots of no document
-        have 0 and -inf. The gradient of sinks is of this rank's queries only, as for any parameter. Deterministic;
-        in low precision not the bits of one GPU, since keys are summed over rank after rank (in float32).
+        have 0 and -inf. The gradient of sinks is of this rank's queries only, as for any parameter.
 
     Example:
         One document of 8 tokens on 2 ranks, zigzag: rank 0 holds tokens 0, 1, 6, 7 and its query documents attend to
@@ -129,12 +128,12 @@ def gathered_attention(
         ValueError: documents of another row, and as varlen_attention. Under PACKING_OPS_CHECK also ranks that disagree
             on options, heads, dtypes, rows or documents.
 
-    Synchronises once per batch on a GPU, in the first layer; in a CUDA graph never, and all keys are gathered. Not
-    traced by torch.compile: a graph breaks here.
+    torch.compile does not trace it: a graph breaks here. In a CUDA graph all keys are gathered.
 
     Method: Llama Team, The Llama 3 Herd of Models (2024): gathered keys and values, 2 * ranks chunks.
 
-    Determinism: the same bits in every call, on the same ranks; not those of one GPU in low precision.
+    Determinism: the same bits in every call, on the same ranks; not those of one GPU in low precision, since keys are
+        summed over rank after rank, in float32.
     Synchronises: the host once per batch on a GPU, in the first layer; never in a CUDA graph.
     Memory: the keys and values that this rank's documents need; with ``keep_keys`` until backward.
     Gradients: of q, k, v and sinks, through lse too. No second derivative, no forward mode.
@@ -179,7 +178,7 @@ def choose_attention(
         causal, window_size: as ulysses_attention.
 
     Returns:
-        Choice. No synchronisation.
+        Choice.
 
     Example:
         >>> documents = PackedMetadata.from_lengths([65_536])

@@ -182,7 +182,7 @@ def shard_indices(
         total: slots of the row, a multiple of ``ranks``; by default the PackedMetadata's.
 
     Returns:
-        int64 ``[total / ranks]``, on the device of the documents. No synchronisation.
+        int64 ``[total / ranks]``, on the device of the documents.
 
     Example:
         >>> metadata = PackedMetadata.from_lengths([5, 1])
@@ -283,7 +283,7 @@ def count_targets(shift_labels: torch.Tensor, group: Group | None = None, *, ign
         group: those that hold other rows: the ranks of all sequence groups, or of this one.
 
     Returns:
-        int64 scalar on the device of ``shift_labels``. No synchronisation.
+        int64 scalar on the device of ``shift_labels``.
 
     Example:
         >>> count_targets(batch["shift_labels"], group)  # needs several processes # doctest: +SKIP
