@@ -391,9 +391,7 @@ def _filled_object(name: str, row, value):
 def _filled_row(name: str, row, value):
     if isinstance(row, (list, tuple)):
         return type(row)(_filled_row(name, inner, value) for inner in row)
-    if hasattr(row, "ndim") and row.ndim > 0:
-        return _full(name, row, value)
-    if isinstance(row, torch.Tensor):
+    if isinstance(row, torch.Tensor) or getattr(row, "ndim", 0) > 0:
         return _full(name, row, value)
     if isinstance(row, Number) and isinstance(value, Number) and type(row)(value) == value:
         return type(row)(value)

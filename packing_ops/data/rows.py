@@ -176,11 +176,7 @@ def slice_batch(
 
 
 def select_rows(
-    batch: Mapping[str, object],
-    indices: Sequence[int],
-    *,
-    row_keys: Sequence[str] = (),
-    batch_keys: Sequence[str] = (),
+    batch: Mapping[str, object], indices: Sequence[int], *, row_keys: Sequence[str] = (), batch_keys: Sequence[str] = ()
 ) -> Mapping[str, object]:
     """Return the rows at ``indices``, in that order: for example one micro-batch of token_budget_microbatches.
 

@@ -265,7 +265,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             # A multiple of dp_size bins; with too few sequences for that, a bin for each sequence.
             count, equal = packing.item_indices.numel(), -(-packing.num_bins // self.dp_size) * self.dp_size
             if self._num_bins is None:
-                self._num_bins = equal if equal <= count else count
+                self._num_bins = min(equal, count)
             bins = self._num_bins
             whole = bins % self.dp_size == 0
             if (equal if whole else packing.num_bins) <= bins:

@@ -19,8 +19,7 @@ class PackedStream(IterableDataset[Row]):
     room, and fills up with the largest that fit. The rows depend only on the examples and the arguments. They are dealt
     in turn: batch i is row ``i * dp_size + dp_rank``, whatever the number of workers. So all ranks have as many
     batches, without communication, and no example is lost or repeated. Every rank and worker reads all examples and
-    keeps its
-    rows: reading should be cheap (tokenized examples).
+    keeps its rows: reading should be cheap (tokenized examples).
 
     Args:
         examples: dicts of ``input_ids`` and any other columns, the same in all of them: a list, a Hugging Face dataset

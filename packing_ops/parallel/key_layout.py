@@ -243,8 +243,8 @@ def _most_keys(spans: RowSpans, chunks: int, rank: int) -> int:
         total + (rows + (2 * r + 1) * num_documents) // 2
 
     Example: a document of 8 tokens on 2 ranks of 4 rows. Rank 0 has tokens 0, 1, 6, 7, which see 2 + 8 keys, and the
-        bound is
-    8 + (4 + 1) // 2 = 10. Rank 1 has tokens 2 to 5, which see 4 + 6 keys, and the bound is 8 + (4 + 3) // 2 = 11.
+        bound is 8 + (4 + 1) // 2 = 10. Rank 1 has tokens 2 to 5, which see 4 + 6 keys, and the bound is
+        8 + (4 + 3) // 2 = 11.
     """
     total = spans.ranks * spans.rows
     return total if chunks == 1 else total + (spans.rows + (2 * rank + 1) * (len(spans.lengths) - 1)) // 2

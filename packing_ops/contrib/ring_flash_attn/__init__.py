@@ -9,10 +9,7 @@ from packing_ops.contrib.ring_flash_attn import install_ring_flash_attn_alias
 install_ring_flash_attn_alias()  # before the code that imports ring_flash_attn
 """
 
-from packing_ops.contrib.ring_flash_attn.alias import (
-    install_ring_flash_attn_alias,
-    revert_ring_flash_attn_alias,
-)
+from packing_ops.contrib.ring_flash_attn.alias import install_ring_flash_attn_alias, revert_ring_flash_attn_alias
 from packing_ops.contrib.ring_flash_attn.hf import (
     revert_hf_flash_attn,
     substitute_hf_flash_attn,

@@ -27,10 +27,9 @@ class _AliasSpec(ModuleSpec):
 def install_ring_flash_attn_alias() -> bool:
     """Let ``import ring_flash_attn`` find packing_ops, in this process and only where it is not installed.
 
-    Served: the llama3 functions, substitute_hf_flash_attn and update_ring_flash_attn_params, from the package and from
-        the
-    modules that define them. The ring, zigzag and stripe functions are not: asking for one is an error that says so.
-    Harmless when called twice.
+    It serves the llama3 functions, substitute_hf_flash_attn and update_ring_flash_attn_params, from the package and
+    from the modules that define them. Asking for a ring, zigzag or stripe function is an error that says so. A second
+    call does nothing.
 
     Returns:
         True with the alias in place; False where ring_flash_attn is there already: a warning, and nothing is changed.

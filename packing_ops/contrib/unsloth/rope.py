@@ -70,12 +70,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        Q: torch.Tensor,
-        K: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor | None,
+        ctx: Any, Q: torch.Tensor, K: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin, positions)
         return apply_rotary_qk(Q, K, cos, sin, positions, inplace=True)
