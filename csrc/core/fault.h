@@ -64,6 +64,7 @@ FaultText fault_text(Fault fault);
 // One flag for the process, in pinned host memory that every GPU can write.
 FaultFlag device_fault_flag();
 
+// Not for one that is being captured: a wait would end the capture, and no kernel of it runs.
 void wait_for_stream(void* stream);
 
 // Until a kernel of the stream has changed a value in pinned memory from `unset`: sooner than the end of the stream.

@@ -23,7 +23,7 @@ class CudaScope {
  public:
   explicit CudaScope(const Tensor& anchor);
   const CudaLaunch& launch() const { return launch_; }
-  // Under PACKING_OPS_CHECK=1 waits for the stream and raises this call's fault.
+  // Under PACKING_OPS_CHECK=1 waits for the stream, unless it is being captured, and raises this call's fault.
   void finish() const;
 
  private:

@@ -60,17 +60,14 @@ def non_contiguous(tensor):
 
 
 def captured(call, before=None):
-    """(a CUDA graph of ``call``, what its replays write). ``before``, or the call, runs once on another stream first;
-    values are not checked in a capture, where nothing can wait.
-    """
+    """(a CUDA graph of ``call``, what its replays write). ``before``, or the call, runs once on another stream first."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         (before or call)()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
-        patch.setenv("PACKING_OPS_CHECK", "0")
+    with torch.cuda.graph(graph):
         found = call()
     return graph, found
 

@@ -149,8 +149,7 @@ def test_a_dense_graph_keeps_nothing_of_its_own():
     torch.cuda.current_stream().wait_stream(side)
     batch_cache._kept_cu_seqlens.cache_clear()
     graph = torch.cuda.CUDAGraph()
-    with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
-        patch.setenv("PACKING_OPS_CHECK", "0")
+    with torch.cuda.graph(graph):
         captured = po.flash_attn_func(*given, causal=True)
     assert batch_cache._kept_cu_seqlens.cache_info().currsize == 0
     graph.replay()

@@ -325,7 +325,7 @@ class Engine:
 
 def a_rollout(model, *lengths):
     """Documents, and log-probabilities of all tokens but the first two of each."""
-    documents = [torch.randint(64, (n,)) for n in lengths]
+    documents = [torch.randint(64, (n,), device=model.head.weight.device) for n in lengths]
     row, metadata = torch.cat(documents), po.PackedMetadata.from_lengths(lengths)
     logps = po.token_logps(model.hidden(row), model.head.weight, row, metadata).split(lengths)
     return documents, [each[1:-1] for each in logps]
