@@ -2,12 +2,15 @@
 AttentionOptions.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from packing_ops._runtime.arguments import old_name
+from packing_ops._runtime.arguments import check_cu_seqlens, check_cumulated, old_name
+from packing_ops._runtime.batch_cache import is_real, kept_with
+from packing_ops.invariance import mode
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import Group, process_group
@@ -165,34 +168,39 @@ def choose_attention(
     num_kv_heads: int,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
+    scheme: str = "contiguous",
 ) -> Choice:
-    """Choose Ulysses attention if the ranks divide the heads, else gathered attention, and return it with the reason.
+    """Choose Ulysses attention or gathered attention for a row, by its lengths, and return it with the reason.
 
-    Ulysses has the bits of one GPU and equal work on all ranks. Gathered attention takes any number of heads, and moves
-    less where documents are shorter than a rank's rows: call gathered_attention itself there.
+    Ulysses has the bits of one GPU and equal work on all ranks, but sends every slot. Gathered attention sends only the
+    keys of documents that cross ranks. So it is chosen for short documents in a contiguous row, unless the work of the
+    ranks differs by more than it saves, and for heads that the ranks do not divide.
 
     Args:
-        cu_seqlens: PackedMetadata of the whole row, or its cu_seqlens. Lengths are not read.
+        cu_seqlens: PackedMetadata of the whole row, or its cu_seqlens.
         ranks: of the group.
         num_heads, num_kv_heads: of q and of k.
-        causal, window_size: as ulysses_attention.
+        causal, window_size, scheme: as ulysses_attention.
 
     Returns:
-        Choice.
+        Choice. Lengths are not read with ``"zigzag"``, in a graph that is traced or captured, and while invariant() is
+        on: then it is Ulysses wherever Ulysses can be.
 
     Example:
-        >>> documents = PackedMetadata.from_lengths([65_536])
-        >>> choose_attention(documents, ranks=4, num_heads=32, num_kv_heads=8).name
+        >>> heads = {"ranks": 4, "num_heads": 32, "num_kv_heads": 8}
+        >>> choose_attention(PackedMetadata.from_lengths([65_536]), **heads).name
         'ulysses'
-        >>> name, why = choose_attention(documents, ranks=4, num_heads=30, num_kv_heads=10)
+        >>> choose_attention(PackedMetadata.from_lengths([4096] * 16), **heads).name
+        'gathered'
+        >>> name, why = choose_attention(PackedMetadata.from_lengths([65_536]), ranks=4, num_heads=30, num_kv_heads=10)
         >>> print(name, "because", why)
         gathered because num_q_heads: expected a multiple of the 4 ranks, got 30
 
     Raises:
-        ValueError: heads and a mask that neither can serve.
+        ValueError: heads and a mask that neither can serve, cu_seqlens that decrease or do not start at 0.
 
     Determinism: the same choice in every call and on every rank.
-    Synchronises: never.
+    Synchronises: once for each row on CUDA, whose lengths are read.
     Memory: nothing.
     Gradients: none: a name.
     """
@@ -202,7 +210,61 @@ def choose_attention(
         raise ValueError(f"{refused}, and {not_gathered}")
     if refused:
         return Choice("gathered", refused)
+    cache = cu_seqlens._cache if isinstance(cu_seqlens, PackedMetadata) else None
+    edges = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, PackedMetadata) else cu_seqlens
+    check_cu_seqlens(edges)
+    can_be_either = ranks > 1 and check_scheme(scheme) == "contiguous" and not not_gathered
+    if can_be_either and is_real(edges) and not mode.active():
+        most_keys = window_size[0] + 1 if window_size[0] >= 0 else None
+
+        def make() -> tuple[float, float]:
+            on_host = edges.cpu()
+            check_cumulated(on_host)
+            return _costs(on_host.tolist(), ranks, num_heads, num_kv_heads, causal, most_keys)
+
+        key = ("costs over ranks", ranks, num_heads, num_kv_heads, causal, most_keys)
+        by_ulysses, by_gathered = kept_with((edges,), key, make, cache=cache)
+        if by_gathered < by_ulysses:
+            share = by_gathered / by_ulysses
+            return Choice("gathered", f"documents are short: {share:.2f} times the work and transfers of ulysses")
     return Choice("ulysses", not_gathered or f"the {ranks} ranks divide {num_heads} and {num_kv_heads} heads")
+
+
+# Forward and backward, the transfer of a slot of one head of k and v, or of q and out, takes as long as attention of a
+# query to so many keys: by results/parallel_cuda.csv, two H200 with NVLink. Slower links favour gathered attention.
+_KEYS_OF_A_TRANSFER = 940
+
+
+def _costs(
+    edges: list[int], ranks: int, num_heads: int, num_kv_heads: int, causal: bool, most_keys: int | None
+) -> tuple[float, float]:
+    """Return the costs of Ulysses and of gathered attention for the slowest rank of a contiguous row, in keys that one
+    head's queries are multiplied with.
+
+    Example:
+        >>> _costs([0, 2, 4], 2, 4, 2, True, None)  # 3 keys a head on each rank; Ulysses moves 2 slots of 4 + 2 heads
+        (11292.0, 12.0)
+    """
+    rows, work, received = max(-(-edges[-1] // ranks), 1), [0] * ranks, [0] * ranks
+    for start, end in itertools.pairwise(edges):
+        for rank in range(start // rows, -(-end // rows)):
+            first, last = max(start, rank * rows) - start, min(end, (rank + 1) * rows) - start
+            work[rank] += _keys_before(last, most_keys) - _keys_before(first, most_keys) if causal else 0
+            work[rank] += 0 if causal else (last - first) * (end - start)
+            before = first if most_keys is None else min(first, most_keys - 1)
+            received[rank] += before if causal else end - start - (last - first)
+    transfer = _KEYS_OF_A_TRANSFER
+    by_ulysses = num_heads * sum(work) / ranks + transfer * (num_heads + num_kv_heads) * rows
+    by_gathered = max(
+        num_heads * mine + transfer * num_kv_heads * sent for mine, sent in zip(work, received, strict=True)
+    )
+    return by_ulysses, float(by_gathered)
+
+
+def _keys_before(queries: int, most: int | None) -> int:
+    """Return how many keys the first queries of a document see together under a causal mask, each at most ``most``."""
+    full = queries if most is None else min(queries, most)
+    return full * (full + 1) // 2 + (queries - full) * (most or 0)
 
 
 def _not_gathered(documents: PackedMetadata | torch.Tensor, causal: bool, window_size: tuple[int, int]) -> str:
@@ -283,6 +345,7 @@ def attend_over(
         num_kv_heads=k.shape[1],
         causal=options.causal,
         window_size=options.window_size,
+        scheme=scheme,
     )
     lse: torch.Tensor | None
     if choice.name == "ulysses":

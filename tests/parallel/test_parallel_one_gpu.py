@@ -20,6 +20,7 @@ from test_parallel_overlap import checkpointed, in_parts, same, two_branches
 import packing_ops as po
 from packing_ops.parallel import (
     agreement,
+    choose,
     collectives,
     count_targets,
     gathered,
@@ -215,6 +216,7 @@ def captured_as_on_gpus(patch):
     """On the CPU, what a call does while a CUDA graph is captured."""
     for module in (agreement, gathered):
         patch.setattr(module, "is_captured", lambda tensor: True)
+    patch.setattr(choose, "is_real", lambda tensor: False)
 
 
 def test_while_a_graph_is_captured(monkeypatch):

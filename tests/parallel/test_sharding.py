@@ -1,6 +1,9 @@
 """A packed row over ranks, without processes: every slot once, equally many on each rank, targets that cross ranks."""
 
 import dataclasses
+import itertools
+from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 import packing_ops as po
 from packing_ops.data import thd_partition_indices
 from packing_ops.parallel import (
+    choose,
     choose_attention,
     count_targets,
     shard_indices,
@@ -200,22 +204,67 @@ def test_loss_of_shards():
         count_targets(labels)
 
 
-def test_choice():
-    """Ulysses where the ranks divide the heads, whatever the lengths; and the one that serves the mask."""
-    heads = {"num_heads": 32, "num_kv_heads": 8, "ranks": 4}
-    uneven = {**heads, "num_heads": 30, "num_kv_heads": 30}
-    both_sides = {"causal": False, "window_size": (3, 3)}
-    for lengths in ([65_536], [64] * 1024):
-        documents = po.PackedMetadata.from_lengths(lengths)
-        chosen = choose_attention(documents, **heads)
-        assert chosen == ("ulysses", "the 4 ranks divide 32 and 8 heads")
-        assert choose_attention(documents.cu_seqlens, **heads) == chosen
-        refused = choose_attention(documents, **uneven)
-        assert refused == ("gathered", "num_q_heads: expected a multiple of the 4 ranks, got 30")
-        chosen = choose_attention(documents, **heads, **both_sides)
-        assert (chosen.name, chosen.why.split(":")[0]) == ("ulysses", "window_size")
+HEADS = {"num_heads": 32, "num_kv_heads": 8, "ranks": 4}
+UNEVEN = {**HEADS, "num_heads": 30, "num_kv_heads": 30}
+BOTH_SIDES = {"causal": False, "window_size": (3, 3)}
+
+
+@pytest.mark.parametrize("lengths", [[65_536], [64] * 1024], ids=["long", "short"])
+def test_choice_by_heads_and_masks(lengths):
+    documents = po.PackedMetadata.from_lengths(lengths)
+    chosen = choose_attention(documents, **HEADS, scheme="zigzag")
+    assert chosen == ("ulysses", "the 4 ranks divide 32 and 8 heads")
+    assert choose_attention(documents.cu_seqlens, **HEADS, scheme="zigzag") == chosen
+    refused = choose_attention(documents, **UNEVEN)
+    assert refused == ("gathered", "num_q_heads: expected a multiple of the 4 ranks, got 30")
+    chosen = choose_attention(documents, **HEADS, **BOTH_SIDES)
+    assert (chosen.name, chosen.why.split(":")[0]) == ("ulysses", "window_size")
     with pytest.raises(ValueError, match="num_q_heads: expected a multiple of the 4 ranks, got 30, and window_size"):
-        choose_attention(documents, **uneven, **both_sides)
+        choose_attention(documents, **UNEVEN, **BOTH_SIDES)
+
+
+CHOSEN = {
+    "one document": ([65_536], {}, "ulysses"),
+    "a window of one document": ([65_536], {"window_size": (127, 0)}, "gathered"),
+    "16 documents": ([4096] * 16, {}, "gathered"),
+    "a causal document over two ranks": ([128] * 384 + [16_384], {}, "ulysses"),
+    "short ones without a mask": ([64] * 1024, {"causal": False}, "gathered"),
+    "nothing": ([0, 0], {}, "gathered"),
+}
+
+
+@pytest.mark.parametrize(("lengths", "mask", "name"), CHOSEN.values(), ids=CHOSEN)
+def test_choice_by_lengths(lengths, mask, name):
+    documents = po.PackedMetadata.from_lengths(lengths)
+    assert choose_attention(documents, **HEADS, **mask).name == name
+    assert choose_attention(documents.cu_seqlens.long(), **HEADS, **mask).name == name
+    with po.invariant():  # gradients of gathered keys are sums over ranks
+        assert choose_attention(documents, **HEADS, **mask).name == "ulysses"
+
+
+@pytest.mark.parametrize("values", [[0, 50, 30, 64], [2, 64], [0, -4, 64]], ids=str)
+def test_choice_reads_no_wrong_lengths(values):
+    with pytest.raises(ValueError, match="cu_seqlens: expected"):
+        choose_attention(torch.tensor(values, dtype=torch.int32), **HEADS)
+
+
+@given(rows, st.integers(1, 4), st.sampled_from([None, 1, 3]), st.booleans())
+def test_costs_are_those_of_the_slowest_rank(lengths, ranks, window, causal):
+    """A loop over queries; the heads and the transfers are set so that both parts of a cost can be told apart."""
+    edges, window = [0, *itertools.accumulate(lengths)], window if causal else None
+    rows, keys, sent = max(-(-edges[-1] // ranks), 1), Counter(), Counter()
+    for start, end in itertools.pairwise(edges):
+        for query in range(start, end):
+            seen = query + 1 - start if causal else end - start
+            keys[query // rows] += seen if window is None else min(seen, window)
+        for rank in {query // rows for query in range(start, end)}:
+            first = max(start, rank * rows)
+            begin = start if window is None else max(start, first - window + 1)
+            sent[rank] += first - begin if causal else sum(key // rows != rank for key in range(start, end))
+    with patch.object(choose, "_KEYS_OF_A_TRANSFER", 10**6):
+        by_ulysses, by_gathered = choose._costs(edges, ranks, 2, 1, causal, window)
+    assert by_ulysses == 2 * sum(keys.values()) / ranks + 3e6 * rows
+    assert by_gathered == max(2 * keys[rank] + 10**6 * sent[rank] for rank in range(ranks))
 
 
 def test_choice_for_a_visible_end():
