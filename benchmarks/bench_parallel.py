@@ -3,7 +3,8 @@ torchrun --nproc-per-node 2 benchmarks/bench_parallel.py [--device cuda] [--only
 
 Every row has the time of one rank that does all (each rank does, at the same time, so that clocks are alike), and of
 all ranks together; efficiency is the first over ranks times the second. GPU clocks, the host ahead of them, the slowest
-rank, the median of the runs. Writes results/parallel_<device>.csv after every row.
+rank, the median of the runs. One more call on CUDA is profiled: what its kernels compute and send. Writes
+results/parallel_<device>.csv after every row.
 
 bench_parallel_host.py measures on one GPU what host and kernels take of it.
 """
@@ -17,11 +18,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from harness import RESULTS, commit, device_name, read_rows, write_csv
-from parallel_timing import sft_lengths, timed_together
+from parallel_timing import profiled, sft_lengths, timed_together
 from parallel_training import train_rows
 
 import packing_ops as po
-from packing_ops.parallel import gathered_attention, ulysses_attention
+from packing_ops.parallel import gathered_attention, ulysses_attention, varlen_attention_over
 
 HEADS, TINY_HEADS = (32, 8, 128), (8, 4, 16)
 
@@ -33,13 +34,13 @@ class Results:
         self.path, self.device = path, device
         self.rows: list[dict] = [dict(row) for row in read_rows(path)] if path.exists() else []
 
-    def add(self, op: str, shape: str, one_us: float, us: float, *, tokens: int, ranks: int | None = None) -> None:
+    def add(self, op: str, shape: str, one_us: float, us: float, call, *, tokens: int, ranks: int = 0) -> None:
         ranks = ranks or dist.get_world_size()
         memory = torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else 0.0
         figures = {
             "one_rank_us": f"{one_us:.1f}" if one_us else "", "p50_us": f"{us:.1f}",
             "efficiency": f"{one_us / (ranks * us):.3f}" if one_us else "",
-            "tokens_per_second": f"{tokens / us * 1e6:.0f}", "peak_gib": f"{memory:.2f}",
+            "tokens_per_second": f"{tokens / us * 1e6:.0f}", "peak_gib": f"{memory:.2f}", **profiled(call, self.device),
         }  # fmt: skip
         self.add_case({"op": op, "shape": shape, "ranks": ranks}, figures)
 
@@ -90,10 +91,12 @@ def attention_rows(results, device, tiny):
         calls = {
             "Ulysses attention": functools.partial(ulysses_attention, cu_seqlens=metadata),
             f"gathered attention, {scheme}": functools.partial(gathered_attention, cu_seqlens=metadata, scheme=scheme),
+            "varlen_attention_over": functools.partial(varlen_attention_over, None, cu_seqlens=metadata),
         }
         for op, call in calls.items():
-            together = timed_together(functools.partial(forward_backward, call, tensors, dout), device, runs)
-            results.add(f"{op}, forward + backward", shape, one, together, tokens=sum(lengths))
+            step = functools.partial(forward_backward, call, tensors, dout)
+            together = timed_together(step, device, runs)
+            results.add(f"{op}, forward + backward", shape, one, together, step, tokens=sum(lengths))
 
 
 def long_rows(results, device, tiny):
@@ -107,8 +110,9 @@ def long_rows(results, device, tiny):
         "Ulysses attention": functools.partial(ulysses_attention, cu_seqlens=metadata),
         "gathered attention, zigzag": functools.partial(gathered_attention, cu_seqlens=metadata, scheme="zigzag"),
     }.items():
-        together = timed_together(functools.partial(forward_backward, call, tensors, dout), device, 2, warm_up=1)
-        results.add(f"{op}, forward + backward", shape, 0.0, together, tokens=tokens)
+        step = functools.partial(forward_backward, call, tensors, dout)
+        together = timed_together(step, device, 2, warm_up=1)
+        results.add(f"{op}, forward + backward", shape, 0.0, together, step, tokens=tokens)
 
 
 FAMILIES = {"attention": attention_rows, "long": long_rows, "train": train_rows}

@@ -36,6 +36,38 @@ def timed_together(call, device: str, runs: int, spin: int = SPIN_CYCLES, warm_u
     return percentiles(samples[warm_up:])[1]
 
 
+def profiled(call, device: str) -> dict[str, str]:
+    """Microseconds of one call on this rank's GPU, by kind: in which any kernel or copy runs, one that computes, one
+    of NCCL, one of NCCL beside none that computes, and none at all between the first and the last.
+    """
+    if device == "cpu":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    kernels = [
+        (each.time_range.start, each.time_range.end, each.name.startswith("nccl"))
+        for each in profile.events()
+        if each.device_type == torch.autograd.DeviceType.CUDA and not each.is_user_annotation
+    ]
+    busy, computing, sending = (
+        covered([(start, end) for start, end, sends in kernels if sends in kinds])
+        for kinds in ((True, False), (False,), (True,))
+    )
+    span = max((end for _, end, _ in kernels), default=0.0) - min((start for start, _, _ in kernels), default=0.0)
+    found = {"busy": busy, "computing": computing, "sending": sending, "exposed": busy - computing, "idle": span - busy}
+    return {f"{name}_us": f"{value:.1f}" for name, value in found.items()}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union. Example: of (0, 2), (1, 3) and (5, 6) it is 4."""
+    length, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        length += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return length
+
+
 def sft_lengths(tokens):
     """Of the workload, over again, the last one cut."""
     workload, lengths = json.loads((Path(__file__).parent / "workloads.json").read_text())["workloads"]["sft"], []

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from bench_e2e import SHAPE, TINY
 from e2e_providers import COMPILE
-from parallel_timing import sft_lengths, timed_together
+from parallel_timing import profiled, sft_lengths, timed_together
 from parallel_wrappers import WRAPPERS
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.tensor import DTensor
@@ -77,23 +77,6 @@ def host_milliseconds(step, device: str, runs: int = 3) -> float:
     return statistics.median(samples)
 
 
-def busy_microseconds(step) -> float:
-    """In which the GPU runs at least one kernel or copy."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    busy, until = 0.0, 0.0
-    kernels = [
-        each.time_range
-        for each in profile.events()
-        if each.device_type == torch.autograd.DeviceType.CUDA and not each.is_user_annotation
-    ]
-    for start, end in sorted((each.start, each.end) for each in kernels):
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return busy
-
-
 def train_rows(results, device, tiny):
     tokens, capacity = (2048, 512) if tiny else (131_072, 16_384)
     batches, one = rows_of_rank(tokens, capacity, device, (TINY if tiny else SHAPE)["vocab_size"]), 0.0
@@ -110,9 +93,11 @@ def train_rows(results, device, tiny):
         shape += ", rms_norm, fused_loss, layers compiled"
         if name == "one rank":
             one = us * dist.get_world_size()  # what all ranks do together takes one so long
-            results.add("training, one rank", shape, 0.0, us, tokens=len(batches) * capacity, ranks=1)
+            times, tokens_of_all, ranks = (0.0, us), len(batches) * capacity, 1
         else:
-            results.add(f"training, {name}", shape, one, us, tokens=len(batches) * capacity * dist.get_world_size())
+            times, ranks = (one, us), dist.get_world_size()
+            tokens_of_all = len(batches) * capacity * ranks
+        results.add(f"training, {name}", shape, *times, step, tokens=tokens_of_all, ranks=ranks)
         del model, optimizer, step
         torch.cuda.empty_cache()
 
@@ -141,7 +126,7 @@ def host_rows(results, device, tiny, layers):
             figures = {"p50_us": f"{us:.1f}", "efficiency": f"{one / us:.3f}"}
             figures["tokens_per_second"] = f"{len(batches) * capacity / us * 1e6:.0f}"
             figures["host_us"] = f"{1e3 * host_milliseconds(step, device):.1f}"
-            figures["gpu_busy_us"] = f"{busy_microseconds(step):.1f}" if device == "cuda" else ""
+            figures["gpu_busy_us"] = profiled(step, device).get("busy_us", "")
             results.add_case(case, figures)
             del model, optimizer, step
             torch.cuda.empty_cache()
