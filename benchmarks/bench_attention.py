@@ -6,7 +6,7 @@ from pathlib import Path
 import attention_peers as peers
 import torch
 import torch.nn.functional as F
-from harness import Case, commit, device_name, run, write_csv
+from harness import Case, measured_on, run, write_csv
 
 import packing_ops as po
 
@@ -177,7 +177,7 @@ def memory_rows():
                 rows.append({
                     "op": case.op, "shape": case.shape, "provider": provider,
                     "extra_bytes_per_q_element": f"{extra_bytes(call) / (sum(lengths) * 32 * 128):.3f}",
-                    "device": device_name("cuda"), "torch": torch.__version__, "commit": commit(),
+                    **measured_on("cuda"),
                 })  # fmt: skip
     return rows
 

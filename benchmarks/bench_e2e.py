@@ -7,7 +7,6 @@ under torch.compile is one whose compiled code ran in every layer and was compil
 row is printed and in the CSV as soon as it is measured; one that fails leaves the others theirs. Needs transformers.
 """
 
-import argparse
 import csv
 import gc
 import time
@@ -19,7 +18,7 @@ from adapter_overhead import overhead_us
 from compiled_code import num_entries, num_graphs
 from e2e_batches import Batches, by_document, documents_of, packed_rows, padded_batches, token_losses
 from e2e_providers import PROVIDERS, Provider, model_of
-from harness import RESULTS, commit, device_name, write_csv
+from harness import bench_parser, measured_on, seconds, write_csv
 
 TOKENS, CAPACITY = 65_536, 8192
 # Qwen3-0.6B's. The logits of a padded batch take the most memory, an estimated 90 GiB in all: --vocabulary for less.
@@ -46,16 +45,6 @@ def step(model, batches: list[dict], shares: list[float]) -> torch.Tensor:
         part.backward()
         loss += part.detach()
     return loss
-
-
-def seconds(call: Callable, device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def shares_of(call: Callable) -> dict:
@@ -163,15 +152,13 @@ def rows_of(path: Path, vocabulary: int) -> dict[str, dict]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser = bench_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens, to see that it runs")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="rows whose name contains one of these; "
                         "the others of the CSV stay")  # fmt: skip
     parser.add_argument("--skip", nargs="+", metavar="NAME", default=[], help="not those whose name contains one of "
                         "these; they stay too")  # fmt: skip
     parser.add_argument("--vocabulary", type=int, metavar="N", help=f"default: {SHAPE['vocab_size']:,}, Qwen3's")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     device = arguments.device
     shape, tokens, capacity = (TINY, TINY_TOKENS, TINY_CAPACITY) if arguments.tiny else (SHAPE, TOKENS, CAPACITY)
@@ -182,7 +169,7 @@ def main():
     if not names:
         parser.error(f"--only: expected parts of {[*PROVIDERS, *OVERHEADS]}, got {arguments.only}")
     rows = rows_of(path, shape["vocab_size"]) if (arguments.only or arguments.skip) and path.exists() else {}
-    where = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
+    where = measured_on(device)
 
     def measured(name: str) -> Iterator[dict]:
         if name in OVERHEADS:

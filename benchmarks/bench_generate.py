@@ -5,14 +5,12 @@ transformers' own; greedy, every answer of the same length. On a GPU a Qwen3 of 
 row is the best of --repeats runs that take turns, after one that is not timed. Needs transformers 5.23 or later.
 """
 
-import argparse
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from harness import RESULTS, commit, device_name, write_csv
+from harness import bench_parser, measured_on, write_csv
 
 MODELS = {
     "cuda": {
@@ -106,18 +104,16 @@ def rows_of(name: str, device: str, repeats: int) -> list[dict]:
             **{"call": name, "provider": provider, "requests": len(prompts), "prompt_tokens": sum(map(len, prompts))},
             **{"new_tokens": expected, "tokens_per_second": round(expected / seconds, 1)},
             **{"times_of_ours": round(seconds / best["packing_ops"], 3)},
-            **{"device": device_name(device), "torch": torch.__version__, "commit": commit()},
+            **measured_on(device),
         }
         for provider, seconds in best.items()
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = bench_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--only", choices=sorted(CALLS))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     arguments = parser.parse_args()
     rows = []
     for way in [arguments.only] if arguments.only else CALLS:

@@ -9,16 +9,14 @@ and the most memory held. The losses of all tokens are compared with those of th
 fails (out of memory, say) has its error in place of a time. Needs transformers.
 """
 
-import argparse
 import contextlib
 import warnings
-from pathlib import Path
 
 import torch
 import torch._functorch.config
-from bench_e2e import release, seconds, step
+from bench_e2e import release, step
 from e2e_batches import by_document, documents_of, packed_rows, padded_batches, token_losses
-from harness import RESULTS, commit, device_name, read_rows, write_csv
+from harness import bench_parser, measured_on, read_rows, seconds, write_csv
 
 import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
@@ -119,14 +117,12 @@ def providers_of(model: str, only: str) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", default="qwen3_5_text", choices=list(MODELS))
     parser.add_argument(
         "--only", default="", help="providers whose name contains this; the CSV keeps its rows of the others"
     )
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens, to see that it runs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     device = arguments.device
     shape, row = MODELS[arguments.model][arguments.tiny], TINY_ROW if arguments.tiny else ROW
@@ -136,7 +132,7 @@ def main():
     rows = (
         [each for each in read_rows(path) if each["provider"] not in chosen] if arguments.only and path.exists() else []
     )
-    where = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
+    where = measured_on(device)
     about = {"layers": shape["num_hidden_layers"], "tokens": sum(map(len, documents)), "documents": len(documents)}
     for provider, (swaps, way) in chosen.items():
         try:

@@ -25,8 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from harness import device_name, write_csv
-from provenance import commit
+from harness import measured_on, write_csv
 from result_rows import read_rows
 
 import packing_ops as po
@@ -194,7 +193,7 @@ def measure(
                     "least_ms": round(times[0], 2),
                     "tokens": ROW[device],
                 },
-                **{"device": device_name(device), "torch": torch.__version__, "commit": commit()},
+                **measured_on(device),
             }
         )
     return rows

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from bench_boundaries import lengths_of
 from compiled_code import compiled_alone
-from harness import Case, run
+from harness import Case, matmuls, run
 
 import packing_ops as po
 
@@ -85,19 +85,6 @@ def backward_of(function, leaves, grad=None):
     return backward
 
 
-def matmuls(hidden, weight, logits, forward, backward):
-    grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
-
-    def products():
-        for _ in range(forward):
-            torch.mm(hidden, weight.t(), out=logits)
-        if backward:
-            torch.mm(logits, weight, out=grad_hidden)
-            torch.mm(logits.t(), hidden, out=grad_weight)
-
-    return products
-
-
 def without_gradient(function):
     return torch.no_grad()(function)
 
@@ -136,7 +123,7 @@ def cases_of_size(device, total, vocab, size):
     with_entropy = "packing_ops, entropy too"
     entropy = lambda: torch.stack(ours(entropy=True)).sum(0)  # noqa: E731
     logits = torch.empty(total, vocab, device=device, dtype=hidden.dtype)
-    plain = hidden.detach(), weight.detach(), logits
+    plain = [(hidden, weight)], logits
     shape, dtype = described(hidden, weight)
 
     forward = {name: without_gradient(function) for name, function in functions.items()}

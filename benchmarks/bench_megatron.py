@@ -2,7 +2,6 @@
 torchrun --nproc-per-node 2 benchmarks/bench_megatron.py [--device cpu|cuda]
 """
 
-import argparse
 import functools
 import importlib.util
 import json
@@ -13,7 +12,7 @@ from pathlib import Path
 import attention_peers as peers
 import torch
 import torch.distributed as dist
-from harness import RESULTS, Case, commit, device_name, fits, percentiles, run, time_cpu, time_cuda, write_csv
+from harness import Case, bench_parser, fits, measured_on, percentiles, run, time_cpu, time_cuda, write_csv
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -226,16 +225,14 @@ def context_parallel_rows(device):
             rows.append({
                 "op": "core attention forward + backward", "shape": shape_of(lengths, heads), "dtype": str(dtype)[6:],
                 "ranks": size, "p50_us": f"{p50:.2f}", "efficiency": f"{times[1] / (size * p50):.3f}",
-                "device": device_name(device), "torch": torch.__version__, "commit": commit(),
+                **measured_on(device),
             })  # fmt: skip
     assert len(times) == 2, f"expected more than {ranks} process"
     return rows
 
 
 def run_context_parallel():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser = bench_parser(__doc__)
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -9,7 +9,6 @@ results/parallel_<device>.csv after every row.
 bench_parallel_host.py measures on one GPU what host and kernels take of it.
 """
 
-import argparse
 import datetime
 import functools
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import RESULTS, commit, device_name, read_rows, write_csv
+from harness import bench_parser, measured_on, read_rows, write_csv
 from parallel_timing import profiled, sft_lengths, timed_together
 from parallel_training import train_rows
 
@@ -45,7 +44,7 @@ class Results:
         self.add_case({"op": op, "shape": shape, "ranks": ranks}, figures)
 
     def where(self) -> dict:
-        return {"device": device_name(self.device), "torch": torch.__version__, "commit": commit()}
+        return measured_on(self.device)
 
     def add_case(self, case: dict, figures: dict) -> None:
         case = {name: str(value) for name, value in case.items()}
@@ -119,11 +118,9 @@ FAMILIES = {"attention": attention_rows, "long": long_rows, "train": train_rows}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--tiny", action="store_true", help="sizes for the CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     arguments = parser.parse_args()
     device = arguments.device
     if device == "cuda":

@@ -6,13 +6,11 @@ the others. What is lost against one rank alone is of the host and of kernels, s
 exceed. Writes results/parallel-host_<device>.csv; rows of the same commit, which this run does not measure, stay.
 """
 
-import argparse
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from bench_parallel import Results
-from harness import RESULTS
+from harness import bench_parser
 from parallel_training import host_rows
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,12 +26,10 @@ class HostResults(Results):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=LAYERS, default=LAYERS)
     parser.add_argument("--tiny", action="store_true", help="sizes for the CPU")
     parser.add_argument("--fake-ranks", type=int, metavar="N", default=4, help="this process is rank 0 of so many")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     arguments = parser.parse_args(argv)
     device = arguments.device
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=arguments.fake_ranks)

@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from harness import RESULTS, device_name, write_csv
-from provenance import ROOT, add_commit, commit
+from harness import RESULTS, device_name, measured_on, write_csv
+from provenance import ROOT, add_commit
 
 
 def write_lines(path, records):
@@ -63,7 +63,7 @@ def speed(folder: Path, form: str, count: int) -> dict:
     return {
         "documents": count, "form": form, "megabytes": round(size / 1e6), "seconds": f"{seconds:.1f}",
         "documents_per_second": round(count / seconds),
-        "device": device_name("cpu"), "torch": torch.__version__, "commit": commit(),
+        **measured_on("cpu"),
     }  # fmt: skip
 
 

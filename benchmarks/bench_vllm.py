@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from bench_generate import MODELS as OF_GENERATE
-from harness import RESULTS, commit, device_name, write_csv
+from harness import bench_parser, measured_on, write_csv
 
 MODELS = {**OF_GENERATE, "cpu": OF_GENERATE["cpu"] | {"head_dim": 32}}  # vLLM's attention on the CPU has no 16
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -112,7 +112,7 @@ def rows_of(model: torch.nn.Module, provider: str, measured: dict, device: str) 
             {
                 **{"provider": provider, "requests": requests, "prompt_tokens": prompt_tokens, "new_tokens": new},
                 **{"tokens_per_second": round(new / min(seconds), 1), "log_probs_differ": different, "log_probs": of},
-                **{"device": device_name(device), "torch": torch.__version__, "commit": commit()},
+                **measured_on(device),
             }
         )
         print({name: rows[-1][name] for name in ("provider", "requests", "tokens_per_second")}, different, "of", of)
@@ -156,11 +156,9 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = bench_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--only", nargs="+", choices=sorted(PROVIDERS))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     parser.add_argument("--provider", help="a process of its own: measure this one")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()

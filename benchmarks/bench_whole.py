@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from harness import RESULTS, commit, device_name, write_csv
+from harness import RESULTS, bench_parser, measured_on, write_csv
 from result_rows import read_rows
 from whole_cases import CASES, ERROR, PARTS, Case
 
@@ -98,7 +98,7 @@ def measure(arguments: argparse.Namespace, gpus: list[str]) -> list[dict]:
     path = arguments.out / f"whole_{arguments.device}.csv"
     before = path if path.exists() else RESULTS / path.name
     rows = {row["case"]: row for row in read_rows(before)} if before.exists() else {}
-    where = {"device": device_name(arguments.device), "torch": torch.__version__, "commit": commit()}
+    where = measured_on(arguments.device)
     ahead = [i for i, case in enumerate(CASES) if case.part in arguments.part and case.ranks <= len(gpus)]
     ahead = [i for i in ahead if not arguments.only or any(part in CASES[i].name for part in arguments.only)]
     waiting, running, free, deadline = programs(ahead), [], list(gpus), time.perf_counter() + arguments.limit
@@ -128,14 +128,12 @@ def measure(arguments: argparse.Namespace, gpus: list[str]) -> list[dict]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser = bench_parser(__doc__)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name contains one of these")
     parser.add_argument("--limit", type=float, default=540, help="seconds for all")
     parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
     parser.add_argument("--verbose", action="store_true", help="the end of what a case printed that failed")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     parser.add_argument("--case", type=int, nargs="+", help=argparse.SUPPRESS)  # in its own program
     arguments = parser.parse_args()
     if arguments.case is not None:

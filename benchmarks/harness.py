@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from provenance import commit
 from result_rows import COPY, RESULTS, read_rows
 from rich.console import Console
@@ -43,9 +44,37 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
 
 
+def measured_on(device: str) -> dict[str, str]:
+    """The columns that say where figures come from."""
+    return {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
+
+
+def bench_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the options of every bench file."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    return parser
+
+
 def percentiles(samples_us: list[float]) -> tuple[float, float, float]:
     ordered = sorted(samples_us)
     return tuple(ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.2, 0.5, 0.8))
+
+
+def seconds(call: Callable, device: str) -> float:
+    """The time of a call, of several ranks that of the slowest."""
+    if dist.is_initialized():
+        dist.barrier()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter() - start
 
 
 def time_cpu(call: Callable, inner: int) -> float:
@@ -136,6 +165,22 @@ def fits(call: Callable) -> bool:
     return True
 
 
+def matmuls(heads: list[tuple], logits: torch.Tensor, forward: int, backward: bool) -> Callable:
+    """A call of the products of (hidden, weight) alone, as often as said, and of the first one's gradients."""
+    (hidden, weight), *_ = heads = [(hidden.detach(), weight.detach()) for hidden, weight in heads]
+    grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def products():
+        for _ in range(forward):
+            for each, its_weight in reversed(heads):
+                torch.mm(each, its_weight.t(), out=logits)
+        if backward:
+            torch.mm(logits, weight, out=grad_hidden)
+            torch.mm(logits.t(), hidden, out=grad_weight)
+
+    return products
+
+
 def copy_provider(total_bytes: int, device: str) -> Callable:
     """A copy that reads and writes ``total_bytes`` in all: what this device makes of that much traffic."""
     source = torch.empty(total_bytes // 2, dtype=torch.uint8, device=device).fill_(1)
@@ -164,9 +209,7 @@ def rows_of(case: Case, device: str) -> list[dict]:
 
 def run(family: str, cases_of: Callable[[str], Iterable[Case]]) -> argparse.Namespace:
     """Command line of a bench file: measures ``cases_of(device)`` and writes results/<family>_<device>.csv."""
-    parser = argparse.ArgumentParser(description=f"Benchmarks of packing_ops.{family}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
+    parser = bench_parser(f"Benchmarks of packing_ops.{family}")
     parser.add_argument("--only", help="cases whose op or shape contains this; the CSV keeps its rows of the others")
     arguments = parser.parse_args()
     rows, path = [], arguments.out / f"{family}_{arguments.device}.csv"

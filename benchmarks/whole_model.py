@@ -6,13 +6,13 @@ import functools
 import gc
 import json
 import os
-import time
 import traceback
 
 import torch
 import torch.distributed as dist
 from e2e_batches import Batches, documents_of, packed_rows, padded_batches
 from e2e_providers import COMPILE, torch_fa2
+from harness import seconds
 from parallel_wrappers import WRAPPERS
 from torch.utils.checkpoint import checkpoint
 from whole_cases import ATTENTION, ERROR, SHAPES, TINY, Case
@@ -130,21 +130,6 @@ def step(model, optimizer, made: Batches) -> torch.Tensor:
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total
-
-
-def seconds(call, device: str) -> float:
-    """Of the slowest rank, which all wait for."""
-    if dist.is_initialized():
-        dist.barrier()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    if dist.is_initialized():
-        dist.barrier()
-    return time.perf_counter() - start
 
 
 def measured(case: Case, device: str, tiny: bool) -> dict:
