@@ -31,7 +31,7 @@ def cu_seqlens_from_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tens
         lengths: int32 or int64 ``[num_documents]``, tokens per document; a Python sequence stays on the CPU.
 
     Returns:
-        int32 ``[num_documents + 1]``, on the device of ``lengths``. No synchronisation.
+        int32 ``[num_documents + 1]``, on the device of ``lengths``.
 
     Example:
         >>> cu_seqlens_from_lengths([2, 1, 3])
@@ -183,8 +183,7 @@ def mask_boundary_labels(
         lengths: tokens per document (exactly one of the two).
 
     Returns:
-        A new tensor like ``labels``. Slots past the last document keep their labels. A second call changes nothing. No
-        synchronisation.
+        A new tensor like ``labels``. Slots past the last document keep their labels. A second call changes nothing.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -247,7 +246,7 @@ def shift_labels(
 
     Returns:
         Like ``labels``: slot t holds label t + 1, or ``ignore_index`` at the last slot of each document and in the
-        padding after them. No synchronisation.
+        padding after them.
 
     Example:
         >>> shift_labels(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 2, 5], dtype=torch.int32))
@@ -278,7 +277,7 @@ def shift_values(
     Returns:
         Like ``values``: slot t holds the value of token t + 1, or ``fill_value`` at the last slot of each document and
         in the padding after them. Nothing predicts a document's first token, so its value is in no slot and its
-        gradient is 0. Derivatives of any order. Deterministic. No synchronisation.
+        gradient is 0.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -320,7 +319,7 @@ def count_target_tokens(
             no target, padding after the last one is not counted.
 
     Returns:
-        int64 scalar tensor on the device of ``labels``. No synchronisation.
+        int64 scalar tensor on the device of ``labels``.
 
     Example:
         >>> count_target_tokens(torch.tensor([5, 6, 7, -100, 9]), torch.tensor([0, 2, 5], dtype=torch.int32))

@@ -54,7 +54,7 @@ def causal_conv1d(
         row for each document, with its state, is the step of decoding.
 
     Cost:
-        Reads x and writes out once. No synchronisation.
+        Reads x and writes out once.
 
     Example:
         >>> x = torch.tensor([[1.0], [2.0], [3.0], [10.0]])

@@ -200,10 +200,10 @@ def pack_sequences(
             costs whose sum is past a double.
         TypeError: a fractional length in a list, or a number that is not an integer.
 
-    Deterministic. O(n log n) time at most, linear where lengths or capacity are not much larger than n; O(n) memory;
-    one core, the GIL released. Johnson 1973 for the fits: ffd needs at most 11/9 of the fewest bins plus 1. With
-    several sides a search may return from bins that have room only on one side, which makes ffd and first_fit
-    quadratic at worst: 100,000 pairs took 0.9 s and 0.2 s, next_fit 0.03 s.
+    O(n log n) time at most, linear where lengths or capacity are not much larger than n; O(n) memory; one core, the GIL
+    released. Johnson 1973 for the fits: ffd needs at most 11/9 of the fewest bins plus 1. With several sides a search
+    may return from bins that have room only on one side, which makes ffd and first_fit quadratic at worst: 100,000
+    pairs took 0.9 s and 0.2 s, next_fit 0.03 s.
 
     Determinism: the same bins in every call and on every machine, with ``seed`` too.
     Synchronises: once for a CUDA tensor, which is copied.

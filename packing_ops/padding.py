@@ -44,10 +44,10 @@ def unpad_input(
         max_seqlen: with ``total``, the longest row; ``seqlen`` by default.
 
     Returns:
-        packed ``[total, ...]``; indices int64 ``[total]``; cu_seqlens int32 ``[batch + 1]``; max_seqlen, a Python
-        int; seqused int32 ``[batch]``, real slots of attention_mask only. New tensors. One synchronisation on CUDA,
-        no synchronisation with ``lengths`` or ``total`` (torch.compile needs one of those, or capture_scalar_outputs).
-        Reads and writes ``total`` rows once. Deterministic, backward too.
+        packed ``[total, ...]``; indices int64 ``[total]``; cu_seqlens int32 ``[batch + 1]``; max_seqlen, a Python int;
+        seqused int32 ``[batch]``, real slots of attention_mask only. New tensors. One synchronisation on CUDA, no
+        synchronisation with ``lengths`` or ``total`` (torch.compile needs one of those, or capture_scalar_outputs).
+        Reads and writes ``total`` rows once.
 
     Example:
         >>> hidden = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 4.0]])
@@ -87,7 +87,7 @@ def pad_input(packed: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: i
 
     Returns:
         ``[batch, seqlen, ...]``, a new tensor; zeros where no index points. Every element is written once, no
-        synchronisation. Deterministic, backward too.
+        synchronisation.
 
     Example:
         >>> pad_input(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 4]), batch=2, seqlen=3).tolist()
@@ -158,7 +158,7 @@ def pad_inputs(
         indices, batch, seqlen: as pad_input.
 
     Returns:
-        name to ``[batch, seqlen, ...]``, new tensors. No synchronisation.
+        name to ``[batch, seqlen, ...]``, new tensors.
 
     Example:
         >>> pad_inputs({"input_ids": torch.tensor([7, 8])}, torch.tensor([0, 1]), batch=1, seqlen=3)

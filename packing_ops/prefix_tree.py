@@ -77,7 +77,7 @@ def pack_prefix_tree(
             total; groups of another length; a capacity below the longest sample; min_shared below 1.
         TypeError: a number that is not an integer.
 
-    Deterministic. Time and memory grow with the tokens (docs/performance-ops.md), one core, the GIL released.
+    Time and memory grow with the tokens (docs/performance-ops.md), one core, the GIL released.
 
     Determinism: the same tree in every call.
     Synchronises: once for each CUDA tensor, which is copied.
@@ -248,8 +248,8 @@ def prefix_token_logps(
     Returns:
         ``[num_tokens]``, in the order of the samples' tokens, float32 (float64 for float64): slot t holds
         log p(token t + 1), 0 at the last slot of each sample. With ``outputs`` a tuple of such, likewise 0 there (top1:
-        -1). Nothing synchronises. One row of hidden is multiplied with weight for each slot that is predicted. Within
-        packing_ops.invariant() a token has the bits that token_logps gives its sample in a row without others.
+        -1). One row of hidden is multiplied with weight for each slot that is predicted. Within packing_ops.invariant()
+        a token has the bits that token_logps gives its sample in a row without others.
 
     Example:
         >>> tokens = torch.tensor([5, 6, 7, 5, 6])  # the second sample is the beginning of the first

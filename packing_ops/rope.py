@@ -70,10 +70,10 @@ def apply_rotary_qk(
     Returns:
         (q, k) rotated, or (q, None): new tensors in the memory order of the inputs (as torch.empty_like), or q and k
         themselves with ``inplace``. Computed in float32 (float64 for float64). The result of a head depends on its
-        values and angles only, so its bits are the same in any layout, batch or packing. Deterministic.
+        values and angles only, so its bits are the same in any layout, batch or packing.
 
     Cost:
-        Reads and writes q and k once; tables are read once per token. Nothing synchronises.
+        Reads and writes q and k once; tables are read once per token.
 
     Example:
         >>> position, frequency = torch.arange(8.0)[:, None], 10_000 ** -torch.tensor([0.0, 0.5])

@@ -50,8 +50,7 @@ def router_statistics(
     Returns:
         (tokens_per_expert, probability_sums, tokens): ``[num_documents, experts]`` twice and ``[num_documents]``,
         float64 for float64, else float32. Slots after the last document are left out, even if they are NaN; an empty
-        document has zeros. No synchronisation. Deterministic: the order of additions depends on the document's length
-        only. Memory: two copies of probabilities in the dtype of the results.
+        document has zeros.
 
     Example:
         >>> probabilities = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75], [1.0, 0.0]])

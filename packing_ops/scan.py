@@ -89,8 +89,7 @@ def gated_delta_rule(
 
     Cost:
         Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds
-        one for each chunk: ``2 * head_dim * head_dim_v * num_v_heads`` numbers of v's dtype for 64 tokens. No
-        synchronisation.
+        one for each chunk: ``2 * head_dim * head_dim_v * num_v_heads`` numbers of v's dtype for 64 tokens.
 
     Example:
         A key whose value is read back, and then overwritten:
@@ -203,8 +202,8 @@ def mamba2_scan(
 
     Cost:
         Grows with the number of tokens, whatever the documents' lengths. The backward makes the states again and holds
-        one for each chunk: ``2 * head_dim * state_dim * num_heads`` numbers of x's dtype for 64 tokens. z is a
-        pass of its own, and its backward another. No synchronisation.
+        one for each chunk: ``2 * head_dim * state_dim * num_heads`` numbers of x's dtype for 64 tokens. z is a pass of
+        its own, and its backward another.
 
     Example:
         A state of one number that forgets half at each token:

@@ -44,8 +44,7 @@ def segment_sum(
 
     Returns:
         ``[num_documents, ...]``, float64 for float64 values, else float32; 0 for an empty document. Padding after the
-        last document is excluded. No synchronisation. Deterministic: the order of additions depends only on the length
-        of the document and on whether a slot has one value or several.
+        last document is excluded.
 
     Example:
         >>> segment_sum(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 2, 3], dtype=torch.int32))
@@ -112,9 +111,8 @@ def segment_std(
             deviation of the population.
 
     Returns:
-        ``[num_documents]``, float64 for float64 values, else float32. 0 for no more than ``correction``
-        values (torch.std gives NaN), and where all are equal; the gradient is 0 there too. Computed in float64.
-        No synchronisation. Deterministic: the order of additions depends only on the document's length.
+        ``[num_documents]``, float64 for float64 values, else float32. 0 for no more than ``correction`` values
+        (torch.std gives NaN), and where all are equal; the gradient is 0 there too. Computed in float64.
 
     Example:
         Advantages of GRPO, for two prompts of three and two samples: rewards normalized within each prompt's group.
@@ -178,8 +176,7 @@ def segment_broadcast(
 
     Returns:
         ``[total, ...]`` of the same dtype: slot t has the value of its document; 0 (False) in the padding after the
-        last one. Differentiable any number of times. A document's gradient is the sum over its slots, in an order that
-        depends only on its length.
+        last one. A document's gradient is the sum over its slots, in an order that depends only on its length.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
@@ -278,8 +275,7 @@ def gae(
     Returns:
         (advantages, returns), shaped like rewards; float64 if rewards or values are, else float32. 0 in masked slots
         (verl has other numbers there, which its loss masks) and after the last document. No synchronisation; one kernel
-        for any number and length of documents. Deterministic: a document gets the same bits in any row. Not
-        differentiable, since PPO's losses take both as constants: backward through them raises NotImplementedError.
+        for any number and length of documents.
 
     Example:
         >>> rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0])

@@ -95,9 +95,8 @@ def token_kl(
     Returns:
         ``[total]``, float32 (float64 for float64), in nats. 0, with gradient 0, at the last slot of each document,
         where the next token does not count, and in the padding after the documents. inf where P has no weight on what Q
-        has (beta 0), or the other way round (beta 1); NaN where a slot's logits have one. Sums are float32.
-        Deterministic, and nothing synchronises. Within packing_ops.invariant() no result of a slot, and no gradient of
-        hidden, depends on chunk or on other slots.
+        has (beta 0), or the other way round (beta 1); NaN where a slot's logits have one. Sums are float32. Within
+        packing_ops.invariant() no result of a slot, and no gradient of hidden, depends on chunk or on other slots.
 
         Work: 2 * rows * vocab * (hidden + teacher's hidden) operations, in backward as many again (of what was not
             kept)

@@ -146,9 +146,9 @@ def token_logps(
     Returns:
         ``[total]``, float32 (float64 for float64): slot t holds log p(label t + 1). With ``outputs`` a tuple of such.
         0, with gradient 0, at the last slot of each document, where label t + 1 is ``ignore_index``, and in the padding
-        after the documents. NaN where a logit is NaN. Sums are float32. Deterministic, and nothing synchronises. Work:
-        2 * rows * hidden * vocab operations, in backward as many again (of the logits that were not kept) and for each
-        gradient; FlopCounterMode counts them after register_flop_formulas.
+        after the documents. NaN where a logit is NaN. Sums are float32. Work: 2 * rows * hidden * vocab operations, in
+        backward as many again (of the logits that were not kept) and for each gradient; FlopCounterMode counts them
+        after register_flop_formulas.
 
         Logits are rounded to hidden's dtype, as in a model. Gradients have the dtypes of their tensors. Memory besides
         results and gradients: one chunk of logits and those that are kept, some numbers per slot, the gathered rows of

@@ -129,11 +129,10 @@ def varlen_attention(
         gradients have its memory order. Tokens past ``cu_seqlens_q[-1]`` and tokens that see no key have out 0 and lse
         -inf (the sink, if there is one and the token belongs to a document); their gradients are 0. float32 inside,
         float64 for float64. A token's out and lse depend, to the bit, on the keys that it sees: a prefix of its
-        document that has them and a chunk of its queries give the same. No synchronisation.
-        Work: 2 * (head_dim + head_dim of v) operations per visible pair of query and key and head, in backward
-        6 * head_dim + 4 * head_dim of v (in documents of more than 4096 keys 8 and 6). register_flop_formulas lets
-        torch's FlopCounterMode count these, 6 and 4 in backward, document by document, which synchronises; fake tensors
-        count as one document.
+        document that has them and a chunk of its queries give the same. Work: 2 * (head_dim + head_dim of v) operations
+        per visible pair of query and key and head, in backward 6 * head_dim + 4 * head_dim of v (in documents of more
+        than 4096 keys 8 and 6). register_flop_formulas lets torch's FlopCounterMode count these, 6 and 4 in backward,
+        document by document, which synchronises; fake tensors count as one document.
 
     Example:
         >>> q = k = torch.zeros(3, 1, 2)

@@ -248,7 +248,7 @@ def flash_attn_with_kvcache(
 
     Returns:
         out like q with v's head_dim, or with ``return_softmax_lse`` (out, lse ``[batch, num_q_heads, seqlen_q]``). Its
-        bits are those of varlen_attention over the same keys end to end. No synchronisation.
+        bits are those of varlen_attention over the same keys end to end.
 
     Example:
         >>> cache, lengths = torch.zeros(2, 2, 256, 1, 64), torch.tensor([5, 0], dtype=torch.int32)

@@ -21,7 +21,7 @@ def visible_end_from_blocks(block_ids: torch.Tensor, cu_seqlens: PackedMetadata 
         cu_seqlens: int32 ``[num_documents + 1]``, or the PackedMetadata of the row.
 
     Returns:
-        int32 ``[total]``. No synchronisation.
+        int32 ``[total]``.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 5, 7], dtype=torch.int32)
@@ -61,7 +61,7 @@ def visible_end_from_prefix_lengths(
         total: slots of the row, needed with a tensor.
 
     Returns:
-        int32 ``[total]``. No synchronisation.
+        int32 ``[total]``.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 4, 6], dtype=torch.int32)
@@ -100,7 +100,7 @@ def visible_end_from_causal(
         total: slots of the row, needed with a tensor.
 
     Returns:
-        int32 ``[total]``. No synchronisation.
+        int32 ``[total]``.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)

@@ -23,7 +23,7 @@ _NEEDED = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_s
 
 
 def packed_seq_params(metadata: po.PackedMetadata) -> PackedSeqParams:
-    """Describe a packed row as megatron-core does, for ``model(..., packed_seq_params=...)``. No synchronisation.
+    """Describe a packed row as megatron-core does, for ``model(..., packed_seq_params=...)``.
 
     Example:
         >>> from packing_ops import PackedMetadata
@@ -181,9 +181,8 @@ def postprocess_packed_seqs(
         cp_group: the context-parallel group; its ranks' parts are gathered.
 
     Returns:
-        ``[batch, seqlen, ...]``, 0 at padding. A log-prob of the next token is at its query's slot: column s has
-        the log-prob of token s + 1. Differentiable: each rank's gradient is its part's, so that ranks which compute
-        the same loss add up to it once. No synchronisation.
+        ``[batch, seqlen, ...]``, 0 at padding. A log-prob of the next token is at its query's slot: column s has the
+        log-prob of token s + 1.
 
     Example:
         >>> ids = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]])

@@ -20,7 +20,7 @@ def packed_logps(
         average: mean over the tokens that count, as IPO takes it, instead of their sum.
 
     Returns:
-        ``[num_documents]``, float64 for float64, else float32. Differentiable in log_probs. No synchronisation.
+        ``[num_documents]``, float64 for float64, else float32.
 
     Example:
         >>> log_probs = torch.tensor([[-1.0, -2.0, -9.0, -4.0]])
