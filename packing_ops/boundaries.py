@@ -15,7 +15,6 @@ from packing_ops._runtime.arguments import (
     check_tensor,
     described,
     dtype_name,
-    exactly_one,
     holds,
     index_tensor,
     one_row,
@@ -354,7 +353,9 @@ def _total(cu_seqlens: torch.Tensor, total: int | None) -> int:
 def _cu_seqlens(
     labels: torch.Tensor, cu_seqlens: PackedMetadata | torch.Tensor | None, lengths: torch.Tensor | Sequence[int] | None
 ) -> torch.Tensor:
-    exactly_one(cu_seqlens=cu_seqlens, lengths=lengths)
+    if (cu_seqlens is None) == (lengths is None):
+        got = "neither" if lengths is None else "cu_seqlens and lengths"
+        raise ValueError(f"expected exactly one of cu_seqlens and lengths, got {got}")
     if cu_seqlens is not None:
         return _of_row(labels, cu_seqlens, "labels")
     check_tensor(labels, "labels")

@@ -351,18 +351,6 @@ class KeyPages(NamedTuple):
     seqused_k: torch.Tensor
 
 
-def key_pages(block_table: torch.Tensor | None, seqused_k: torch.Tensor | None, **others: object) -> KeyPages:
-    """Return both in one. Raises ValueError that names the missing one, or the one of ``others`` that cannot be
-    combined with them.
-    """
-    refuse_beside("block_table", **others)
-    for tensor, name, other in ((block_table, "block_table", "seqused_k"), (seqused_k, "seqused_k", "block_table")):
-        if tensor is None:
-            raise ValueError(f"{name}: expected a tensor beside {other}, got None")
-        check_tensor(tensor, name)
-    return KeyPages(block_table, seqused_k)  # type: ignore[arg-type]
-
-
 def lengths_of(cu_seqlens_k: torch.Tensor) -> torch.Tensor:
     """Return seqused_k of calls that give the lengths by cu_seqlens, -1 where these do not start at 0; the same
     tensor for the layers of a model.
@@ -406,7 +394,12 @@ def keys_of(
         ValueError: arguments of two kinds, or a half of pages.
     """
     if block_table is not None or seqused_k is not None:
-        return key_pages(block_table, seqused_k, cu_seqlens_k=cu_seqlens_k, parents=parents)
+        refuse_beside("block_table", cu_seqlens_k=cu_seqlens_k, parents=parents)
+        for tensor, name, other in ((block_table, "block_table", "seqused_k"), (seqused_k, "seqused_k", "block_table")):
+            if tensor is None:
+                raise ValueError(f"{name}: expected a tensor beside {other}, got None")
+            check_tensor(tensor, name)
+        return KeyPages(block_table, seqused_k)  # type: ignore[arg-type]
     if parents is None:
         return documents if cu_seqlens_k is None else cu_seqlens_k
     if cu_seqlens_k is not None and cu_seqlens_k is not documents:

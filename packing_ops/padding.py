@@ -241,63 +241,31 @@ def _many(
 # --- gradients ---
 
 
-def _first(tensors: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if isinstance(tensors, Sequence) else tensors
+def _register(name: str, inverse: str) -> None:
+    """Register the gradient of gather_rows, scatter_rows or unpad_rows, of one tensor or many: it is the other way."""
+    scatters = name.startswith("scatter")
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        first = inputs[0] if isinstance(inputs[0], torch.Tensor) else inputs[0][0]
+        ctx.save_for_backward(output[1] if name == "unpad_rows" else inputs[1])
+        ctx.sizes, ctx.others = first.shape[: 1 if scatters else 2], len(inputs) - 1
+
+    def backward(ctx: Any, grads: Any, *_: Any) -> tuple[Any, ...]:
+        (indices,), op = ctx.saved_tensors, getattr(gate, inverse)
+        if inverse.endswith("many"):
+            # Those that someone asks for: not integer tensors and constants
+            needed = [need and grad is not None for grad, need in zip(grads, ctx.needs_input_grad[0], strict=True)]
+            moved = iter(op([grad for grad, need in zip(grads, needed, strict=True) if need], indices, *ctx.sizes))
+            found: Any = [next(moved) if need else None for need in needed]
+        else:
+            found = None if grads is None else op(grads, indices, *ctx.sizes)
+        return found, *[None] * ctx.others
+
+    register_autograd(name, backward, setup_context=setup_context, linear=1)
 
 
-def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, indices, _ = inputs
-    ctx.save_for_backward(indices)
-    ctx.batch, ctx.seqlen = _first(tensors).shape[:2]
-
-
-def _unpad_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(output[1])
-    ctx.batch, ctx.seqlen = inputs[0][0].shape[:2]
-
-
-def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, indices, _, _ = inputs
-    ctx.save_for_backward(indices)
-    ctx.total = _first(tensors).shape[0]
-
-
-def _gather_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    (indices,) = ctx.saved_tensors
-    return None if grad is None else gate.scatter_rows(grad, indices, ctx.batch, ctx.seqlen), None, None
-
-
-def _scatter_backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    (indices,) = ctx.saved_tensors
-    return None if grad is None else gate.gather_rows(grad, indices, ctx.total), None, None, None
-
-
-def _gather_many_backward(
-    ctx: Any, grads: Sequence[torch.Tensor | None], *others: torch.Tensor | None
-) -> tuple[list[torch.Tensor | None], None, None]:
-    """Compute the gradient of gather_rows_many, and of unpad_rows, whose other outputs are integers."""
-    (indices,) = ctx.saved_tensors
-    return _needed(ctx, grads, gate.scatter_rows_many, indices, ctx.batch, ctx.seqlen), None, None
-
-
-def _scatter_many_backward(
-    ctx: Any, grads: Sequence[torch.Tensor | None]
-) -> tuple[list[torch.Tensor | None], None, None, None]:
-    (indices,) = ctx.saved_tensors
-    return _needed(ctx, grads, gate.gather_rows_many, indices, ctx.total), None, None, None
-
-
-def _needed(
-    ctx: Any, grads: Sequence[torch.Tensor | None], op: Callable[..., list[torch.Tensor]], *arguments: Any
-) -> list[torch.Tensor | None]:
-    """Run op over the grads that someone asks for; return None for the others (integer tensors, constants)."""
-    needed = [need and grad is not None for grad, need in zip(grads, ctx.needs_input_grad[0], strict=True)]
-    moved = iter(op([grad for grad, need in zip(grads, needed, strict=True) if need], *arguments))
-    return [next(moved) if need else None for need in needed]
-
-
-register_autograd("unpad_rows", _gather_many_backward, setup_context=_unpad_context, linear=1)
-register_autograd("gather_rows", _gather_backward, setup_context=_gather_context, linear=1)
-register_autograd("gather_rows_many", _gather_many_backward, setup_context=_gather_context, linear=1)
-register_autograd("scatter_rows", _scatter_backward, setup_context=_scatter_context, linear=1)
-register_autograd("scatter_rows_many", _scatter_many_backward, setup_context=_scatter_context, linear=1)
+_register("unpad_rows", "scatter_rows_many")
+_register("gather_rows", "scatter_rows")
+_register("gather_rows_many", "scatter_rows_many")
+_register("scatter_rows", "gather_rows")
+_register("scatter_rows_many", "gather_rows_many")

@@ -88,16 +88,11 @@ def index_tensor(values: torch.Tensor | Sequence[int], name: str) -> torch.Tenso
         raise ValueError(f"{name}: expected integers that fit int64, got {max(numbers, key=abs)}") from None
     taken = list(map(plain, numbers))
     for number, wrong in zip(taken, numbers, strict=True):
-        if not _is_integer(number):
-            raise TypeError(f"{name}: expected integers, got {wrong!r} ({type(wrong).__name__})")
+        try:
+            operator.index(number)
+        except TypeError:
+            raise TypeError(f"{name}: expected integers, got {wrong!r} ({type(wrong).__name__})") from None
     return int64_tensor(taken)
-
-
-def _is_integer(number) -> bool:
-    try:
-        return operator.index(number) is not None
-    except TypeError:
-        return False
 
 
 def int64_tensor(values: list[int]) -> torch.Tensor:
@@ -366,13 +361,6 @@ def holds(dtype: torch.dtype, value) -> bool:
         return rounded or held == value == float(value)  # a double: what pad_sequence and F.pad take
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return False
-
-
-def exactly_one(**arguments) -> None:
-    """Check that exactly one of the named arguments is given."""
-    given = [name for name, value in arguments.items() if value is not None]
-    if len(given) != 1:
-        raise ValueError(f"expected exactly one of {' and '.join(arguments)}, got {' and '.join(given) or 'neither'}")
 
 
 def as_autocast(

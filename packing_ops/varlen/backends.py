@@ -215,9 +215,13 @@ def attention(
         wanted, got = of_q.numel() - 1, of_k.numel() - 1
         raise ValueError(f"cu_seqlens_k: expected as many documents as cu_seqlens_q ({wanted}), got {got}")
     of_q, of_k = int32_cu_seqlens(of_q), int32_cu_seqlens(of_k)
+    # Rows past the last document: NaN that they may hold must not spread, and their results are 0.
+    in_document_q, in_document_k = ((each < of_q.numel() - 1)[:, None, None] for each in documents)
+    q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
     if backend == "sdpa":
-        return _sdpa(q, k, v, of_q, of_k, documents, options)
-    return _torch_varlen(q, k, v, of_q, of_k, documents, lengths, options)
+        seen = visible_keys(*documents, of_q, of_k, options.causal, options.window_size)
+        return _sdpa(q, k, v, seen, options.softmax_scale)
+    return _torch_varlen(q, k, v, of_q, of_k, lengths, options).where(in_document_q, 0)
 
 
 # --- what the op checks, for the other backends ---
@@ -396,44 +400,23 @@ def _torch_varlen(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    documents: tuple[torch.Tensor, torch.Tensor],
     max_seqlens: tuple[int, int],
     options: AttentionOptions,
 ) -> torch.Tensor:
+    """Call varlen_attn of torch, which does not write rows past the last document, in out and in the gradients."""
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # varlen_attn does not write rows past the last document, in out and in the gradients: where() makes both 0.
-    in_document_q, in_document_k = _in_documents(documents, cu_seqlens_q)
-    q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
     window = (options.window_size[0], 0) if options.causal else options.window_size
     grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
-    out = varlen_attn(
+    out: torch.Tensor = varlen_attn(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, scale=options.softmax_scale, window_size=window, **grouped
     )
-    return out.where(in_document_q, 0)
+    return out
 
 
-def _in_documents(documents: tuple[torch.Tensor, torch.Tensor], cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return bool ``[rows, 1, 1]`` of q and of k: False past the last document."""
-    return tuple((each < cu_seqlens.numel() - 1)[:, None, None] for each in documents)
-
-
-def _sdpa(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    documents: tuple[torch.Tensor, torch.Tensor],
-    options: AttentionOptions,
-) -> torch.Tensor:
-    seen = visible_keys(*documents, cu_seqlens_q, cu_seqlens_k, options.causal, options.window_size)
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float | None) -> torch.Tensor:
     # softmax of a fully masked row is NaN: such a row sees all keys instead, and its result is set to 0.
     empty = ~seen.any(1, keepdim=True)
-    # 0 times the NaN that padding may hold would be NaN.
-    in_document_q, in_document_k = _in_documents(documents, cu_seqlens_q)
-    q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen | empty, scale=options.softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
-    )
+    grouped = k.shape[1] != q.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | empty, scale=scale, enable_gqa=grouped)
     return out[0].transpose(0, 1).masked_fill(empty[..., None], 0.0)

@@ -8,10 +8,10 @@ import torch
 
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import sum_dtype
-from packing_ops._runtime.autograd import call_below_autograd, register_autograd, register_no_autograd
+from packing_ops._runtime.autograd import register_autograd, register_no_autograd
 from packing_ops.keys import KeyPages, Keys, PrefixPaths
 from packing_ops.varlen.options import AttentionOptions
-from packing_ops.varlen.prefix_attention import token_major
+from packing_ops.varlen.prefix_attention import gradients_of, token_major
 
 
 def attention_forward(
@@ -28,7 +28,7 @@ def attention_forward(
         tree = keys.cu_seqlens, options.sinks, *keys.tensors[1:]
         return gate.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.arguments_of_tree(plan), keys.in_blocks)
     if isinstance(keys, KeyPages):
-        return gate.paged_attention(q, k, v, cu_seqlens_q, *keys, *options.arguments_of_pages(plan))
+        return gate.paged_attention(q, k, v, cu_seqlens_q, *keys, *options.arguments(plan)[:-1])
     return gate.varlen_attention(q, k, v, cu_seqlens_q, keys, *options.arguments(plan))
 
 
@@ -59,17 +59,10 @@ def _plan_size(total_q: int, total_k: int, documents: int, group: int, visible_e
 
 
 def _plan(a: SimpleNamespace) -> torch.Tensor:
-    size = 0
+    size, pages = 0, not hasattr(a, "total_k")
     if a.cu_seqlens_q.device.type == "cuda":
-        sizes = a.total_q, a.total_k, a.cu_seqlens_q.shape[0] - 1, a.num_heads // a.num_kv_heads
-        size = _plan_size(*sizes, a.visible_end is not None)
-    return a.cu_seqlens_q.new_empty(size, dtype=torch.int32)
-
-
-def _plan_of_pages(a: SimpleNamespace) -> torch.Tensor:
-    size = 0
-    if a.cu_seqlens_q.device.type == "cuda":
-        size = 4 + _plan_size(a.total_q, 0, a.cu_seqlens_q.shape[0] - 1, a.num_heads // a.num_kv_heads)
+        sizes = a.total_q, 0 if pages else a.total_k, a.cu_seqlens_q.shape[0] - 1, a.num_heads // a.num_kv_heads
+        size = 4 + _plan_size(*sizes) if pages else _plan_size(*sizes, a.visible_end is not None)
     return a.cu_seqlens_q.new_empty(size, dtype=torch.int32)
 
 
@@ -84,7 +77,7 @@ def _gradients(a: SimpleNamespace) -> tuple[torch.Tensor, ...]:
 
 
 gate.register_fake("attention_plan", _plan)
-gate.register_fake("paged_attention_plan", _plan_of_pages)
+gate.register_fake("paged_attention_plan", _plan)
 gate.register_fake("paged_attention", _out_and_lse)
 for _op in ("varlen_attention", "prefix_attention"):
     gate.register_fake(_op, _out_and_lse)
@@ -101,13 +94,9 @@ def _varlen_attention_context(ctx: Any, inputs: tuple[Any, ...], output: Any) ->
 def _varlen_attention_backward(
     ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    *inputs, sinks, plan, visible_end = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(inputs[3])
-    dq, dk, dv, dsinks = call_below_autograd(
-        gate.varlen_attention_backward, dout, dlse, *inputs, sinks, *ctx.options, plan, visible_end
-    )
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(8 * [None])
+    *inputs, plan, visible_end = ctx.saved_tensors
+    options = *ctx.options, plan, visible_end
+    return *gradients_of(gate.varlen_attention_backward, dout, dlse, inputs, options), *(8 * [None])
 
 
 register_autograd("varlen_attention", _varlen_attention_backward, setup_context=_varlen_attention_context)

@@ -34,12 +34,8 @@ class AttentionOptions(NamedTuple):
     visible_end: torch.Tensor | None = None
 
     def arguments(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
-        """Return what varlen_attention's op and its backward take, from sinks on."""
+        """Return what varlen_attention's op and its backward take, from sinks on; that of pages no visible_end."""
         return self.sinks, self.causal, self.softmax_scale, *self.window_size, self.softcap, plan, self.visible_end
-
-    def arguments_of_pages(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
-        """Return what paged_attention's op takes, from sinks on."""
-        return self.sinks, self.causal, self.softmax_scale, *self.window_size, self.softcap, plan
 
     def arguments_of_tree(self, plan: torch.Tensor | None) -> tuple[Any, ...]:
         """Return what prefix_attention's op and its backward take after the tensors of the tree: a tree is causal."""

@@ -10,6 +10,7 @@ many of them a call has. So sharing changes no bit of out and lse, nor of the gr
 holds. dk and dv of a shared row are sums over the segments that see it, in their order.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,16 @@ def _as_varlen(
     return (sinks, True, softmax_scale, left, -1, *others[:2], None), any(others[2:])
 
 
+def gradients_of(
+    op: Callable[..., tuple[torch.Tensor, ...]], dout: torch.Tensor | None, dlse: torch.Tensor | None,
+    inputs: Sequence[torch.Tensor], options: tuple[Any, ...],
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of q, k, v, both cu_seqlens and sinks. inputs: these, with out and lse after v, and more."""
+    dout = torch.zeros_like(inputs[3]) if dout is None else dout
+    dq, dk, dv, dsinks = call_below_autograd(op, dout, dlse, *inputs, *options)
+    return dq, dk, dv, None, None, None if inputs[7] is None else dsinks
+
+
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     # after_plan: in_blocks
     (q, k, v, *tree), (*ctx.options, plan), ctx.after_plan = inputs[:9], inputs[9:13], inputs[13:]
@@ -83,12 +94,9 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     *inputs, plan = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(inputs[3])
     options = *ctx.options, plan, *ctx.after_plan
-    dq, dk, dv, dsinks = call_below_autograd(gate.prefix_attention_backward, dout, dlse, *inputs, *options)
-    sinks, others = inputs[7], 3 + len(options)  # three tensors of the tree
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(others * [None])
+    others = 3 + len(options)  # three tensors of the tree
+    return *gradients_of(gate.prefix_attention_backward, dout, dlse, inputs, options), *(others * [None])
 
 
 register_autograd("prefix_attention", _backward, setup_context=_context)
