@@ -17,20 +17,10 @@ from packing_ops.integrations.transformers.documents import ROW_EACH, is_tensor,
 # --- PEFT: PeftModel makes inputs_embeds, masks and caches of what it is called with, and drops position_ids ---
 
 
-def watch_peft() -> None:
-    """Watch the calls of PeftModel from now on. If PEFT is imported later, from when that class is made."""
+def patch_of_peft() -> Patch:
+    """Return what watches the calls of PeftModel, or the patch that waits until PEFT is imported and makes it."""
     peft = sys.modules.get("peft")
-    if hasattr(peft, "PeftModel"):
-        _patch(peft.PeftModel).pin()
-    else:
-        _WHEN_MADE.pin()
-
-
-def leave_peft() -> None:
-    _WHEN_MADE.revert()
-    peft = sys.modules.get("peft")
-    if hasattr(peft, "PeftModel"):
-        _patch(peft.PeftModel).revert()
+    return _patch(peft.PeftModel) if hasattr(peft, "PeftModel") else WHEN_MADE
 
 
 def _looked_at(stock):
@@ -42,7 +32,7 @@ def _looked_at(stock):
     return classmethod(__init_subclass__)
 
 
-_WHEN_MADE = Patch(PushToHubMixin, "__init_subclass__", _looked_at)  # a base of PeftModel
+WHEN_MADE = Patch(PushToHubMixin, "__init_subclass__", _looked_at)  # a base of PeftModel
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -298,6 +298,15 @@ def _revert_when_gone(patch) -> None:
     inside torch.compile, whose guards read the owner.
     """
     _left.append(patch)
+    revert_left()
+
+
+def release(patches: Iterable[Patch], model: torch.nn.Module) -> None:
+    """Revert those of the patches that only modules of this model needed."""
+    users = {*model.modules()}
+    for patch in patches:
+        for user in users.intersection(patch.users):
+            patch.revert(user)
     revert_left()
 
 

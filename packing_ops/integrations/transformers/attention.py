@@ -87,7 +87,7 @@ def register(name: str = "packing_ops") -> None:
     masks.PATCH.pin()
     NAMES.add(name)
     OWN_ATTENTION.pin()
-    _additions.watch_peft()
+    _additions.patch_of_peft().pin()
     for patch in continuous_batching.PATCHES:
         patch.apply()
     AttentionInterface.register(name, packing_ops_attention)
@@ -114,9 +114,9 @@ def revert_registration(name: str = "packing_ops") -> None:
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
     if not NAMES:
-        for patch in (masks.PATCH, OWN_ATTENTION, _CALLS, *continuous_batching.PATCHES):
+        of_peft = _additions.WHEN_MADE, _additions.patch_of_peft()
+        for patch in (masks.PATCH, OWN_ATTENTION, _CALLS, *continuous_batching.PATCHES, *of_peft):
             patch.revert()
-        _additions.leave_peft()
         stateful.revert()
 
 
@@ -135,22 +135,14 @@ def _begin(model, call, args, kwargs):
 
 
 def _end(model, call, kwargs, outputs):
-    """Look at what the model returned."""
-    _without_pooled_rows(model, call, outputs)
-    _advice.advise(model, call, kwargs, outputs)
-
-
-def _without_pooled_rows(model, call, outputs):
-    """Set pooler_output to None where a row has several documents: it is made of the row's first token (BERT).
-
-    A model around this one, whose head reads it, is refused by name at its own end.
+    """Look at what the model returned. Its pooler_output, made of a row's first token (BERT), is None where a row has
+    several documents. A model around this one, whose head reads it, is refused by name at its own end.
     """
-    if call.outer is not None or call.seen is None:
+    _advice.advise(model, call, kwargs, outputs)
+    seen, pooled = call.seen, getattr(outputs, "pooler_output", None)
+    if call.outer is not None or seen is None or seen.documents <= seen.rows or getattr(model, "pooler", None) is None:
         return
-    if call.seen.documents <= call.seen.rows or getattr(model, "pooler", None) is None:
-        return
-    pooled = getattr(outputs, "pooler_output", None)
-    if isinstance(pooled, torch.Tensor) and pooled.dim() == 2 and len(pooled) == call.seen.rows:
+    if isinstance(pooled, torch.Tensor) and pooled.dim() == 2 and len(pooled) == seen.rows:
         outputs["pooler_output"] = None
         versions.log_once(
             f"pooler_output of {call.name} is None: expected one document in each row, got several, and it is made of the "

@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import sum_dtype
 from packing_ops._runtime.batch_cache import dense_cu_seqlens, kept_with
 from packing_ops.conv import causal_conv1d
-from packing_ops.integrations._patching import Patch, kept_with_class, revert_left
+from packing_ops.integrations import _patching
+from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
 from packing_ops.integrations._walks import DOCUMENTS, SWAPPED, constant_of_model, kept_with_model
 from packing_ops.integrations.transformers.stateful_rows import in_rows, keeps_apart
@@ -206,13 +207,6 @@ def _of_rows(state, documents):
     return state[documents.seq_idx[:, -1].clamp(min=0).long()]
 
 
-_SERVED = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _kimi_delta_rule,
-    "mamba2_chunk_scan": _mamba2,
-    "mamba2_split_conv1d_scan_combined": _apart,
-}
 # They take one token of a cache, and no documents.
 _OF_ONE_TOKEN = frozenset((
     "causal_conv1d_update", "torch_recurrent_gated_delta_rule", "mamba2_selective_state_update",
@@ -250,22 +244,21 @@ def _unpacked(rows, documents, batch, seqlen):
 def patches_of(module_name: str) -> dict[str, Patch]:
     """Return {function: its Patch} of a modelling module, of the functions that ours agree with."""
     module = importlib.import_module(module_name)
-    found = {name: ours for name, ours in _SERVED.items() if hasattr(module, name)}
-    return {name: _patch(module, name, ours) for name, ours in found.items() if _agrees(vars(module)[name], ours)}
+    found = {name: rule for name, rule in _RULES.items() if hasattr(module, name)}
+    return {name: _patch(module, name, rule) for name, rule in found.items() if _agrees(vars(module)[name], *rule)}
 
 
-def _patch(module, name, ours) -> Patch:
-    known = frozenset([*inspect.signature(ours).parameters][1:])
+def _patch(module, name, rule) -> Patch:
+    known = frozenset([*inspect.signature(rule.ours).parameters][1:])
 
     def make(stock):
-        of_stock = {"stock": stock} if ours is _kimi_delta_rule else {}
+        ours = functools.partial(rule.ours, stock=stock) if rule.in_rows else rule.ours
 
         @functools.wraps(stock)
         def dispatch(*args, **kwargs):
             if DOCUMENTS not in kwargs:
                 return stock(*args, **kwargs)
-            given = {**of_stock, **{name: value for name, value in kwargs.items() if name in known}}
-            return ours(kwargs[DOCUMENTS], *args, **given)
+            return ours(kwargs[DOCUMENTS], *args, **{name: value for name, value in kwargs.items() if name in known})
 
         return dispatch
 
@@ -277,25 +270,25 @@ def _patch(module, name, ours) -> Patch:
 
 @kept_with_class
 @torch.compiler.disable
-def _agrees(stock, ours) -> bool:
+def _agrees(stock, ours, cases, in_rows) -> bool:
     """Return whether ours has the results and gradients of a stock function, without a library that stands in for
     it.
     """
     stock = inspect.unwrap(stock)
     parameters = inspect.signature(stock).parameters
-    if ours is _apart:
+    wanted = [*inspect.signature(ours).parameters][2:]  # the first tensor goes by place
+    if in_rows:
+        return [*parameters][1 : len(wanted)] == wanted[:-1] and keeps_apart(stock)
+    if cases is None:
         needed = [
             each for each in parameters.values() if each.default is each.empty and each.kind < each.VAR_POSITIONAL
         ]
         return attempt(stock, *[None] * len(needed)) is None
-    wanted = [*inspect.signature(ours).parameters][2:]  # the first tensor goes by place
-    if ours is _kimi_delta_rule:
-        return [*parameters][1 : len(wanted)] == wanted[:-1] and keeps_apart(stock)
     if [name for name in [*parameters][1:] if name not in ("kwargs", "args")] != wanted:
         return False
     with quiet():
         for dtype in (torch.float32, torch.bfloat16):
-            for inputs, options in _CASES[ours]():
+            for inputs, options in cases():
                 inputs = [each.to(dtype) for each in inputs]
                 names = [name for name in wanted if name not in options]
                 both = (
@@ -350,7 +343,21 @@ def _mamba2_scans():
         yield [x, dt, -numbers(4, start=6.0).abs(), B, C], options
 
 
-_CASES = {_convolution: _convolutions, _delta_rule: _delta_rules, _mamba2: _mamba2_scans}
+class Rule(NamedTuple):
+    """What serves a function of transformers."""
+
+    ours: Callable
+    cases: Callable | None = None  # of the trial; None: both return None, or in_rows
+    in_rows: bool = False  # ours runs the stock function, documents as rows
+
+
+_RULES = {
+    "causal_conv1d_fn": Rule(_convolution, _convolutions),
+    "torch_chunk_gated_delta_rule": Rule(_delta_rule, _delta_rules),
+    "chunk_kimi_delta_attention": Rule(_kimi_delta_rule, in_rows=True),
+    "mamba2_chunk_scan": Rule(_mamba2, _mamba2_scans),
+    "mamba2_split_conv1d_scan_combined": Rule(_apart),
+}
 
 
 # --- the layers of a model ---
@@ -359,7 +366,7 @@ _CASES = {_convolution: _convolutions, _delta_rule: _delta_rules, _mamba2: _mamb
 def stock_rules(classes: Iterable[type]) -> str:
     """Return what swapped layers leave to transformers, as the end of a sentence; empty if nothing."""
     names = (name for cls in classes for name in functions_called(unwrapped(cls)))
-    rule = next((name for name in names if _SERVED.get(name) is _kimi_delta_rule), None)
+    rule = next((name for name in names if name in _RULES and _RULES[name].in_rows), None)
     return f", but {rule} is transformers', its documents rows of batches" if rule else ""
 
 
@@ -435,20 +442,12 @@ def apply_to_model(model: torch.nn.Module) -> None:
 
 def release(model: torch.nn.Module) -> None:
     """Put back the functions of modelling modules that only this model needed."""
-    users = {*model.modules()}
-    for module_name in {_home(user) for user in users if functions_called(unwrapped(type(user)))}:
-        for patch in patches_of(module_name).values():
-            for user in users.intersection(patch.users):
-                patch.revert(user)
-    revert_left()
-
-
-def _home(layer) -> str:
-    return unwrapped(type(layer)).__module__
+    homes = {unwrapped(type(layer)).__module__ for layer in layers_in(model)}
+    _patching.release([patch for home in homes for patch in patches_of(home).values()], model)
 
 
 def _dispatch_for(layer: torch.nn.Module) -> None:
-    for patch in patches_of(_home(layer)).values():
+    for patch in patches_of(unwrapped(type(layer)).__module__).values():
         if not patch.is_applied or layer not in patch.users:
             patch.apply(layer)
 

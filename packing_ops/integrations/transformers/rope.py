@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
+from packing_ops.integrations import _patching
 from packing_ops.integrations._patching import Patch, kept_with_class, put_hook, revert_left, stock_of, take_out_hook
 from packing_ops.integrations._rope_trial import Rotation, rotation_of
 from packing_ops.integrations.transformers.call import NAMES
@@ -271,11 +272,7 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> None:
 
 def release(model: torch.nn.Module) -> None:
     """Release the dispatchers: the model does not need them any more."""
-    users = {*model.modules()}
-    for patch in [patch for patches in PATCHES.values() for patch in patches.values()]:
-        for user in users.intersection(patch.users):
-            patch.revert(user)
-    revert_left()
+    _patching.release([patch for patches in PATCHES.values() for patch in patches.values()], model)
 
 
 def _tag(rotary, args, output):

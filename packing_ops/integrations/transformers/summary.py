@@ -102,10 +102,9 @@ def _loss(hosts: list[Any]) -> str:
 
 
 def _mode(model: torch.nn.Module) -> str:
-    held = next((vars(module)[HELD] for module in model.modules() if HELD in vars(module)), None)
-    if held is None:
-        return "off, set by apply_packing_ops(model, invariant=True)"
-    return f"on, but not claimed: {held.unclaimed}" if held.unclaimed else "on, until revert_packing_ops(model)"
+    for held in (vars(module)[HELD] for module in model.modules() if HELD in vars(module)):
+        return f"on, but not claimed: {held.unclaimed}" if held.unclaimed else "on, until revert_packing_ops(model)"
+    return "off, set by apply_packing_ops(model, invariant=True)"
 
 
 def _counted(count: int, word: str) -> str:
