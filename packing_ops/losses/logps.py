@@ -409,16 +409,12 @@ def _scaling(options: LogpsOptions, hidden: torch.Tensor) -> tuple[torch.Tensor 
     """Return (temperature of each row or None, outer, inner): z = outer * f(logit) / temperature, as the kernels
     have it.
     """
-    temperature, scale, softcap = (
-        options.temperature,
-        number(options.scale, "scale"),
-        number(options.softcap, "softcap"),
-    )
+    scale, softcap = number(options.scale, "scale"), number(options.softcap, "softcap")
     check_positive(scale, "scale")
     if softcap not in (0, float("inf")):
         check_positive(softcap, "softcap", ", or 0 or inf for none")
     outer, inner = (scale, 0.0) if softcap in (0, float("inf")) else (softcap, scale / softcap)
-    if isinstance(temperature, torch.Tensor):
+    if isinstance(temperature := options.temperature, torch.Tensor):
         total = hidden.shape[0]
         if not temperature.is_floating_point() or temperature.shape not in ((), (total,), (1, total)):
             raise ValueError(

@@ -335,7 +335,9 @@ def test_own_autograd_is_for_ops_without_defaults_but_none():
     """
     sources = [path.read_text() for path in _library.PACKAGE.rglob("*.py")]
     names = [
-        n for text in sources for n in re.findall(r'^_?register(?:_autograd|_recurrence)?\(\s*"(\w+)"', text, re.MULTILINE)
+        n
+        for text in sources
+        for n in re.findall(r'^_?register(?:_autograd|_recurrence)?\(\s*"(\w+)"', text, re.MULTILINE)
     ]
     assert {"varlen_attention", "rope_qk", "segment_sum_backward", "unpad_rows"} <= set(names)
     for name in names:

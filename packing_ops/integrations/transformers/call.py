@@ -26,7 +26,7 @@ from packing_ops.integrations.transformers.documents import (
     refuse_where,
     several_in,
 )
-from packing_ops.integrations.transformers.versions import CACHE, constant, reads_text, source_of
+from packing_ops.integrations.transformers.versions import CACHE, constant, parameters_of, reads_text, source_of
 from packing_ops.keys import cached_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
@@ -399,10 +399,10 @@ def _traits_of(cls, config_cls):
     """Return (form of its masks, indices of position_ids, attention_mask and labels among its arguments, model_type,
     first_axis, whether its loss takes the label of the next token, whether it reads text).
     """
-    names = list(inspect.signature(cls.forward).parameters)[1:]
+    known = ("position_ids", "attention_mask", "labels")
     # Behind all others if it is missing: torch.compile has no empty dict from here.
-    names += ["position_ids", "attention_mask", "labels"]
-    indices = {name: names.index(name) for name in ("position_ids", "attention_mask", "labels")}
+    names = (*parameters_of(cls.forward), *known)
+    indices = {name: names.index(name) for name in known}
     form = BOOL if cls._supports_sdpa else ADDITIVE
     if cls._supports_flash_attn or cls._supports_flex_attn:
         form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN

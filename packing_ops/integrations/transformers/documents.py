@@ -15,7 +15,7 @@ from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._runtime.batch_cache import dense_cu_seqlens, is_captured, kept_with
 from packing_ops.integrations._patching import kept_with_class
-from packing_ops.integrations.transformers.versions import constant, source_of
+from packing_ops.integrations.transformers.versions import constant, parameters_of, source_of
 
 ROW_EACH = "give each document a row of its own (no packing, padding on the right)"  # what an error advises
 LONGEST_ASSERTION = 254  # bytes of the message of an assertion on CUDA
@@ -413,7 +413,7 @@ def refuse_encoder_decoder(model, call, args, kwargs) -> None:
     """Raise ValueError if a row of either side has several documents: the decoder's row attends to the encoder's
     whole row.
     """
-    names = _names_of(type(model))
+    names = parameters_of(type(model).forward)
     if call.outer is not None or not (_ENCODER in names or kwargs.get("encoder_hidden_states") is not None):
         return
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -464,11 +464,6 @@ def refuse_packed_choices(model, call, tokens, kwargs) -> None:
             refuse_where(
                 several, f"{name}: expected one document in each choice of {call.name}, got several; {ROW_EACH}"
             )
-
-
-@constant
-def _names_of(cls) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
 @constant

@@ -31,7 +31,7 @@ from packing_ops.integrations.transformers.versions import (
     CACHE,
     PreTrainedModel,
     class_name,
-    constant,
+    parameters_of,
     reads_text,
     source_of,
 )
@@ -256,8 +256,7 @@ def with_axes_of_images(model, call, args, kwargs):
     """Return the arguments of a call. position_ids of one axis are of text: with images each document gets the axes
     that the model's get_rope_index gives it in a separate call, as without position_ids.
     """
-    names = _names_of_axes(type(model))
-    if not names or call.has_cache:
+    if call.has_cache or not hasattr(type(model), "get_rope_index"):
         return args, kwargs
     # Without positions a model counts along the row: mostly these are the same distances within a document.
     axis = _axis_of_text(call, model)
@@ -268,7 +267,8 @@ def with_axes_of_images(model, call, args, kwargs):
     if not told or (call.position_ids is not None and call.position_ids.dim() != 2):
         return args, kwargs
     # What get_rope_index would be given
-    given = dict(zip(_parameters_of(type(model)), args, strict=False)) | kwargs
+    given = dict(zip(parameters_of(type(model).forward), args, strict=False)) | kwargs
+    names = parameters_of(type(model).get_rope_index)
     given = {name: given[name] for name in names if given.get(name) is not None}
     sizes = sorted(name for name in given if name not in _OF_TEXT)
     if not sizes:
@@ -325,21 +325,10 @@ def _axes_one_by_one(model, given):
     return torch.cat([_axes_of(model, one) for one in each], 1)
 
 
-@constant
-def _parameters_of(cls) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
-
-
-@constant
-def _names_of_axes(cls) -> tuple[str, ...]:
-    """Return the arguments of get_rope_index, of a model that has it."""
-    return tuple(inspect.signature(cls.get_rope_index).parameters)[1:] if hasattr(cls, "get_rope_index") else ()
-
-
 def _why_no_axes(model, call, given) -> str:
     """Return why get_rope_index cannot be asked here, or an empty string."""
     parameters = inspect.signature(type(model).get_rope_index).parameters.values()
-    known = (*_parameters_of(type(model)), *_OF_TEXT)
+    known = (*parameters_of(type(model).forward), *_OF_TEXT)
     made = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("self", *known)]
     missing = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name != "self"]
     missing = [name for name in missing if name not in given]

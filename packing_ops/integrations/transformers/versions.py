@@ -92,6 +92,12 @@ def models_in(model) -> list[PreTrainedModel]:
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
+@constant
+def parameters_of(method) -> tuple[str, ...]:
+    """Return the names of its parameters, without self."""
+    return tuple(inspect.signature(method).parameters)[1:]
+
+
 @kept_with_class
 def reads_text(cls: type) -> bool:
     return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters)

@@ -16,7 +16,7 @@ from packing_ops.integrations._trial import agree, attempt, bare, numbers, quiet
 from packing_ops.integrations.transformers.attention import register
 from packing_ops.integrations.transformers.call import NAMES
 from packing_ops.integrations.transformers.rope import HOSTS
-from packing_ops.integrations.transformers.versions import constant
+from packing_ops.integrations.transformers.versions import parameters_of
 
 _BEGIN = ("hidden_states", "cu_seqlens"), ("hidden_states", "attention_mask")  # of the parameters of their forward
 _LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the images in the trial
@@ -24,19 +24,13 @@ _LENGTHS = [5, 1, 6, 2, 40, 1, 3, 1, 4]  # of the images in the trial
 
 def one_call(self, hidden_states, *args, **kwargs):
     stock = stock_of(type(self)).forward
-    given = dict(zip(_names(stock)[1:], args, strict=False), **kwargs)
+    given = dict(zip(parameters_of(stock)[1:], args, strict=False), **kwargs)
     cu_seqlens = given.get("cu_seqlens")  # None for one image, of which some blocks make a mask
     if cu_seqlens is None or not _fits_one_call(self, hidden_states, given.get("attention_mask")):
         return stock(self, hidden_states, *args, **kwargs)
     row = torch.tensor([0, hidden_states.shape[-2]], device="cpu")
     images = {"cu_seqlens": row, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     return stock(self, hidden_states, **{**given, **images})
-
-
-@constant
-def _names(forward) -> tuple[str, ...]:
-    """Return its parameters, without self."""
-    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _fits_one_call(module, x, mask=None) -> bool:
@@ -54,7 +48,7 @@ def _takes_cu_seqlens(module) -> bool:
     cls = stock_of(type(module))
     if not cls.__module__.startswith(HOSTS) or "forward" in vars(module) or not hasattr(module, "config"):
         return False
-    names = _names(cls.forward)
+    names = parameters_of(cls.forward)
     return names[:2] in _BEGIN and "cu_seqlens" in names[:3]
 
 
