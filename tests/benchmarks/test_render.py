@@ -205,6 +205,9 @@ def test_whole_models_are_told_by_model(results):
     liger = "packed, Liger's kernels, torch's FlashAttention-2"
     assert f"| {liger} | rows of 8,192, compiled layers, no checkpointing | out of memory |" in said
     assert "packing_ops is" not in said
+    assert "Liger was measured only without compiled layers" not in " ".join(said.split())
+    results("whole_cuda", [*rows[:-1], rows[-1] | {"compiled": "0", "error": "", "tokens_per_second_a_gpu": "7000"}])
+    assert "Liger was measured only without compiled layers" in " ".join(made("headline").split())
 
 
 def test_rows_at_equal_settings_are_compared(results):
