@@ -23,13 +23,12 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) in the dtype of the inputs; give float64 for an oracle."""
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     outs, lses = [], []
     spans = [itertools.pairwise(cu.tolist()) for cu in (cu_seqlens_q, cu_seqlens_k)]
     for (q_start, q_end), (k_start, k_end) in zip(*spans, strict=True):
         end = None if visible_end is None else visible_end[q_start:q_end]
         seen = visible(q_end - q_start, k_end - k_start, causal, window_size, q.device, visible_end=end)
-        out, lse = _document(q[q_start:q_end], k[k_start:k_end], v[k_start:k_end], seen, scale, softcap, sinks)
+        out, lse = _document(q[q_start:q_end], k[k_start:k_end], v[k_start:k_end], seen, softmax_scale, softcap, sinks)
         outs.append(out)
         lses.append(lse)
     rest = q[int(cu_seqlens_q[-1]) :]
@@ -72,9 +71,8 @@ def prefix_attention(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) over a prefix tree whose segments are cu_seqlens, by one mask of the whole row."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     seen = visible_in_tree(cu_seqlens, parents, q.shape[0], window_size[0])
-    out, lse = _document(q, k, v, seen, scale, softcap, sinks)
+    out, lse = _document(q, k, v, seen, softmax_scale, softcap, sinks)
     padding = torch.arange(q.shape[0], device=q.device) >= cu_seqlens[-1]
     return out.masked_fill(padding[:, None, None], 0.0), lse.masked_fill(padding, -math.inf)
 
@@ -122,10 +120,11 @@ def _document(
     k: torch.Tensor,
     v: torch.Tensor,
     seen: torch.Tensor,
-    scale: float,
+    softmax_scale: float | None,
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     num_q, num_heads, _ = q.shape
     num_k = k.shape[0]
     group = num_heads // k.shape[1]

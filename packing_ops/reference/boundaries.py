@@ -54,11 +54,7 @@ def mask_boundary_labels_shifted(
 
 
 def shift_labels(labels: torch.Tensor, cu_seqlens: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
-    flat = labels.reshape(-1)
-    out = torch.full_like(flat, ignore_index)
-    for start, end in documents(cu_seqlens):
-        out[start : max(end - 1, start)] = flat[start + 1 : end]
-    return out.reshape(labels.shape)
+    return shift_values(labels, cu_seqlens, ignore_index)
 
 
 def shift_values(values: torch.Tensor, cu_seqlens: torch.Tensor, fill_value: float = 0.0) -> torch.Tensor:

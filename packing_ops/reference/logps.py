@@ -1,6 +1,7 @@
 """Oracle of packing_ops.losses.logps: all logits at once."""
 
 import itertools
+from typing import Any
 
 import torch
 
@@ -8,24 +9,11 @@ from packing_ops.reference.boundaries import shift_labels
 
 
 def token_logps(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    bias: torch.Tensor | None = None,
-    ignore_index: int = -100,
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, cu_seqlens: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (log-probabilities, entropies), both [total]; of half types as a model has them: logits in their dtype."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-    logps = logits.log_softmax(-1)
-    targets = shift_labels(labels, cu_seqlens, ignore_index).long()
-    kept = targets != ignore_index
-    chosen = logps.gather(1, torch.where(kept, targets, 0)[:, None])[:, 0]
-    terms = torch.where(logps == -torch.inf, 0, logps.exp() * logps)
-    return torch.where(kept, chosen, 0), torch.where(kept, -terms.sum(-1), 0)
+    """Return (log-probabilities, entropies) of token_outputs, which has the options."""
+    found = token_outputs(hidden, weight, labels, cu_seqlens, **options)
+    return found["logps"], found["entropy"]
 
 
 def token_outputs(
@@ -42,7 +30,9 @@ def token_outputs(
     allowed_ids: torch.Tensor | None = None,
     allowed_offsets: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return all outputs of token_logps by their names, each [total]."""
+    """Return all outputs of token_logps by their names, each [total]; of half types as a model has them: logits in
+    their dtype.
+    """
     z = torch.nn.functional.linear(hidden, weight, bias)
     z = scale * (z if z.dtype == torch.float64 else z.float())
     z = softcap * torch.tanh(z / softcap) if softcap else z

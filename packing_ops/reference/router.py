@@ -13,8 +13,7 @@ def router_statistics(
     weights = probabilities.new_ones(probabilities.shape[0]) if copies is None else copies
     weights = weights.double()
     routed, sums, tokens = [], [], []
-    bounds = cu_seqlens.tolist()
-    for start, end in itertools.pairwise(bounds):
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
         part, weight = probabilities[start:end].double(), weights[start:end]
         chosen = torch.nn.functional.one_hot(part.topk(top_k, dim=-1).indices, experts).sum(1)
         routed.append((chosen * weight[:, None]).sum(0))

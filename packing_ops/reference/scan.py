@@ -3,7 +3,7 @@ in plain torch.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -13,9 +13,8 @@ def l2norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def _documents(cu_seqlens: torch.Tensor) -> list[slice]:
-    bounds = cu_seqlens.tolist()
-    return [slice(start, end) for start, end in itertools.pairwise(bounds)]
+def _documents(cu_seqlens: torch.Tensor) -> Iterator[slice]:
+    return itertools.starmap(slice, itertools.pairwise(cu_seqlens.tolist()))
 
 
 def gated_delta_rule(
