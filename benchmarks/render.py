@@ -131,15 +131,15 @@ def cases_of(rows: list[dict], block: dict) -> list[dict]:
     """A line for each case, in which of[PROVIDER] is the row of a provider."""
     by, found = block.get("by", "provider"), {}
     for row in rows:
-        case = found.setdefault(tuple(row[column] for column in block["case"]), {"": []})
-        case[""].append(row)
-        case.setdefault(row.get(by), []).append(row)
+        case = found.setdefault(tuple(row[column] for column in block["case"]), {None: []})
+        case[None].append(row)
+        case.setdefault(row.get(by, ""), []).append(row)
 
     def together(rows: list[dict]) -> dict:
         return rows[0] | {name: figure_of(rows, each, {}) for name, each in block.get("stats", {}).items()}
 
     lines = [{name: together(rows) for name, rows in case.items()} for case in found.values()]
-    return with_cells([line.pop("") | {"of": Case(line)} for line in lines], block.get("line_cells", {}))
+    return with_cells([line.pop(None) | {"of": Case(line)} for line in lines], block.get("line_cells", {}))
 
 
 def result_files() -> list[dict]:
