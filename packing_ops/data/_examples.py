@@ -16,11 +16,12 @@ import torch
 
 from packing_ops._runtime.arguments import as_tensor, buffer_tensor, described, integer, plain
 
+Examples = Sequence[Mapping[str, Any]]
 _CODES = {torch.int64: "q", torch.float32: "f"}
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # torch.cat takes them with no other dtype
 
 
-def check_examples(examples: Sequence[Mapping[str, Any]], name: str) -> None:
+def check_examples(examples: Examples, name: str) -> None:
     """Raise TypeError for an iterator, which could be read only once, and for a dict of columns."""
     if isinstance(examples, Mapping) or not hasattr(examples, "__len__"):
         raise TypeError(f"{name}: expected a list of dicts, got {type(examples).__name__}")
@@ -45,7 +46,7 @@ def without_rows(examples: Any) -> Any:
     return examples
 
 
-def column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+def column(examples: Examples, name: str) -> list[Any]:
     """Return what every example has under ``name``."""
     try:
         return [example[name] for example in examples]
@@ -60,7 +61,7 @@ def column(examples: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
         raise
 
 
-def sequences(examples: Sequence[Mapping[str, Any]], name: str) -> tuple[list[Any], list[int]]:
+def sequences(examples: Examples, name: str) -> tuple[list[Any], list[int]]:
     """Return what every example has under ``name``, one value per token, and the lengths. Of ``[1, length]``, as
     iter_microbatches takes and yields it, it returns the one row.
     """
@@ -80,9 +81,7 @@ def _is_one_row(value: Any) -> bool:
     return isinstance(value[0], (list, tuple)) if isinstance(value, (list, tuple)) else _dim(value) == 2
 
 
-def optional_column(
-    examples: Sequence[Mapping[str, Any]], name: str, lengths: Sequence[int], like: str
-) -> list[Any] | None:
+def optional_column(examples: Examples, name: str, lengths: Sequence[int], like: str) -> list[Any] | None:
     """Return a column as sequences does, checked to be as long as ``like``; None if no example has it."""
     if not any(name in example for example in examples):
         return None
@@ -145,7 +144,7 @@ class Documents:
         return flattened(self.columns[name], name, dtype, places=self.places, **gaps)
 
 
-def documents_of(examples: Sequence[Mapping[str, Any]], prefix: str = "", known: Collection[str] = ()) -> Documents:
+def documents_of(examples: Examples, prefix: str = "", known: Collection[str] = ()) -> Documents:
     """Return the columns of examples that a row of them has. Other columns, if not ``known``, raise or are ignored.
 
     Raises:
@@ -171,7 +170,7 @@ def documents_of(examples: Sequence[Mapping[str, Any]], prefix: str = "", known:
 
 
 def check_columns(
-    examples: Sequence[Mapping[str, Any]], found: set[str], lengths: list[int], known: Collection[str], prefix: str = ""
+    examples: Examples, found: set[str], lengths: list[int], known: Collection[str], prefix: str = ""
 ) -> None:
     """Raise ValueError for a column that says something of each token, or weighs an example, and that would be
     dropped.
@@ -211,7 +210,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return found[1:] if len(found) == 2 and found[0] == 1 else found
 
 
-def num_actions_of(examples: Sequence[Mapping[str, Any]], lengths: Sequence[int], prefix: str = "") -> list[int]:
+def num_actions_of(examples: Examples, lengths: Sequence[int], prefix: str = "") -> list[int]:
     counts = column(examples, prefix + "num_actions")
     for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         try:
@@ -227,7 +226,7 @@ def num_actions_of(examples: Sequence[Mapping[str, Any]], lengths: Sequence[int]
 
 
 def lengths_of_documents(
-    examples: Sequence[Mapping[str, Any]], found: Collection[str], lengths: list[int], prefix: str = ""
+    examples: Examples, found: Collection[str], lengths: list[int], prefix: str = ""
 ) -> list[list[int]]:
     """Return the lengths of an example's documents, by the columns of STARTS; an example without any is one
     document.
@@ -293,7 +292,7 @@ def trained_on(documents: Documents, name: str, gaps: Sequence[int] | None = Non
     return flat != 0
 
 
-def check_pairs(features: Sequence[Mapping[str, Any]], sides: Sequence[Documents]) -> None:
+def check_pairs(features: Examples, sides: Sequence[Documents]) -> None:
     """Raise ValueError for columns of pairs that would be dropped, and for a side of several documents."""
     for name in ("prompt_input_ids", *WEIGHTS, *OF_IMAGES):
         if any(example.get(name) is not None for example in features):
@@ -323,7 +322,7 @@ def lengths_of(values: Sequence[Any], name: str) -> list[int]:
         raise ValueError(f"{name}: expected a 1-D sequence, got {values[index]!r} in example {index}") from None
 
 
-def tokens_of(examples: Sequence[Mapping[str, Any]], prefix: str = "") -> tuple[list[Any], list[int]]:
+def tokens_of(examples: Examples, prefix: str = "") -> tuple[list[Any], list[int]]:
     """Return ``input_ids`` and their lengths, at least 1. An ``attention_mask`` next to them must hold no padding."""
     name = prefix + "input_ids"
     input_ids, lengths = sequences(examples, name)

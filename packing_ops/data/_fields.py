@@ -1,15 +1,13 @@
 """Fields other than the tokens that a collator is asked for: one value for each token, or one for each document."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from packing_ops._runtime.arguments import as_tensor, described, index_tensor, number
-from packing_ops.data._examples import column, sequences
-
-Examples = Sequence[Mapping[str, Any]]
+from packing_ops.data._examples import Examples, column, sequences
 
 
 def check_fields(fields: Any, name: str) -> tuple[str, ...]:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from packing_ops._runtime.arguments import as_tensor, described, integer
-from packing_ops.data._examples import OF_IMAGES, OF_TOKENS, sequences
+from packing_ops.data._examples import OF_IMAGES, OF_TOKENS, Examples, sequences
 
-Examples = Sequence[Mapping[str, Any]]
 RopeIndex = Callable[..., Any]
 
 

@@ -10,6 +10,7 @@ import torch
 from packing_ops._runtime.arguments import at_least, int64_tensor, integer, one_of
 from packing_ops.data._examples import (
     OF_TOKENS,
+    Examples,
     check_columns,
     check_examples,
     flattened,
@@ -190,11 +191,7 @@ class PackedCollator:
         }
 
     def _fields(
-        self,
-        examples: Sequence[Mapping[str, Any]],
-        rows: list[list[int]],
-        places: tuple[list[int], list[int]],
-        size: tuple[int, int],
+        self, examples: Examples, rows: list[list[int]], places: tuple[list[int], list[int]], size: tuple[int, int]
     ) -> dict[str, Any]:
         """Return the batch's fields other than the tokens; ``places``: slots and tokens of each document."""
         slots, tokens = places
@@ -307,7 +304,7 @@ class PackedCollator:
             **documents.to_transformers(),
         }
 
-    def _tokens(self, examples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[int]]:
+    def _tokens(self, examples: Examples) -> tuple[list[Any], list[int]]:
         check_examples(examples, "examples")
         if len(examples) < self.dp_size:
             raise ValueError(f"examples: expected at least dp_size={self.dp_size}, got {len(examples)}")

@@ -14,6 +14,7 @@ from packing_ops.data._examples import (
     OF_TOKENS,
     TARGETS,
     Documents,
+    Examples,
     check_examples,
     check_pairs,
     column,
@@ -187,18 +188,14 @@ class PaddingFreeCollator:
             batch["position_ids"] = self._axes(examples, documents, batch["position_ids"])
         return batch | images | self._fields(examples, documents, batch["input_ids"])
 
-    def _axes(
-        self, examples: Sequence[Mapping[str, Any]], documents: Documents, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def _axes(self, examples: Examples, documents: Documents, positions: torch.Tensor) -> torch.Tensor:
         if several := [i for i, own in enumerate(documents.lengths) if len(own) > 1]:
             raise ValueError(f"rope_index: expected one document in each example, got several in example {several[0]}")
         assert self.rope_index is not None
         lengths = documents.flat_lengths
         return axes_of_documents(self.rope_index, examples, self._image_axes, lengths, self._slots(lengths), positions)
 
-    def _fields(
-        self, examples: Sequence[Mapping[str, Any]], documents: Documents, row: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def _fields(self, examples: Examples, documents: Documents, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return token_fields and document_fields of the examples in the row."""
         lengths, total = list(map(sum, documents.lengths)), row.shape[1]
         slots = self._slots(lengths)
@@ -230,9 +227,7 @@ class PaddingFreeCollator:
         lengths = list(zip(*(tokens_of(features, prefix)[1] for prefix in self._prefixes), strict=True))
         return BatchSelection.of(lengths, self._kept(lengths), self.overlong, self._longest)
 
-    def _documents(
-        self, features: Sequence[Mapping[str, Any]], known: Collection[str] = ()
-    ) -> tuple[list[Documents], list[int]]:
+    def _documents(self, features: Examples, known: Collection[str] = ()) -> tuple[list[Documents], list[int]]:
         """Return the kept documents, for each prefix, and the indices of their examples. ``known``: columns that are
         read elsewhere.
         """
@@ -491,7 +486,7 @@ class PaddingFreeDPOCollator(PaddingFreeCollator):
         return {**batch, "prefix_tree": tree} if self.return_packed_metadata else batch
 
 
-def _check_arguments(features: Sequence[Mapping[str, Any]], return_tensors: str | None) -> None:
+def _check_arguments(features: Examples, return_tensors: str | None) -> None:
     if return_tensors not in (None, "pt"):
         raise ValueError(f'return_tensors: expected "pt" or None, got {return_tensors!r}')
     check_examples(features, "features")
