@@ -20,9 +20,10 @@ PARQUET, GZIP, BYTE_ORDER_MARK = b"PAR1", b"\x1f\x8b", b"\xef\xbb\xbf"
 STDIN = Path("-")
 
 Advance = Callable[[float], None]
+Records = Iterator[tuple[str, object]]  # each with its place
 
 
-def records(path: Path, advance: Advance, columns: Collection[str] = KEYS) -> Iterator[tuple[str, object]]:
+def records(path: Path, advance: Advance, columns: Collection[str] = KEYS) -> Records:
     """Yield (place, record) of every record of a file; for a line that is no JSON the record is an Unreadable.
 
     ``advance`` gets the part of the file, 0 to 1, that was read since the last call. ``columns``: the only ones
@@ -39,9 +40,7 @@ def records(path: Path, advance: Advance, columns: Collection[str] = KEYS) -> It
             yield from _opened(path, str(path), file, advance, columns)
 
 
-def _opened(
-    path: Path, name: str, source: BinaryIO, advance: Advance, columns: Collection[str]
-) -> Iterator[tuple[str, object]]:
+def _opened(path: Path, name: str, source: BinaryIO, advance: Advance, columns: Collection[str]) -> Records:
     head, file = _peeked(source)
     if head.startswith(PARQUET) or path.suffix == ".parquet":
         if path == STDIN or not source.seekable():
@@ -97,7 +96,7 @@ def _progress_of(source: BinaryIO, advance: Advance) -> Callable[[], None]:
     return tick
 
 
-def _json_lines(name: str, file: io.BufferedReader, tick: Callable[[], None]) -> Iterator[tuple[str, object]]:
+def _json_lines(name: str, file: io.BufferedReader, tick: Callable[[], None]) -> Records:
     for number, line in enumerate(_lines(file), start=1):
         if number % ROWS == 0:
             tick()
@@ -123,7 +122,7 @@ def _lines(file: io.BufferedReader) -> Iterator[bytes | None]:
         yield None
 
 
-def _json_array(name: str, file: io.BufferedReader, tick: Callable[[], None]) -> Iterator[tuple[str, object]]:
+def _json_array(name: str, file: io.BufferedReader, tick: Callable[[], None]) -> Records:
     number = 0
     try:
         for number, record in enumerate(elements(file, LONGEST), start=1):
@@ -134,7 +133,7 @@ def _json_array(name: str, file: io.BufferedReader, tick: Callable[[], None]) ->
         raise ValueError(f"{name}: damaged JSON array after element {number}: {error}") from error
 
 
-def _parquet(path: Path, advance: Advance, columns: Collection[str]) -> Iterator[tuple[str, object]]:
+def _parquet(path: Path, advance: Advance, columns: Collection[str]) -> Records:
     try:
         import pyarrow as pa
         import pyarrow.parquet
@@ -155,7 +154,7 @@ def _parquet(path: Path, advance: Advance, columns: Collection[str]) -> Iterator
         raise ValueError(f"{path}: {error}") from error
 
 
-def _saved_dataset(path: Path, advance: Advance, columns: Collection[str]) -> Iterator[tuple[str, object]]:
+def _saved_dataset(path: Path, advance: Advance, columns: Collection[str]) -> Records:
     try:
         import datasets
     except ImportError as error:
