@@ -103,8 +103,8 @@ def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", 
         state[6] = torch.where(first_of_ranks.isfinite(), first_of_ranks, -1)
 
 
-def _register_backward(name: str, overwrites: bool) -> None:
-    """Register the backward op; with overwrites the gradient of kept logits takes their place."""
+def _register_backward(name: str, overwrites: bool) -> Any:
+    """Register the backward op, and return it; with overwrites the gradient of kept logits takes their place."""
 
     @implements(name)
     def token_logps_backward(
@@ -141,9 +141,10 @@ def _register_backward(name: str, overwrites: bool) -> None:
         return gradients.finished(rows, hidden.dtype)
 
     register_no_autograd(name, of="token_logps")
+    return token_logps_backward
 
 
-_register_backward("token_logps_backward", overwrites=False)
+_backward = _register_backward("token_logps_backward", overwrites=False)
 _register_backward("token_logps_backward_", overwrites=True)
 
 

@@ -218,8 +218,9 @@ def test_one_chunk_of_logits_in_memory(device):
     with Largest():
         found = module._token_logps(hidden, weight, bias, targets, None, *options, 0, True, None)
         slopes = torch.ones(5, hidden.shape[0], device=device)
-        backward = module._backward(overwrites=False)
-        backward(slopes, hidden, weight, bias, targets, None, found[1], found[-1], *options, None, True, True, True)
+        module._backward(
+            slopes, hidden, weight, bias, targets, None, found[1], found[-1], *options, None, True, True, True
+        )
     assert 0 < largest <= allowed
     assert largest < hidden.shape[0] * 4000 // 10
 

@@ -307,7 +307,7 @@ STATEMENTS = {
     "data": 2145,
     "integrations": 5705,  # vLLM and its graphs, states over ranks, trees, older names, Kimi's convolutions came
     "invariance": 766,  # rollouts came, what is none, and rows of narrow products
-    "losses": 590,
+    "losses": 591,
     "parallel": 1030,  # states over ranks came
     "reference": 732,
     "report": 962,
