@@ -81,14 +81,10 @@ class PrefixTree:
     repeated_by_cuts: int | None
 
     if not TYPE_CHECKING:
-        __getattr__ = old_attributes(
-            {
-                "rows": "token_of_slot",
-                "row_of_token": "slot_of_token",
-                "num_rows": "num_slots",
-                "rows_before": "slots_before",
-            }
-        )
+        __getattr__ = old_attributes({
+            "rows": "token_of_slot", "row_of_token": "slot_of_token", "num_rows": "num_slots",
+            "rows_before": "slots_before",
+        })  # fmt: skip
 
     @property
     def num_slots(self) -> int:
@@ -132,9 +128,7 @@ class PrefixTree:
         synchronisation.
         """
         before = torch.arange(-1, self.num_slots - 1, device=self.token_of_slot.device)
-        last_slots = F.pad(
-            self.cu_seqlens[1:].long() - 1, (0, 1), value=-1
-        )  # of each segment; parent -1 has the last entry
+        last_slots = F.pad(self.cu_seqlens[1:].long() - 1, (0, 1), value=-1)  # parent -1 has the last entry
         return before.index_put((self.cu_seqlens[:-1].long(),), last_slots[self.parents.long()])
 
     def bin(self, index: int) -> "PrefixTree":

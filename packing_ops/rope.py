@@ -122,9 +122,8 @@ def _positions_of(metadata: PackedMetadata, q: torch.Tensor, unsqueeze_dim: int,
         raise ValueError("position_ids: expected 3 or 4 rows of positions with sections, got PackedMetadata")
     axes = {3: 0, 4: 2 if unsqueeze_dim == 1 else 1}
     total = q.shape[axes[q.dim()]] if isinstance(q, torch.Tensor) and q.dim() in axes else metadata.total
-    if (
-        torch.compiler.is_compiling() and metadata.paths is None
-    ):  # total is a number there, and reading it would make the size of the row one too
+    # total is a number in a graph, and reading it would make the size of the row one too
+    if torch.compiler.is_compiling() and metadata.paths is None:
         return gate.position_ids_from_cu_seqlens(metadata.cu_seqlens, total)
     if metadata.total != total:
         raise ValueError(f"position_ids: expected total={total} like q, got PackedMetadata with total={metadata.total}")

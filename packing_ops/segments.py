@@ -327,7 +327,7 @@ def gae(
 
 
 def _segment_sum_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    values, cu_seqlens, mask, ctx.average = inputs
+    values, cu_seqlens, mask, ctx.average = inputs[:4]
     ctx.save_for_backward(cu_seqlens, mask)
     ctx.total, ctx.dtype = values.shape[0], values.dtype
 
@@ -339,22 +339,13 @@ def _segment_sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | 
     return grad, None, None, None
 
 
-def _segment_sum_backward_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, cu_seqlens, mask, ctx.average, _, _ = inputs
-    ctx.save_for_backward(cu_seqlens, mask)
-
-
-def _segment_sum_backward_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _sum_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cu_seqlens, mask = ctx.saved_tensors
     return None if grad is None else gate.segment_sum(grad, cu_seqlens, mask, ctx.average), *[None] * 5
 
 
 register_autograd("segment_sum", _segment_sum_backward, setup_context=_segment_sum_context, linear=1)
-register_autograd(
-    "segment_sum_backward", _segment_sum_backward_backward, setup_context=_segment_sum_backward_context, linear=1
-)
-
-
+register_autograd("segment_sum_backward", _sum_again, setup_context=_segment_sum_context, linear=1)
 register_no_autograd(
     "gae",
     why="packing_ops::gae has no gradient: advantages and returns are constants to the loss; detach rewards and values",

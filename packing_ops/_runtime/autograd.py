@@ -99,9 +99,7 @@ def register_autograd(name: str, backward: Callable, *, setup_context: Callable,
         return None  # plain torch has it
     op = getattr(torch.ops.packing_ops, name).default
     if not OWN:
-        if (
-            op._schema.is_mutable
-        ):  # torch's refuses ops that write. Ours are backwards, called where nothing is recorded.
+        if op._schema.is_mutable:  # which torch's refuses. Ours are backwards, called where nothing is recorded.
             return None
         return torch.library.register_autograd(f"packing_ops::{name}", backward, setup_context=setup_context)
     names = [argument.name for argument in op._schema.arguments]

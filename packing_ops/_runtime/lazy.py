@@ -9,11 +9,8 @@ from typing import Any
 
 
 def old_names(package: dict[str, Any], renamed: dict[str, str]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a package that finds functions by older names too, and warns of it.
-
-    Args:
-        package: its ``globals()``.
-        renamed: {older name: name}.
+    """Return the ``__getattr__`` of a package, whose ``globals()`` are given, that finds functions by older names too,
+    and warns of it. renamed: {older name: name}.
     """
 
     def __getattr__(name: str) -> object:
@@ -24,11 +21,7 @@ def old_names(package: dict[str, Any], renamed: dict[str, str]) -> Callable[[str
 
 
 def old_attributes(renamed: dict[str, str]) -> Callable[[object, str], object]:
-    """Return the ``__getattr__`` of a class that finds attributes by older names too, and warns of it.
-
-    Args:
-        renamed: {older name: name}.
-    """
+    """Return the ``__getattr__`` of a class that finds attributes by older names too, and warns of it."""
 
     def __getattr__(self: object, name: str) -> object:
         return getattr(self, _newer(name, renamed, f"{type(self).__name__!r} object"))
@@ -77,11 +70,8 @@ def lazy_names(
 def lazy_modules(
     package: dict[str, Any], libraries: dict[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package that imports its subpackages at their first use.
-
-    Args:
-        package: its ``globals()``.
-        libraries: {subpackage: what it imports}; the package lists a subpackage where that is installed.
+    """Return ``__getattr__`` and ``__dir__`` of a package that imports its subpackages at their first use, and lists
+    those whose library is installed. libraries: {subpackage: its library}.
     """
 
     def __getattr__(name: str) -> object:

@@ -12,7 +12,7 @@ from transformers.utils import PushToHubMixin
 
 from packing_ops.integrations._patching import Patch
 from packing_ops.integrations.transformers.call import GUARD, NAMES, current, numbers_of
-from packing_ops.integrations.transformers.documents import ROW_EACH, is_tensor, refuse_where, several_in
+from packing_ops.integrations.transformers.documents import is_tensor, one_each, refuse_where, several_in
 
 # --- PEFT: PeftModel makes inputs_embeds, masks and caches of what it is called with, and drops position_ids ---
 
@@ -50,7 +50,7 @@ def _watched(stock):
             name = next((name for name, value in told.items() if value is not None), None)
             batch = next((len(t) for t in (*args[:1], kwargs.get("input_ids"), mask) if t is not None), 1)
             several = several_in(told["position_ids"], mask, cu_seqlens, numbers, batch)
-            refuse_where(several, f"{name}: expected one document in each row, got several, and {why}; {ROW_EACH}")
+            refuse_where(several, one_each(name, why))
         return stock(self, *args, **kwargs)
 
     return __call__

@@ -17,14 +17,8 @@ SWAPPED = f"{PRIVATE}linear_attention"  # in a layer that linear_attention has s
 DOCUMENTS = "packing_ops_documents"  # a keyword of these layers: RowDocuments, or None: each row is one document
 # Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-_IN_INSTANCE = (
-    "forward",
-    "_old_forward",
-    *CHECKPOINTS,
-    "rope_type",
-    "padding_idx",
-    SWAPPED,
-)  # _old_forward: accelerate's
+# _old_forward is accelerate's.
+_IN_INSTANCE = ("forward", "_old_forward", *CHECKPOINTS, "rope_type", "padding_idx", SWAPPED)
 
 
 def constant_of_model(function):

@@ -158,9 +158,7 @@ class PackingDotProductAttention(MegatronModule):
         if isinstance(params, (TreeParams, PackedMetadata)) or getattr(params, "segment_parents", None) is not None:
             tree = tree_in(params, group)
         # sbhd
-        qkv_format = (
-            "sbhd" if params is None else getattr(params, "qkv_format", "thd")
-        )  # PackedMetadata does not have it
+        qkv_format = "sbhd" if params is None else getattr(params, "qkv_format", "thd")  # PackedMetadata has none
         if qkv_format == "sbhd":
             return self._attend_sbhd(*heads, attention_mask, mask_type, options, group).flatten(2)
         # thd

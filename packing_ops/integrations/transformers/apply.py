@@ -46,8 +46,7 @@ class Applied:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        swapped = self.attention + self.rope + self.rms_norm + self.fused_loss + self.vision + self.linear_attention
-        return swapped > 0
+        return any(count for part, count in vars(self).items() if part != "skipped")
 
 
 def _name_of(model: torch.nn.Module) -> str:

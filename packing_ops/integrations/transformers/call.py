@@ -15,13 +15,13 @@ from packing_ops._runtime.batch_cache import check_same, kept_with
 from packing_ops.integrations._patching import kept_with_class
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
-    ROW_EACH,
     TIME,
     cached_cast,
     checked_against,
     find_documents,
     first_axis,
     is_tensor,
+    one_each,
     positions_from_axes,
     refuse_where,
     several_in,
@@ -283,7 +283,7 @@ class PackedCall:
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
         why = why if self.guard is None else f"keeps its attention: {self.guard.why}"
-        return f"{lost}: expected one document in each row, got several, and {self.name} {why}; {ROW_EACH}"
+        return one_each(lost, f"{self.name} {why}")
 
 
 def _check_form(positions) -> None:

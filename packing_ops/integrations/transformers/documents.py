@@ -22,6 +22,11 @@ LONGEST_ASSERTION = 254  # bytes of the message of an assertion on CUDA
 _APART = 2**40  # more than positions differ; times the rows of a batch it still fits an int64
 
 
+def one_each(name: str, why: str, advice: str = ROW_EACH) -> str:
+    """Return what an error says of a row that holds several documents; name: the argument that shows them."""
+    return f"{name}: expected one document in each row, got several, and {why}; {advice}"
+
+
 class BatchDocuments:
     """Documents of a ``[batch, seqlen]`` batch.
 
@@ -250,9 +255,8 @@ def restarts_inside(padding, position_ids, batch, seqlen, device) -> torch.Tenso
         return None
     by_positions = first_tokens(padding != 0, position_ids, batch, seqlen, device)
     by_numbers = first_tokens(padding, None, batch, seqlen, device)
-    return (by_positions & ~by_numbers).any() & (padding > 1).any().to(
-        device
-    )  # a mask of 0 and 1 carries no document ids
+    numbered = (padding > 1).any().to(device)  # a mask of 0 and 1 carries no document ids
+    return (by_positions & ~by_numbers).any() & numbered
 
 
 def several_in(position_ids=None, padding=None, cu_seqlens=None, numbers=None, batch=1) -> torch.Tensor | None:
@@ -427,11 +431,7 @@ def refuse_encoder_decoder(model, call, args, kwargs) -> None:
         ("decoder_position_ids", several_in(given.get("decoder_position_ids"), masks["decoder_attention_mask"])),
         *((name, several_in(numbers=mask)) for name, mask in numbers.items()),
     ):
-        refuse_where(
-            several,
-            f"{name}: expected one document in each row, got several, and the decoder of {call.name} attends to the "
-            f"encoder's whole row; {ROW_EACH}",
-        )
+        refuse_where(several, one_each(name, f"the decoder of {call.name} attends to the encoder's whole row"))
 
 
 def refuse_one_result(model, call, kwargs, position_ids, batch) -> None:
@@ -440,10 +440,8 @@ def refuse_one_result(model, call, kwargs, position_ids, batch) -> None:
     has = f"takes one {targets[0]} for each row" if targets else _one_result(type(model))
     if call.outer is not None or not has:
         return
-    message = (
-        f"{call.named_by()}: expected one document in each row, got several, and {call.name} {has}; {ROW_EACH}, or call "
-        "the model inside of it, and its head with the hidden states at last_token_indices(cu_seqlens)"
-    )
+    inside = "the model inside of it, and its head with the hidden states at last_token_indices(cu_seqlens)"
+    message = one_each(call.named_by(), f"{call.name} {has}", f"{ROW_EACH}, or call {inside}")
     if position_ids is None and call.cu_seqlens is None:  # attention finds the numbers' documents: the host then knows
         call.where_several = batch, message
     else:

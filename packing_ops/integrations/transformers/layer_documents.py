@@ -6,7 +6,7 @@ import torch
 
 from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations.transformers.call import call_of_layers, current, numbers_of
-from packing_ops.integrations.transformers.documents import ROW_EACH, can_read, find_documents, is_tensor
+from packing_ops.integrations.transformers.documents import ROW_EACH, can_read, find_documents, is_tensor, one_each
 from packing_ops.integrations.transformers.versions import class_name
 
 STEP = "decoding with a KV cache"  # one token of each row
@@ -89,10 +89,9 @@ def refuse_other_sequence(module, query) -> None:
     if call is None or all(shape != (query.shape[0], query.shape[2]) for shape, _, _ in call.answers):
         return  # of a resampler, which has other queries
     outermost = (call, *call.outers)[-1]
-    message = (
-        f"{outermost.named_by()}: expected one document in each row, got several, and {class_name(module)} attends to another "
-        f"sequence (of images, say) without a mask that says which part is whose (cross_attention_mask); give one, or {ROW_EACH}"
-    )
+    without = "without a mask that says which part is whose (cross_attention_mask)"
+    why = f"{class_name(module)} attends to another sequence (of images, say) {without}"
+    message = one_each(outermost.named_by(), why, f"give one, or {ROW_EACH}")
     outermost.where_several = outermost.where_several or (query.shape[0], message)
 
 

@@ -17,13 +17,13 @@ from packing_ops.integrations._walks import kept_with_model
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import NAMES, PATTERN
 from packing_ops.integrations.transformers.documents import (
-    ROW_EACH,
     SEQUENCE,
     TIME,
     checked_against,
     first_axis,
     first_tokens,
     is_tensor,
+    one_each,
     refuse_where,
     several_in,
 )
@@ -232,10 +232,7 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
         why = f"{takes_none} counts positions along the row and takes none"
         if not takes_none:
             why = f"{by_length} scales the angles of all by the longest, whose positions have several axes"
-        refuse_where(
-            call.several(batch, position_ids),
-            f"{call.named_by()}: expected one document in each row, got several, and {why}; {ROW_EACH}",
-        )
+        refuse_where(call.several(batch, position_ids), one_each(call.named_by(), why))
     elif needs and call.needs_positions and call.outer is None and _takes_positions(model, needs):
         message = (
             f"position_ids: expected [{batch}, seqlen] that start in each document as they do alone (at 0, as "
@@ -247,9 +244,8 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
 
 # --- axes of images, with position_ids of one axis ---
 
-_OF_TEXT = frozenset(
-    ("input_ids", "attention_mask", "mm_token_type_ids")
-)  # the rest of get_rope_index is sizes of images
+# The rest of get_rope_index is sizes of images.
+_OF_TEXT = frozenset(("input_ids", "attention_mask", "mm_token_type_ids"))
 
 
 def with_axes_of_images(model, call, args, kwargs):

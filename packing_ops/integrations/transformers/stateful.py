@@ -23,6 +23,7 @@ from packing_ops.integrations.transformers import linear_attention, sequence_gro
 from packing_ops.integrations.transformers.call import here, traced
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
+    one_each,
     refuse_encoder_decoder,
     refuse_one_result,
     refuse_packed_choices,
@@ -288,12 +289,9 @@ def find_documents_of(model, call, args, kwargs) -> None:
     refuse_own_positions(model, call, position_ids, batch)
     stateful, has_attention, unknown = prepare(call, model, call.padding is not None)
     if unknown:
-        refuse_where(
-            call.several(batch, position_ids),
-            f"{call.named_by()}: expected one document in each row, got several, and nothing says whether {unknown} "
-            "mixes tokens; call packing_ops.integrations.transformers.declare(cls, mixes=...) (False: each token by "
-            f"itself), or {ROW_EACH}",
-        )
+        says = "call packing_ops.integrations.transformers.declare(cls, mixes=...) (False: each token by itself)"
+        message = one_each(call.named_by(), f"nothing says whether {unknown} mixes tokens", f"{says}, or {ROW_EACH}")
+        refuse_where(call.several(batch, position_ids), message)
     if not stateful:
         return
 
@@ -417,10 +415,8 @@ def _apart(layer, run, isolations, found, args, kwargs):
     isolation = isolations[device.type]
     call = here().call  # None where it is recomputed in backward
     if isinstance(isolation, str):
-        raise ValueError(
-            f"{'position_ids' if call is None else call.named_by()}: expected one document in each row, got several, and "
-            f"{class_name(layer)} {isolation}; {ROW_EACH}"
-        )
+        why = f"{class_name(layer)} {isolation}"
+        raise ValueError(one_each("position_ids" if call is None else call.named_by(), why))
 
     # In a model without attention, these layers are where the call's documents have to arrive.
     while call is not None and call.row_documents is not None and not (call.row_documents.has_attention or call.mixes):
