@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -60,7 +59,7 @@ def non_contiguous(tensor):
 
 
 def captured(call, before=None):
-    """(a CUDA graph of ``call``, what its replays write). ``before``, or the call, runs once on another stream first."""
+    """(a CUDA graph of ``call``, what its replays write). ``before``, or the call, runs once on another stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
