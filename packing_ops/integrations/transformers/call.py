@@ -333,7 +333,7 @@ def guard_of(model):
 
 def current() -> PackedCall | None:
     """Return the innermost call that runs in this thread; None without one, or if model.forward was called directly."""
-    return here().call
+    return now.call
 
 
 def call_of_layers() -> PackedCall | None:
@@ -341,7 +341,7 @@ def call_of_layers() -> PackedCall | None:
     compiled without its model runs again in the backward of a checkpoint, when the call is over: it must find the
     same then, or another graph is made.
     """
-    return traced.begun if torch.compiler.is_compiling() else _now.call
+    return now.begun if torch.compiler.is_compiling() else now.call
 
 
 def watched(begin, end, stock):
@@ -361,18 +361,16 @@ def watched(begin, end, stock):
         check_keywords(type(self), kwargs)
 
         # The call, and what masks and layers below ask of it.
-        now = here()
         outer = now.call
         call = PackedCall(self, args, kwargs, outer)
         args, kwargs = call.with_ones(args, kwargs)
-        begun, traced.begun = traced.begun, call if call.traced else None
-        now.call = traced.call = call  # what it calls may be compiled
+        begun, now.begun = now.begun, call if call.traced else None
+        now.call = call
         try:
             args, kwargs = begin(self, call, args, kwargs)
             outputs = stock(self, *args, **kwargs)
         finally:
-            now.call = traced.call = outer
-            traced.begun = begun
+            now.call, now.begun = outer, begun
             now.mask_arguments = None
 
         # Documents that nothing kept apart.
@@ -414,40 +412,25 @@ def _traits_of(cls, config_cls):
 # --- the thread ---
 
 
-class _State:
-    """mask_arguments, preparing: see masks.py; fused: see fused_loss.py; row_documents: see stateful.py.
+class _Now(threading.local):
+    """What runs in this thread, in graphs too.
+
+    mask_arguments, preparing: see masks.py; fused: see fused_loss.py; row_documents: see stateful.py.
 
     begun: the call, where it is traced: see call_of_layers.
     """
 
-    def __init__(self):  # not of the class: a graph that looks for them in the object would hold until one is set
+    def __init__(self):  # not of the class, where torch.compile would read them in place of the thread's
         self.call = self.begun = self.mask_arguments = self.fused = self.row_documents = None
         self.preparing = False
 
 
-class _Now(_State, threading.local):
-    """State of this thread."""
-
-
-class _Traced(_State):
-    """Replace ``_now`` while torch.compile (< 2.13) traces.
-
-    Its trace reads the class attributes of a threading.local in place of what the thread has set. This object is one
-    for all threads: two of them that call compiled models at the same time may find each other's call.
-    """
-
-
-_now = _Now()
-traced = _now if torch.__version__ >= (2, 13) else _Traced()
-
-
-def here():
-    return traced if torch.compiler.is_compiling() else _now
+now = _Now()
 
 
 def fuse(running):
-    """Set the model whose loss is fused in this thread, for compiled parts too; return the one before."""
-    before, here().fused, traced.fused = here().fused, running, running
+    """Set the model whose loss is fused in this thread; return the one before."""
+    before, now.fused = now.fused, running
     return before
 
 

@@ -20,7 +20,7 @@ from packing_ops.integrations._patching import Patch, WeakPartial, function_of, 
 from packing_ops.integrations._router_replay import replay_routing as replay_routing
 from packing_ops.integrations._walks import constant_of_model
 from packing_ops.integrations.transformers import sequence_group
-from packing_ops.integrations.transformers.call import BALANCE, current, fuse, here, shifts_itself
+from packing_ops.integrations.transformers.call import BALANCE, current, fuse, now, shifts_itself
 from packing_ops.integrations.transformers.documents import first_tokens, is_tensor
 from packing_ops.integrations.transformers.versions import (
     ARGUMENTS,
@@ -178,7 +178,7 @@ def _forward(model, *args, **kwargs):
 
 
 def _head(head, before, hidden):
-    running = here().fused
+    running = now.fused
     if running is None or running.head is not head:
         return type(head).forward(head, hidden) if before is None else before(hidden)
     if running.targets is None:
@@ -192,7 +192,7 @@ def _head(head, before, hidden):
 
 
 def _loss(model, stock, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    options, running = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}, here().fused
+    options, running = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}, now.fused
     if running is None or running.model is not model:
         return stock(logits, labels, vocab_size, **options, **kwargs)
     # Labels and documents, as chunked_cross_entropy takes them

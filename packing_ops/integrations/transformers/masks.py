@@ -21,7 +21,7 @@ from packing_ops.integrations.transformers.call import (
     OTHER_POSITIONS,
     PATTERN,
     current,
-    here,
+    now,
     numbers_of,
 )
 from packing_ops.integrations.transformers.documents import (
@@ -144,7 +144,7 @@ def packing_ops_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, **kwargs
 ):
     """Make the mask of AttentionMaskInterface: a MaskPattern, or a 4-D mask (None for one query over all)."""
-    now, call = here(), current()
+    call = current()
     prepared, now.mask_arguments = now.mask_arguments, None
     if prepared is None or prepared.padding is not attention_mask:
         # A bidirectional mask may be one of cross-attention; where nothing was prepared that is not known.
@@ -309,7 +309,7 @@ def _wrapped(original, names):
         given = dict(zip(names, args, strict=False), **kwargs)
         config, inputs_embeds, attention_mask = given["config"], given["inputs_embeds"], given["attention_mask"]
         cache, position_ids = given[cache_name], given["position_ids"]
-        now, nested = here(), here().preparing
+        nested = now.preparing
 
         def transformers_own(mask, positions):
             now.preparing = True

@@ -20,7 +20,7 @@ from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
 from packing_ops.integrations._walks import CHECKPOINTS, DOCUMENTS, MIXES, kept_with_model
 from packing_ops.integrations.transformers import linear_attention, sequence_group
-from packing_ops.integrations.transformers.call import here, traced
+from packing_ops.integrations.transformers.call import now
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
     one_each,
@@ -364,20 +364,17 @@ def _checkpoint(module, stock, function, *args, **kwargs):
 
 
 def _with_documents(documents, function, *args, **kwargs):
-    now = here()
-    before, now.row_documents, traced.row_documents = now.row_documents, documents, documents
+    before, now.row_documents = now.row_documents, documents
     try:
         return function(*args, **kwargs)
     finally:
-        now.row_documents = traced.row_documents = before
+        now.row_documents = before
 
 
 def _current_documents():
-    now = here()
     if now.row_documents is not None:  # set by _checkpoint, also when the layer runs again: nothing else is looked at
         return now.row_documents
-    call = now.call or traced.call
-    return None if call is None else call.row_documents
+    return None if now.call is None else now.call.row_documents
 
 
 def _forward(layer, stock, isolations, *args, **kwargs):
@@ -413,7 +410,7 @@ def _apart(layer, run, isolations, found, args, kwargs):
         with unseen():
             isolations[device.type] = why or isolation_of(layer, kind, run, named, documents, shape, axes)
     isolation = isolations[device.type]
-    call = here().call  # None where it is recomputed in backward
+    call = now.call  # None where it is recomputed in backward
     if isinstance(isolation, str):
         why = f"{class_name(layer)} {isolation}"
         raise ValueError(one_each("position_ids" if call is None else call.named_by(), why))

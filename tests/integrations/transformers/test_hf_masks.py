@@ -143,13 +143,8 @@ def test_encoders_that_keep_position_ids_to_themselves(family, beside, device, s
 COMPILED = ["compiled", "compiled forward", "compiled in place"]
 
 
-@pytest.mark.parametrize(
-    ("how", "old_torch"),
-    [("positional", False), ("checkpointed", False), *((how, False) for how in COMPILED), ("compiled", True)],
-)
-def test_ways_to_call_an_encoder(how, old_torch, device, fresh_compile, monkeypatch):
-    if old_torch:  # whose torch.compile does not know threading.local
-        monkeypatch.setattr(call, "traced", call._Traced())
+@pytest.mark.parametrize("how", ["positional", "checkpointed", *COMPILED])
+def test_ways_to_call_an_encoder(how, device, fresh_compile):
     name, sizes = ENCODERS["distilbert"]
     inputs = packed(device)
     wanted = alone(tiny(name, "eager", device=device, **sizes), inputs)

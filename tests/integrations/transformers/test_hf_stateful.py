@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import sys
+import threading
 
 import pytest
 import torch
@@ -136,6 +137,43 @@ def test_compiled(device, fresh_compile):
     one = torch.arange(16, device=device)[None]
     stock = stateful_model("lfm2", attn_implementation="eager", device=device)
     torch.testing.assert_close(logits(model, ids, position_ids=one), logits(stock, ids), **CLOSE)
+
+
+@pytest.mark.parametrize("compiled", ["layers", "model"])
+def test_compiled_in_two_threads_at_once(compiled, device, fresh_compile):
+    """Layers of both run when both calls have begun, and both have found their documents. Their graphs are there
+    before: torch cannot trace beside another thread, stock models neither.
+    """
+    lengths = [LENGTHS, [9, 4, 3]]
+    models, inputs = (
+        [stateful_model("lfm2", device=device) for _ in lengths],
+        [packed(device, each) for each in lengths],
+    )
+    found, waits, both = {}, [], threading.Barrier(2)
+
+    @torch.compiler.disable
+    def meet(*_):
+        if waits:
+            both.wait(60)
+
+    def run(i):
+        return logits(models[i], inputs[i][0], position_ids=inputs[i][1])
+
+    wanted = [run(i) for i in range(2)]
+    for model in models:
+        model.model.layers[0].register_forward_pre_hook(meet)
+        for part in model.model.layers if compiled == "layers" else [model]:
+            part.compile(backend="eager")
+    for i in range(2):
+        run(i)
+    waits.append(True)
+    threads = [threading.Thread(target=lambda i=i: found.update({i: run(i)})) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, each in enumerate(wanted):
+        torch.testing.assert_close(found[i], each, **CLOSE)
 
 
 def test_compiled_to_one_graph_is_an_error(device, fresh_compile):

@@ -36,8 +36,8 @@ def test_the_name_of_the_cache(cache):
     ):
         prepare()
         assert seen.pop() is kept
-        assert masks.here().mask_arguments.position_ids is given["position_ids"]
-    masks.here().mask_arguments = None
+        assert masks.now.mask_arguments.position_ids is given["position_ids"]
+    masks.now.mask_arguments = None
 
 
 def test_another_way_to_prepare_masks_is_refused(monkeypatch):
