@@ -25,7 +25,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse), by the op for these keys."""
     if isinstance(keys, PrefixPaths):
-        tree = keys.cu_seqlens, options.sinks, *keys.tensors[1:]
+        tree = keys.cu_seqlens, options.sinks, keys.slot_of_key, keys.key_offsets, keys.keys_of_slot
         return gate.prefix_attention(q, k, v, cu_seqlens_q, *tree, *options.arguments_of_tree(plan), keys.in_blocks)
     if isinstance(keys, KeyPages):
         return gate.paged_attention(q, k, v, cu_seqlens_q, *keys, *options.arguments(plan)[:-1])
@@ -43,7 +43,7 @@ def attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv, dsinks), by the op's backward. ``saved``: q, k, v, out and lse."""
     if isinstance(keys, PrefixPaths):
-        tree = keys.cu_seqlens, options.sinks, *keys.tensors[1:]
+        tree = keys.cu_seqlens, options.sinks, keys.slot_of_key, keys.key_offsets, keys.keys_of_slot
         return gate.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
     return gate.varlen_attention_backward(dout, dlse, *saved, cu_seqlens_q, keys, *options.arguments(plan))
 
