@@ -327,8 +327,6 @@ class PackedMetadata:
         Raises:
             ValueError: there is a visible_end, for which these arguments have no place.
         """
-        if self.paths is None:
-            check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
         return {
             "cu_seq_lens_q": cu_seqlens,
@@ -359,8 +357,6 @@ class PackedMetadata:
         Raises:
             ValueError: there is a visible_end, for which these fields have no place.
         """
-        if self.paths is None:
-            check_causal(self)
         cu_seqlens, max_seqlen = self._whole_row()
         return {
             "qkv_format": "thd",
@@ -384,9 +380,11 @@ class PackedMetadata:
         return self.total if self.num_tokens is None else self.num_tokens
 
     def _whole_row(self) -> tuple[torch.Tensor, int]:
-        """Return cu_seqlens and max_seqlen with the padding as a document, if num_tokens is known. No
-        synchronisation.
+        """Return cu_seqlens and max_seqlen for a host, with the padding as a document, if num_tokens is known. No
+        synchronisation. Raises ValueError for a visible_end, which no host takes.
         """
+        if self.paths is None:
+            check_causal(self)
         num_tokens = self._num_tokens()
         if num_tokens >= self.total:
             return self.cu_seqlens, self.max_seqlen

@@ -49,13 +49,11 @@ def info(model: torch.nn.Module) -> str:
     check_model(model)
     found = hosts(model)
     name = type(found[0] if found else model).__name__
-    lines = [f"{name}, transformers {transformers.__version__}"]
-    lines.append(f"attention: {_attention(model, found)}")
-    lines.append(f"rope: {_swapped(rope_patch, model, 'apply_packing_ops(model)')}")
-    lines.append(f"rms_norm: {_swapped(rms_norm_patch, model, 'apply_packing_ops(model)')}")
+    lines = [f"{name}, transformers {transformers.__version__}", f"attention: {_attention(model, found)}"]
+    lines += [f"rope: {_swapped(rope_patch, model)}", f"rms_norm: {_swapped(rms_norm_patch, model)}"]
     if layers := linear_attention_patch.layers_in(model):
-        lines.append(f"linear_attention: {_swapped(linear_attention_patch, model, 'apply_packing_ops(model)')}")
-        lines[-1] += linear_attention_patch.stock_rules(map(type, layers))
+        left = linear_attention_patch.stock_rules(map(type, layers))
+        lines.append(f"linear_attention: {_swapped(linear_attention_patch, model)}{left}")
     lines += [f"loss: {_loss(found)}", f"invariant: {_mode(model)}", f"documents: {_documents(found)}"]
     if any(map(_runs_without_padding, found)):
         lines.append("padding: none in a trainer's batches, by enable_padding_free(trainer)")
@@ -79,13 +77,13 @@ def _runs_without_padding(host: Any) -> bool:
     return any(getattr(function_of(each), "__module__", "").endswith(".trl.padding_free") for each in forwards)
 
 
-def _swapped(patch: Any, model: Any, swap: str) -> str:
+def _swapped(patch: Any, model: Any) -> str:
     ours, every = patch.counts(model)
     if not every:
         return f"stock, {patch.why_not(model)}"
     parts = [f"packing_ops in {_counted(ours, 'module')}"] if ours else []
     if ours < every:
-        parts.append(f"stock in {_counted(every - ours, 'module')}, swapped by {swap}")
+        parts.append(f"stock in {_counted(every - ours, 'module')}, swapped by apply_packing_ops(model)")
     return ", ".join(parts)
 
 
