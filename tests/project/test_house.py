@@ -186,6 +186,7 @@ MIRRORS = {
     "integrations.transformers.linear_attention._delta_rule",
     "integrations.transformers.linear_attention._kimi_delta_rule",
     "integrations.transformers.linear_attention._mamba2",
+    "integrations.trl.fused_logps._apply",
 }  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(ROOT / "packing_ops").with_suffix("").parts): ast.parse(path.read_text())
@@ -284,6 +285,7 @@ PATCHES = {
     "integrations.transformers.linear_attention": {"module.name"},
     "integrations.transformers.masks": {"owner._preprocess_mask_arguments"},
     "integrations.transformers.rope": {"module.name"},
+    "integrations.trl.fused_logps": {"utils._ChunkedLogProbFunction"},
     "integrations.trl.packing": {"data_utils.pack_dataset"},
     "integrations.trl.trees": {"_packing().tree_attention"},
     "integrations.vllm.__init__": {
@@ -305,7 +307,7 @@ STATEMENTS = {
     "_runtime": 1077,  # older names came, and go with the next minor version; register_recurrence
     "contrib": 415,
     "data": 2145,
-    "integrations": 5703,  # vLLM and its graphs, states over ranks, trees, older names, Kimi's convolutions came
+    "integrations": 5733,  # vLLM, its graphs and its bits under TRL, states over ranks, trees, older names, Kimi's came
     "invariance": 766,  # rollouts came, what is none, and rows of narrow products
     "losses": 591,
     "parallel": 1030,  # states over ranks came

@@ -1,7 +1,7 @@
 """TRL's trainers without padding: their models run each padded batch as one packed row.
 
-TRL's collators, losses and metrics stay as they are: they see padded rows of results. Nothing of TRL's modules is
-imported or replaced, so that it does not matter where a version of TRL has them.
+TRL's collators, losses and metrics stay as they are: they see padded rows of results. Of TRL's modules only the fused
+LM head is replaced, within invariant().
 """
 
 import functools
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import packing_ops as po
 from packing_ops.integrations._patching import put_around, take_out_function
+from packing_ops.integrations.trl import fused_logps
 
 _TRAINERS = (
     "DPOTrainer",
@@ -35,8 +36,9 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
     call a padded batch of the trainer reaches its model, ref_model and teacher_model as one packed row with cu_seqlens.
     Results of tokens return to their places of the padded batch, so TRL's losses and metrics stay as they are:
     log-probs and entropies of GRPO and RLOO, with their temperature, are those of TRL's fused LM head, of the tokens
-    that are there. A call with a KV cache, as generate makes it, is left as it is. Position ids are made from the mask:
-    a row's tokens are at 0, 1, ..., whatever position_ids say and wherever its padding is.
+    that are there. Within invariant() they have the bits of token_logps, which a rollout in the mode has too. A call
+    with a KV cache, as generate makes it, is left as it is. Position ids are made from the mask: a row's tokens are at
+    0, 1, ..., whatever position_ids say and wherever its padding is.
 
     A reward model reads its score at each document's last token (last_token_indices). The padded trainer reads it at
     the last token that is not the pad token, which differs where documents end with the pad token.
@@ -67,6 +69,8 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
         raise ValueError(f"trainer: expected text alone, got a dataset with images; {_IMAGES}")
     models = [_host_of(model, trainer) for model in _models_of(trainer)]
     for model in [_called(model, trainer) for model in models]:
+        for head in fused_logps.patches():
+            head.apply(model)
         if not _is_wrapped(model):
             put_around(model, "forward", _packed)
             functools.wraps(type(model).forward)(model.forward)  # generate and Trainer read its parameters
@@ -87,6 +91,8 @@ def revert_padding_free(trainer: Any) -> None:
                 "take that off first (accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
             )
         take_out_function(host, _packed)
+        for head in fused_logps.patches():
+            head.revert(host)
 
 
 _IMAGES = (
