@@ -389,14 +389,18 @@ def test_every_block_is_run():
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
         "docs/transformers.md": 9,
-        "docs/vllm.md": 2,
+        "docs/vllm.md": 3,
     }
 
 
 def test_blocks_of_vllm_are_run_with_it():
     """``make test-vllm`` makes the same calls: vLLM is not here."""
-    engine, record = blocks_of("docs/vllm.md")
-    cases, checks = ((ROOT / "tests" / "engines" / name).read_text() for name in ("cases.py", "check_vllm.py"))
+    engine, under_trl, record = blocks_of("docs/vllm.md")
+    names = ("cases.py", "check_vllm.py", "check_vllm_trl.py")
+    cases, checks, trl = ((ROOT / "tests" / "engines" / name).read_text() for name in names)
+    for call in ("apply_packing_ops(trainer.model, invariant=True)", "enable_padding_free(trainer)"):
+        assert call in under_trl
+        assert call in trl
     assert '"attention_backend": "CUSTOM"' in cases
     assert 'attention_backend="CUSTOM"' in engine
     for call in ("record(llm, ", "po.check_invariance(model, rollout=rollout)"):
