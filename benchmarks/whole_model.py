@@ -99,7 +99,8 @@ def prepared(model, case: Case, device: str):
             put_checkpoint(layer, contexts)
     for layer in layers if case.compiled else ():
         dynamic = {"dynamic": True} if case.dynamic else {}
-        layer.compile(**COMPILE, **dynamic, backend="inductor" if device == "cuda" else "aot_eager")
+        of_one_graph = {} if case.provider.startswith("liger") else COMPILE  # Liger's functions break the graph
+        layer.compile(**of_one_graph, **dynamic, backend="inductor" if device == "cuda" else "aot_eager")
     model.policy = policy
     return WRAPPERS[case.wrapper](outer, device)
 
