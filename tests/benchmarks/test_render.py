@@ -164,6 +164,7 @@ def test_whole_models_are_told_by_model(results):
     for name in ("whole", "checkpointing", "headline", "memory"):
         assert made(name) == "Not run yet: `benchmarks/bench_whole.py`."
     row = {
+        "case": "",
         "part": "8b",
         "model": "Qwen3-8B",
         "wrapper": "FSDP2",
