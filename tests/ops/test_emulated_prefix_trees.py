@@ -65,14 +65,16 @@ def test_bits_are_those_of_gathered_keys(gpu, name, late_copies):
     assert_same(found["lse"], expected["lse"])
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+# The kernel of float32 is the same on every GPU, and slow here.
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "heads"), [*((gpu, BF16, 2) for gpu in GPUS), ("sm_90", torch.float32, 1)], ids=str
+)
 @pytest.mark.parametrize(
     ("key", "row"), [(0, -1), (0, 2**31 - 1), (127, 900), (255, 0), (383, 0), (512, -(2**31)), (516, 844)]
 )
-def test_rows_outside_or_apart_are_flagged(gpu, dtype, key, row):
+def test_rows_outside_or_apart_are_flagged(gpu, dtype, heads, key, row):
     """The first and the last key of what a tile of keys may read."""
-    tree, _, row_of_key = tree_case(heads=(2, 1), dim=64, dtype=dtype)
+    tree, _, row_of_key = tree_case(heads=(heads, 1), dim=64, dtype=dtype)
     row_of_key = row_of_key.clone()
     row_of_key[key] = row
     with pytest.raises(RuntimeError, match="fault") as caught:
