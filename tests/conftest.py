@@ -6,6 +6,8 @@ import os
 # Before torch: its threads would spin while they wait, and where several processes share the cores that takes most of
 # the time of all of them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Also in scripts: the compiler's workers would import torch for a few kernels.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Before torch's first product on a GPU, which reads it once: the tests of invariant() need it where torch has no
 # setter.
 os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
