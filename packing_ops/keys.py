@@ -199,7 +199,7 @@ class PrefixPaths(NamedTuple):
         keys_of_slot: ``[paths]``.
         shares: whether a segment has a parent. Without, the segments are documents.
         in_blocks: whether in every FORK_ALIGNMENT keys of a path, counted from its start, the slots follow each other.
-            Then the forward of attention reads k and v in place, else it gathers them along the paths.
+            Then attention reads k and v in place, else it gathers them along the paths.
     """
 
     segments: torch.Tensor

@@ -139,7 +139,7 @@ def prefix_tree_metadata(
         to_transformers, models. position_ids are distances from the root. cu_seqlens are the segments.
 
     The bits are those of pack_prefix_tree's trees. Where a group has children, and it and those above hold no multiple
-    of FORK_ALIGNMENT tokens, the forward of attention gathers k and v along the paths, as the backward does.
+    of FORK_ALIGNMENT tokens, attention gathers k and v along the paths.
 
     Example:
         >>> group_ids, parent_ids = [7, 7, 7, 8, 8, 9, -1], [7, 7, 7, 7, 7, 7, -1]  # a prompt, two answers, padding

@@ -108,10 +108,10 @@ def varlen_attention(
             of the PackedMetadata, where ``cu_seqlens_k`` is left out or is the same one.
         parents: int32 ``[num_segments]``: cu_seqlens_q are the segments of a prefix tree (pack_prefix_tree), and this
             is each one's parent, -1 for a root. A token sees the tokens of its segment's ancestors, then its
-            segment up to itself; windows count along that path. The paths are found once for a tree; the forward reads
-            k and v in place, the backward gathers them along the paths. A tensor on CUDA is read on the host,
-            which waits. PackedMetadata.from_prefix_tree in place of cu_seqlens_q does not wait, nor do its ``paths``
-            here. Causal, without ``cu_seqlens_k``.
+            segment up to itself; windows count along that path. The paths are found once for a tree; k and v are read
+            in place, in the backward too. A tensor on CUDA is read on the host, which waits.
+            PackedMetadata.from_prefix_tree in place of cu_seqlens_q does not wait, nor do its ``paths`` here. Causal,
+            without ``cu_seqlens_k``.
         block_table: int32 ``[num_documents, pages]``: k and v are pages, ``[num_pages, page_size, num_kv_heads,
             head_dim]``, page_size a multiple of 128 (any, where a document has one page), and these are the pages of
             each document. Forward only, without ``cu_seqlens_k``, ``visible_end`` and ``parents``. docs/pages.md.

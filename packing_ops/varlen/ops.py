@@ -11,7 +11,7 @@ from packing_ops._runtime.arguments import sum_dtype
 from packing_ops._runtime.autograd import register_autograd, register_no_autograd
 from packing_ops.keys import KeyPages, Keys, PrefixPaths
 from packing_ops.varlen.options import AttentionOptions
-from packing_ops.varlen.prefix_attention import gradients_of, token_major
+from packing_ops.varlen.prefix_attention import along_paths, gradients_of, token_major
 
 
 def attention_forward(
@@ -44,7 +44,8 @@ def attention_backward(
     """Return (dq, dk, dv, dsinks), by the op's backward. ``saved``: q, k, v, out and lse."""
     if isinstance(keys, PrefixPaths):
         tree = keys.cu_seqlens, options.sinks, keys.slot_of_key, keys.key_offsets, keys.keys_of_slot
-        return gate.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *options.arguments_of_tree(plan))
+        after = *options.arguments_of_tree(plan), keys.in_blocks
+        return gate.prefix_attention_backward(dout, dlse, *saved, cu_seqlens_q, *tree, *after)
     return gate.varlen_attention_backward(dout, dlse, *saved, cu_seqlens_q, keys, *options.arguments(plan))
 
 
@@ -72,7 +73,9 @@ def _out_and_lse(a: SimpleNamespace) -> tuple[torch.Tensor, ...]:
 
 
 def _gradients(a: SimpleNamespace) -> tuple[torch.Tensor, ...]:
-    dq, dk, dv = (token_major(t.new_empty(token_major(t).shape)) for t in (a.q, a.k, a.v))
+    of_keys = not hasattr(a, "keys_of_row") and a.row_of_key is not None  # varlen_attention's: of each key of a path
+    k, v, _ = along_paths(a.k, a.v, a.row_of_key, in_blocks=False) if of_keys else (a.k, a.v, None)
+    dq, dk, dv = (token_major(t.new_empty(token_major(t).shape)) for t in (a.q, k, v))
     return dq, dk, dv, a.q.new_empty(0 if a.sinks is None else a.lse.shape[0], dtype=sum_dtype(a.q.dtype))
 
 

@@ -1,9 +1,10 @@
 """Attention over prefix trees: samples that share a prefix, whose shared tokens are in the row once.
 
 A tree is a row of segments in depth-first order. A segment's keys are its path: the rows of its ancestors, then its
-own. varlen_attention's kernels run on the paths: queries of a segment are the last ones of a document. The forward
-reads k and v in place, by the row of each tile's first key. Paths whose rows do not follow each other in every
-128 keys (forks that another library puts anywhere), and the backward, gather k and v along the paths.
+own. varlen_attention's kernels run on the paths: queries of a segment are the last ones of a document. They read
+k and v in place, by the row of each tile's first key. Of paths whose rows do not follow each other in every 128 keys
+(forks that another library puts anywhere) k and v are gathered. The backward writes dk and dv of each key of a path,
+which are added up by row.
 
 A row's out and lse depend only on the keys that it sees. Gradients of a document's last queries do not depend on how
 many of them a call has. So sharing changes no bit of out and lse, nor of the gradients of rows that only one sample
@@ -28,8 +29,14 @@ def token_major(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.dim() == 3 else rows.transpose(1, 2)
 
 
-def _along_paths(rows: torch.Tensor, row_of_key: torch.Tensor) -> torch.Tensor:
-    return rows.index_select(0 if rows.dim() == 3 else 2, row_of_key)
+def along_paths(
+    k: torch.Tensor, v: torch.Tensor, row_of_key: torch.Tensor, in_blocks: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return k, v and row_of_key for a kernel that reads rows in place, or k and v gathered and None."""
+    tokens = 0 if k.dim() == 3 else 2
+    if in_blocks and k.shape[tokens] >= FORK_ALIGNMENT:  # a shorter row has no fork
+        return k, v, row_of_key
+    return k.index_select(tokens, row_of_key), v.index_select(tokens, row_of_key), None
 
 
 def _sum_by_row(grad: torch.Tensor, key_offsets: torch.Tensor, keys_of_row: torch.Tensor) -> torch.Tensor:
@@ -46,10 +53,8 @@ def _prefix_attention(
 ) -> tuple[torch.Tensor, ...]:
     path_cu_seqlens, sinks, row_of_key, _, _, *options = given
     of_varlen, in_blocks = _as_varlen(sinks, *options)
-    if in_blocks and k.shape[0 if k.dim() == 3 else 2] >= FORK_ALIGNMENT:  # a shorter row has no fork
-        return gate.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *of_varlen, row_of_key)
-    k, v = _along_paths(k, row_of_key), _along_paths(v, row_of_key)
-    return gate.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *of_varlen)
+    k, v, row_of_key = along_paths(k, v, row_of_key, in_blocks)
+    return gate.varlen_attention(q, k, v, cu_seqlens, path_cu_seqlens, *of_varlen, row_of_key)
 
 
 @implements("prefix_attention_backward")
@@ -57,12 +62,13 @@ def _prefix_attention_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
     out, lse, cu_seqlens, path_cu_seqlens, sinks, row_of_key, key_offsets, keys_of_row, *options = given
-    k, v = _along_paths(k, row_of_key), _along_paths(v, row_of_key)
-    of_varlen, _ = _as_varlen(sinks, *options)
+    of_varlen, in_blocks = _as_varlen(sinks, *options)
+    k, v, row_of_key = along_paths(k, v, row_of_key, in_blocks)
     dq, dk, dv, dsinks = gate.varlen_attention_backward(
-        dout, dlse, q, k, v, out, lse, cu_seqlens, path_cu_seqlens, *of_varlen
+        dout, dlse, q, k, v, out, lse, cu_seqlens, path_cu_seqlens, *of_varlen, row_of_key
     )
-    dk, dv = (_sum_by_row(grad, key_offsets, keys_of_row) for grad in (dk, dv))
+    dk = _sum_by_row(dk, key_offsets, keys_of_row)
+    dv = _sum_by_row(dv, key_offsets, keys_of_row)
     return dq, dk, dv, dsinks
 
 

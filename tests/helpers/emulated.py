@@ -44,9 +44,9 @@ def attention(
 
     planned_for, planned_ends: other cu_seqlens and visible_end that the plan is made of. Without ``backward`` out and
         lse alone.
-    pages: the keys in pages instead; row_of_key: k and v are in these rows. There is no backward then.
+    pages: the keys in pages instead, without a backward. row_of_key: k and v are in these rows; dk and dv are of keys.
     """
-    backward = backward and pages is None and row_of_key is None
+    backward = backward and pages is None
     window = case.options.get("window_size", (-1, -1))
     causal = case.options.get("causal", True)
     (total_q, heads, dim), (total_k, kv_heads, _) = case.q.shape, case.k.shape
@@ -68,8 +68,8 @@ def attention(
         "out": case.q.new_empty(total_q, heads, case.v.shape[-1]),
         "lse": lse,
         "dq": torch.empty_like(case.q),
-        "dk": torch.empty_like(case.k),
-        "dv": torch.empty_like(case.v),
+        "dk": case.k.new_empty(sizes[1], *case.k.shape[1:]),
+        "dv": case.v.new_empty(sizes[1], *case.v.shape[1:]),
         "dsinks": dsinks,
     }
     if not backward:

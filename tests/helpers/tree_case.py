@@ -10,6 +10,7 @@ from helpers import cu_seqlens_of
 from helpers.attention_case import lse_dtype
 from packing_ops.keys import prefix_paths
 from packing_ops.reference import attention as oracle
+from packing_ops.varlen import prefix_attention
 
 FORK = 128
 
@@ -26,6 +27,20 @@ def drawn_tree(seed, segments, *, deep=False):
     inner = {parent for parent in parents if parent >= 0}
     lengths = [FORK * draw.choice([0, 1, 1, 2]) if i in inner else draw.choice([0, 1, 5, 63, 64, 65, 127, 128, 129]) for i in range(segments)]  # fmt: skip
     return lengths, parents
+
+
+def reads_of(monkeypatch):
+    """Return a list to which each call of a tree's ops adds whether it reads k and v in place."""
+    read_in_place, along_paths = [], prefix_attention.along_paths
+
+    def spied(k, v, *given):
+        rows_k, rows_v, row_of_key = along_paths(k, v, *given)
+        assert (rows_k is k) == (rows_v is v) == (row_of_key is not None)
+        read_in_place.append(rows_k is k)
+        return rows_k, rows_v, row_of_key
+
+    monkeypatch.setattr(prefix_attention, "along_paths", spied)
+    return read_in_place
 
 
 class Tree:

@@ -300,16 +300,17 @@ def op_samples(device):
         out, lse = ops.prefix_attention(*forward)
     backward = (tree.dout, tree.dlse, *(t.detach() for t in leaves), out, lse, *documents, None, *paths, *options)
     heads = [t.detach() for t in leaves]
-    by_rows = (*heads, *documents, None, True, 0.3, 20, -1, 0.0, None, None, paths[0])
+    by_rows = (*documents, None, True, 0.3, 20, -1, 0.0, None, None, paths[0])
     return [
         (ops.prefix_paths, (tree.cu_seqlens, tree.parents, tree.q.shape[0], True)),
         (ops.prefix_attention, forward),
         (ops.prefix_attention_backward, backward),
-        (ops.varlen_attention, by_rows),
+        (ops.varlen_attention, (*heads, *by_rows)),
+        (ops.varlen_attention_backward, (tree.dout, tree.dlse, *heads, out, lse, *by_rows)),
     ]
 
 
-@pytest.mark.parametrize("sample", range(4))
+@pytest.mark.parametrize("sample", range(5))
 def test_opcheck(device, sample):
     op, arguments = op_samples(device)[sample]
     utils = ["test_schema", "test_autograd_registration", "test_faketensor"]

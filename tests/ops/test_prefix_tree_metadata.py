@@ -4,12 +4,11 @@ import pytest
 import torch
 from helpers import captured
 from helpers.attention_case import assert_close
-from helpers.tree_case import Tree
+from helpers.tree_case import Tree, reads_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 import packing_ops as po
-from packing_ops.varlen import prefix_attention
 
 # (tokens, group, parent) of each group, in the order of the row
 ART = [
@@ -113,13 +112,11 @@ def test_position_ids_are_those_of_the_samples(device):
     assert metadata.max_seqlen == 128 + 45 + 129
 
 
-@pytest.mark.parametrize(("name", "calls"), [("ART", 2), ("in blocks", 0)])
-def test_forks_at_whole_tiles_are_read_where_they_lie(device, name, calls, monkeypatch):
-    gathered, gather = [], prefix_attention._along_paths
-    monkeypatch.setattr(prefix_attention, "_along_paths", lambda *given: gathered.append(1) or gather(*given))
-    tree = tree_of(ROWS[name], device)
-    po.varlen_attention(tree.q, tree.k, tree.v, tree.cu_seqlens, parents=tree.parents)
-    assert len(gathered) == calls
+@pytest.mark.parametrize(("name", "in_place"), [("ART", False), ("in blocks", True)])
+def test_forks_at_whole_tiles_are_read_where_they_lie(device, name, in_place, monkeypatch):
+    read_in_place = reads_of(monkeypatch)
+    tree_of(ROWS[name], device).ours()
+    assert read_in_place == [in_place, in_place], "the forward and the backward"
 
 
 def test_equals_the_paths_of_pack_prefix_tree(device):

@@ -81,13 +81,12 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, co
   return run_forward(p, q, sinks, plan);
 }
 
-// The gradient of sinks is empty without sinks.
+// dk and dv have a row for each key, also with row_of_key. The gradient of sinks is empty without sinks.
 std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
     const Tensor& dout, std::optional<Tensor> dlse, const Tensor& q, const Tensor& k, const Tensor& v,
     const Tensor& out, const Tensor& lse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, std::optional<Tensor> sinks,
     bool causal, std::optional<double> softmax_scale, int64_t window_left, int64_t window_right, double softcap,
-    std::optional<Tensor> plan, std::optional<Tensor> visible_end) {
-  std::optional<Tensor> row_of_key;
+    std::optional<Tensor> plan, std::optional<Tensor> visible_end, std::optional<Tensor> row_of_key) {
   auto p = attention_params<VarlenAttentionBackwardParams>(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks,
                                                            {causal, softmax_scale, window_left, window_right, softcap},
                                                            row_of_key);
@@ -116,7 +115,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> varlen_attention_backward(
   const Tensor rows_dout = dense_rows(dout), rows_out = dense_rows(out), dense_lse = dense(lse);
   const std::optional<Tensor> dense_dlse = dense(dlse), dense_sinks = dense(sinks);
   const Tensor memory = backward_scratch(p, q);
-  Tensor dq = empty_input_rows(q), dk = empty_input_rows(k), dv = empty_input_rows(v);
+  Tensor dq = empty_input_rows(q, p.documents_q.total);
+  Tensor dk = empty_input_rows(k, p.documents_k.total), dv = empty_input_rows(v, p.documents_k.total);
   Tensor dsinks = empty({sinks ? p.num_q_heads : 0}, lse_dtype(p.dtype), q);
   p.sinks = data_or_null(dense_sinks);
   p.out = output_rows(rows_out).memory;

@@ -44,12 +44,12 @@ inline std::vector<int64_t> output_sizes(const Tensor& q, int64_t head_dim_v) {
   return {q.size(0), q.size(1), head_dim_v};
 }
 
-// A gradient of q, k or v: its dimensions, the tokens first in memory.
-inline Tensor empty_input_rows(const Tensor& t) {
-  if (t.dim() == 3) return empty_as(sizes_of(t), t);
-  std::vector<int64_t> strides = detail::contiguous_strides(output_sizes(t, t.size(3)));
+// A gradient of q, k or v: its dimensions but for `total` tokens, the tokens first in memory.
+inline Tensor empty_input_rows(const Tensor& t, int64_t total) {
+  if (t.dim() == 3) return empty_as({total, t.size(1), t.size(2)}, t);
+  std::vector<int64_t> strides = detail::contiguous_strides({1, total, t.size(1), t.size(3)});
   std::swap(strides[1], strides[2]);
-  return empty_as(sizes_of(t), strides, t);
+  return empty_as({1, t.size(1), total, t.size(3)}, strides, t);
 }
 
 // 16-byte copies, and Hopper's tensor maps: a view that starts or steps off that grid, or steps by 0 or too far, is

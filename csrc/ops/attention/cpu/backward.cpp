@@ -168,11 +168,11 @@ class Backward {
     }
   }
 
-  void load_keys(const Document& document, int64_t kv_head, Interval<int64_t> keys, KeyTile<T>& tile) const {
-    const int64_t count = keys.size(), first = document.k.begin + keys.begin;
+  void load_keys(const Document& document, const Item& item, Interval<int64_t> keys, KeyTile<T>& tile) const {
+    const int64_t count = keys.size(), first = first_row(p_, item.document, document, keys.begin);
     tile.keys = keys;
-    load_rows<Element>(p_.k, first, count, kv_head, 1, qk(), tile.k);
-    load_rows<Element>(p_.v, first, count, kv_head, 1, of_v(), tile.v);
+    load_rows<Element>(p_.k, first, count, item.kv_head, 1, qk(), tile.k);
+    load_rows<Element>(p_.v, first, count, item.kv_head, 1, of_v(), tile.v);
   }
 
   void visit(const Document& document, const QueryTile<T>& queries, const KeyTile<T>& keys, ScratchArena<T> memory,
@@ -212,7 +212,7 @@ class Backward {
       load_queries(document, item.kv_head, tokens, queries);
       std::fill_n(dq, count * g_.group * g_.dim, T(0));
       for_each_tile(document.visible_keys(g_, tokens), kTile, document.num_k(), [&](Interval<int64_t> visible) {
-        load_keys(document, item.kv_head, visible, keys);
+        load_keys(document, item, visible, keys);
         visit(document, queries, keys, memory,
               {dq, all_tiles ? dk + visible.begin * g_.dim : nullptr,
                all_tiles ? dv + visible.begin * g_.dim_v : nullptr});
@@ -235,7 +235,7 @@ class Backward {
     T* dv = memory.take(count * g_.dim_v);
     std::fill_n(dk, count * g_.dim, T(0));
     std::fill_n(dv, count * g_.dim_v, T(0));
-    load_keys(document, item.kv_head, visible, keys);
+    load_keys(document, item, visible, keys);
     for_each_query_tile(document, g_, document.tokens_attending_to(g_, visible), [&](Interval<int64_t> tokens) {
       load_queries(document, item.kv_head, tokens, queries);
       visit(document, queries, keys, memory, {nullptr, dk, dv});

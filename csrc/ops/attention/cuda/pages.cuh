@@ -21,11 +21,16 @@ __device__ __forceinline__ int64_t row_on_path(const Args& args, const DocumentV
   return 0;
 }
 
+// Of the backward, which has no pages.
+__device__ __forceinline__ int64_t row_without_pages(const Args& args, const DocumentView& d, int32_t key) {
+  return args.plan.pages.row_of_key == nullptr ? d.start_k + key : row_on_path(args, d, key);
+}
+
 // Row of key `key` of a document. The rows after it are those of the next keys, up to the end of the document or of
 // kForkAlignment keys: a tile is in one page, or in one segment of a tree.
 __device__ __forceinline__ int64_t row_of_key(const Args& args, const DocumentView& d, int32_t key) {
   const KeyPages& pages = args.plan.pages;
-  if (!pages.used) return pages.row_of_key == nullptr ? d.start_k + key : row_on_path(args, d, key);
+  if (!pages.used) return row_without_pages(args, d, key);
   if (key >= d.keys || key >= pages.max_keys) return 0;  // of a tile that has no key
   const auto column = static_cast<int32_t>(args.page_size.quotient(key));
   int32_t page = pages.block_table[d.start_k * pages.table_stride + column];

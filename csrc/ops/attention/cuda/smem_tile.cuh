@@ -95,26 +95,24 @@ __device__ __forceinline__ void load_tile_checked(Tile<kRows, kDim> tile, int th
   }
 }
 
-// Keys first_key .. of a document's head: rows that follow each other in memory.
-struct KeyRows {
-  const uint16_t* data;  // row of first_key
-  int64_t token_stride;
-  int32_t valid;
-  __device__ const void* operator()(int row) const { return row < valid ? data + row * token_stride : nullptr; }
-};
-
-__device__ __forceinline__ KeyRows key_rows(const AttentionTensor& rows, const DocumentView& d, int32_t kv_head,
-                                            int32_t first_key) {
-  return {static_cast<const uint16_t*>(rows.data) + (d.start_k + first_key) * rows.token_stride +
-              kv_head * rows.head_stride,
-          rows.token_stride, d.keys - first_key};
-}
-
 // Keys that a tile may hold: `valid` of them, from `row` of k and v on.
 struct KeySpan {
   int64_t row;
   int32_t valid;
 };
+
+// A head of them: rows that follow each other in memory.
+struct KeyRows {
+  const uint16_t* data;  // row of the first key
+  int64_t token_stride;
+  int32_t valid;
+  __device__ const void* operator()(int row) const { return row < valid ? data + row * token_stride : nullptr; }
+};
+
+__device__ __forceinline__ KeyRows key_rows(const AttentionTensor& rows, const KeySpan& keys, int32_t kv_head) {
+  return {static_cast<const uint16_t*>(rows.data) + keys.row * rows.token_stride + kv_head * rows.head_stride,
+          rows.token_stride, keys.valid};
+}
 
 __device__ __forceinline__ KeySpan key_span(const Args& args, const DocumentView& d, int32_t first_key) {
   return {row_of_key(args, d, first_key), d.keys - first_key};

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads) backward_dq_fp32_kernel(__grid_const
       const auto q = load<kWords>(args.q, token, head, args.head_dim);
       const auto dout = load<kWords>(args.dout, token, head, args.head_dim_v);
       for (int32_t key = keys.begin; key < keys.end; ++key) {
-        const int64_t at = position.document.start_k + key;
+        const int64_t at = row_without_pages(args, position.document, key);
         const auto k = load<kWords>(args.k, at, kv_head, args.head_dim);
         dq.add(k, gradients(args, token, head, q, dout, k, load<kWords>(args.v, at, kv_head, args.head_dim_v)).y);
       }
@@ -201,8 +201,9 @@ __global__ void __launch_bounds__(kThreads) backward_dkv_fp32_kernel(__grid_cons
     Sum<kWords> dk;
     Sum<kWords> dv;
     if (!tokens.empty()) {
-      const auto k = load<kWords>(args.k, at, kv_head, args.head_dim);
-      const auto v = load<kWords>(args.v, at, kv_head, args.head_dim_v);
+      const int64_t row = row_without_pages(args, position.document, position.index);
+      const auto k = load<kWords>(args.k, row, kv_head, args.head_dim);
+      const auto v = load<kWords>(args.v, row, kv_head, args.head_dim_v);
       for (int32_t t = tokens.begin; t < tokens.end; ++t) {
         const int64_t token = position.document.start_q + t;
         for (int64_t head = kv_head * args.group; head < (kv_head + 1) * args.group; ++head) {

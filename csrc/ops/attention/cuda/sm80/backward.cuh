@@ -61,10 +61,12 @@ __global__ void __launch_bounds__(SeveralTilesShape<kDim, kTier, kDimV>::kThread
     const Interval<int32_t> tiles = row_tiles(d, d.tokens_attending_to(first_key, end_key - 1), args.group, row_tile);
 
     // Prologue: k and v of the key tile, q and dout of the first row tile
+    static_assert(kForkAlignment % kKeys == 0);  // a tile is in one segment of a tree
+    const KeySpan keys = {row_without_pages(args, d, first_key), d.keys - first_key};
     load_rows<Shape::kThreads, kKeys>(u.tile_k(), 0, threadIdx.x, args.head_dim, args.k.data,
-                                      key_rows(args.k, d, kv_head, first_key));
+                                      key_rows(args.k, keys, kv_head));
     load_rows<Shape::kThreads, kKeys>(u.tile_v(), 0, threadIdx.x, args.head_dim_v, args.v.data,
-                                      key_rows(args.v, d, kv_head, first_key));
+                                      key_rows(args.v, keys, kv_head));
     ptx::cp_async_commit();
     const bool descending = args.plan.tiles.start_at_last_row(d.keys);
     const int32_t tile_step = descending ? -1 : 1;

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(BackwardShape<kDim, kKeys, true, kTier, kDimV>
     const int32_t steps = tiles.end - tiles.begin;
 
     // Prologue: k and v, q and dout of the first row tile
-    const KeySpan keys = {d.start_k, d.keys};
+    const KeySpan keys = {row_without_pages(args, d, 0), d.keys};
     load_keys<Shape::kThreads>(u.tile_k(), args.k, keys, kv_head, args.head_dim, threadIdx.x);
     load_keys<Shape::kThreads>(u.tile_v(), args.v, keys, kv_head, args.head_dim_v, threadIdx.x);
     ptx::cp_async_commit();

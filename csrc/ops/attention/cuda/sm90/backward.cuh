@@ -61,7 +61,7 @@ void run_backward(const Args& args, DType dtype, cudaStream_t stream) {
   static_assert(Shape::kShared + sizeof(BackwardBarriers<Shape>) <= 227 << 10);
   static PersistentKernel kernel{reinterpret_cast<const void*>(attention_backward_sm90_kernel<T, Shape, kTransform>),
                                  Shape::kThreads, Shape::kShared, "attention_backward_sm90_kernel"};
-  const BackwardArgs backward = backward_args(args, dtype, Shape::kUnitKeys, Shape::kStoredKeys);
+  const BackwardArgs backward = backward_args(args, dtype, Shape::copied_keys(args), Shape::kStoredKeys);
   launch_persistent(kernel, &backward, args.plan.backward_capacity() * args.num_kv_heads, stream);
 }
 

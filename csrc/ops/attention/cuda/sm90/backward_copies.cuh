@@ -2,6 +2,7 @@
 // and two warps alternate at the steps' dq: one lane waits for its ticket, adds it to the ring and publishes the next.
 #pragma once
 
+#include "ops/attention/cuda/pages.cuh"
 #include "ops/attention/cuda/sm90/backward_shape.cuh"
 
 namespace packing_ops::attention::sm90 {
@@ -89,15 +90,20 @@ __device__ __forceinline__ uint32_t masked(const BackwardArgs& args, const Backw
 template <class Shape>
 __device__ __forceinline__ void load_keys(const BackwardArgs& args, const BackwardUnit& unit, uint32_t tile_k,
                                           uint64_t* full) {
-  const DocumentTokens tokens(unit.d.start_k, unit.d.keys);
   ptx::mbarrier_arrive_expect_tx(full, Shape::kTileK + Shape::kTileV);
+  const int copied_keys = Shape::copied_keys(args.common);
+#pragma unroll 1
+  for (int i = 0; i < Shape::kUnitKeys; i += copied_keys) {
+    const int32_t key = unit.first_key + i;
+    const DocumentTokens tokens(row_without_pages(args.common, unit.d, key) - key, unit.d.keys);
+    const uint32_t box = tile_k + i * 128;
 #pragma unroll
-  for (int panel = 0; panel < Shape::kPanels; ++panel) {
-    const ptx::TmaCoords start = {64 * panel, tokens.before_end + unit.first_key, unit.kv_head, tokens.to_end,
-                                  kMapTokens};
-    ptx::tma_load(tile_k + panel * Shape::kPanelK, args.k, start, full);
-    if (panel < Shape::kPanelsV) {
-      ptx::tma_load(tile_k + Shape::kTileK + panel * Shape::kPanelK, args.v, start, full);
+    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+      const ptx::TmaCoords start = {64 * panel, tokens.before_end + key, unit.kv_head, tokens.to_end, kMapTokens};
+      ptx::tma_load(box + panel * Shape::kPanelK, args.k, start, full);
+      if (panel < Shape::kPanelsV) {
+        ptx::tma_load(box + Shape::kTileK + panel * Shape::kPanelK, args.v, start, full);
+      }
     }
   }
 }

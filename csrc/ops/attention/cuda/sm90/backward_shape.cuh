@@ -1,8 +1,10 @@
 // The layout of the backward's shared memory, its barriers, and what a step is.
 #pragma once
 
+#include <numeric>
 #include <type_traits>
 
+#include "core/fork_alignment.h"
 #include "core/ptx/barrier.cuh"
 #include "core/ptx/bulk_copy.cuh"
 #include "ops/attention/cuda/dq_ring.cuh"
@@ -21,6 +23,8 @@ struct BackwardShape : ConsumerWarpgroups<wgmma_backward_by_panels(kDim_) ? 3 : 
   static constexpr bool kByColumns = wgmma_backward_by_columns(kDim);
   static constexpr bool kByPanels = wgmma_backward_by_panels(kDim);
   static constexpr int kUnitKeys = wgmma_backward_keys(kDim);
+  // Keys of one copy along a path of a prefix tree: those after them may be in another segment.
+  static constexpr int kPathKeys = std::gcd(kUnitKeys, static_cast<int>(kForkAlignment));
   static constexpr int kTiles = wgmma_row_tiles(kDim);
   static constexpr int kRows = kTiles * kTileRows;
   // Columns of a warpgroup's products: of scores they are rows of the step, by panels keys; of dk and dv columns, by
@@ -50,6 +54,9 @@ struct BackwardShape : ConsumerWarpgroups<wgmma_backward_by_panels(kDim_) ? 3 : 
   static_assert(!kByColumns || kTileDq == kTileQ + kTileDout);
   static_assert(kByPanels ? kPanels == 3 && kTiles == 1 && kDqStages == 1 : !kNarrowValues);
 
+  static PACKING_OPS_HOST_DEVICE int copied_keys(const Args& args) {
+    return args.plan.pages.row_of_key == nullptr ? kUnitKeys : kPathKeys;
+  }
   static __device__ __forceinline__ uint32_t tile_k(uint32_t base, int stage) {
     return base + stage * (kTileK + kTileV);
   }

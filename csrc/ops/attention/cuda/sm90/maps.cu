@@ -91,7 +91,7 @@ ForwardArgs forward_args(const Args& args, DType dtype, int step_keys) {
   return forward;
 }
 
-BackwardArgs backward_args(const Args& args, DType dtype, int unit_keys, int stored_keys) {
+BackwardArgs backward_args(const Args& args, DType dtype, int copied_keys, int stored_keys) {
   BackwardArgs backward;
   backward.common = args;
   const int tokens = tile_tokens(args.group);
@@ -106,8 +106,8 @@ BackwardArgs backward_args(const Args& args, DType dtype, int unit_keys, int sto
     backward.q_token = map_of_rows(args, dtype, q, args.head_dim, 1);
     backward.dout_token = map_of_rows(args, dtype, dout, args.head_dim_v, 1);
   }
-  backward.k = map_of_keys(args, dtype, args.k, args.head_dim, unit_keys);
-  backward.v = map_of_keys(args, dtype, args.v, args.head_dim_v, unit_keys);
+  backward.k = map_of_keys(args, dtype, args.k, args.head_dim, copied_keys);
+  backward.v = map_of_keys(args, dtype, args.v, args.head_dim_v, copied_keys);
   backward.dk = map_of_keys(args, dtype, args.dk, args.head_dim, stored_keys);
   backward.dv = map_of_keys(args, dtype, args.dv, args.head_dim_v, stored_keys);
   return backward;

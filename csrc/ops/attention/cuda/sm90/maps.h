@@ -7,7 +7,7 @@
 namespace packing_ops::attention::sm90 {
 
 ForwardArgs forward_args(const Args& args, DType dtype, int step_keys);
-// stored_keys: rows of dk and dv that leave at once.
-BackwardArgs backward_args(const Args& args, DType dtype, int unit_keys, int stored_keys);
+// copied_keys, stored_keys: rows of k and v that come at once, of dk and dv that leave at once.
+BackwardArgs backward_args(const Args& args, DType dtype, int copied_keys, int stored_keys);
 
 }  // namespace packing_ops::attention::sm90
