@@ -164,16 +164,12 @@ def prefix_trees() -> list[dict]:
     return rows
 
 
-def workload(name: str) -> str:
-    """How many documents of which lengths workloads.json has under a name."""
-    lengths = json.loads((ROOT / "benchmarks" / "workloads.json").read_text())["workloads"].get(name, [])
-    if len({*lengths}) < 2:
-        return f"{name}: {len(lengths)} x {lengths[0]:,}" if lengths else ""
-    return f"{name}: {len(lengths)}, median {median(lengths):.0f}, longest {max(lengths):,}"
-
-
-COUNTED = {"files": result_files, "prefix trees": prefix_trees}  # not measured
-WORDS = {"workload": workload}
+COUNTED = {
+    "files": result_files,
+    "prefix trees": prefix_trees,
+    "padded batches": result_rows.padded_batches,
+}  # not measured
+WORDS = {"workload": result_rows.workload}
 
 # Text =================================================================================================================
 

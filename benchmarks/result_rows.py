@@ -1,9 +1,11 @@
 """Result files of benchmarks/results, and how their figures are written."""
 
 import csv
+import json
 import re
 import textwrap
 from pathlib import Path
+from statistics import median
 from string import Formatter
 
 RESULTS = Path(__file__).parent / "results"
@@ -123,3 +125,24 @@ def shared_words(texts: list[str], pattern: str) -> list[str]:
     words = [text.split(" ") for text in texts]
     named = [word for word in words[0] if re.search(pattern, word)]
     return [word for word in named if len(texts) > 1 and all(word in each for each in words)]
+
+
+def lengths_of(name: str) -> list[int]:
+    return json.loads((Path(__file__).parent / "workloads.json").read_text())["workloads"].get(name, [])
+
+
+def padded_batches() -> list[dict]:
+    """The share of padding in batches of 8 documents of sft lengths, as they come and sorted by length."""
+    lengths, found = lengths_of("sft"), {}
+    for order, each in (("as they come", lengths), ("sorted", sorted(lengths))):
+        batches = [each[i : i + 8] for i in range(0, len(each), 8)]
+        found[order] = 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
+    return [found]
+
+
+def workload(name: str) -> str:
+    """How many documents of which lengths workloads.json has under a name."""
+    lengths = lengths_of(name)
+    if len({*lengths}) < 2:
+        return f"{name}: {len(lengths)} x {lengths[0]:,}" if lengths else ""
+    return f"{name}: {len(lengths)}, median {median(lengths):.0f}, longest {max(lengths):,}"
