@@ -1,6 +1,7 @@
 """The indented Python of the pages runs as it is written, in a program that has what the text around it names."""
 
 import contextlib
+import functools
 import json
 import statistics
 
@@ -26,23 +27,46 @@ def packed_row():
     }
 
 
-def loss_of_a_rank():
+def long_document(folder):
+    """What the script of one document over 4 GPUs gives on two ranks: its parameters after a step."""
+    block = block_with("docs/parallel.md", "for document in documents")
+    for there, here in (
+        ("from_pretrained(name, dtype=torch.bfloat16)", "from_pretrained(name)"),
+        ('"cuda"', '"cpu"'),
+        ("(4,)", "(2,)"),
+        ("targets / 4", "targets / 2"),
+        ("AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"),
+    ):
+        assert there in block
+        block = block.replace(there, here)
+    names = {"name": folder / "model", "documents": [{"input_ids": packed_row()["input_ids"][0, :13].tolist()}]}
+    exec(block, names)
+    return [parameter.full_tensor().detach() for parameter in names["model"].parameters()]
+
+
+def losses_of_a_rank(folder):
     from torch.distributed.fsdp import fully_shard
 
-    block = block_with("docs/parallel.md", "init_device_mesh")
+    block = block_with("docs/parallel.md", "targets / (dp * sp)")
     names = {"dp": 1, "sp": 2, "model": tiny_llama(), "rows": [packed_row()], "fully_shard": fully_shard}
     exec(block.replace('"cuda"', '"cpu"'), names)
-    return names["loss"].item()
+    return names["loss"].item(), long_document(folder)
 
 
 def test_model_on_two_ranks(tmp_path):
-    losses = processes.spawn(loss_of_a_rank, 2, tmp_path)
     whole = tiny_llama("eager")
+    whole.save_pretrained(tmp_path / "model")
+    losses, stepped = zip(*processes.spawn(functools.partial(losses_of_a_rank, tmp_path), 2, tmp_path), strict=True)
     row, alone = packed_row(), []
     for start, end in ((0, 5), (5, 12), (12, 16)):
         ids = row["input_ids"][:, start:end]
         alone.append(whole(ids, labels=ids).loss.item() * (end - start - 1))
     assert sum(losses) / 2 == pytest.approx(sum(alone) / 13, rel=1e-5)
+    ids, optimizer = row["input_ids"][:, :13], torch.optim.SGD(whole.parameters(), lr=0.1)
+    whole.train()(ids, labels=ids).loss.backward()
+    optimizer.step()
+    for found in stepped:
+        torch.testing.assert_close(found, [each.detach() for each in whole.parameters()], rtol=1e-4, atol=1e-6)
 
 
 LENGTHS = [len(row["input_ids"]) for row in ROWS]
@@ -101,31 +125,23 @@ def attention_of_a_rank():
 
 def planned_loss_of_a_rank():
     """The sum over the ranks of what the plan's block gives, and the mean over the targets of the separate
-    documents.
+    documents; whether some rank has no document in a step.
     """
-    from packing_ops.data import PaddingFreeCollator
-    from packing_ops.integrations.transformers import apply_packing_ops
-    from packing_ops.parallel import plan_step, shard_packed
-
-    texts = [{"input_ids": [3 + i] * length} for i, length in enumerate((30, 5, 16, 9, 14))]
-    nothing = {"input_ids": [3], "labels": [-100]}
+    texts = [{"input_ids": [3 + i] * length} for i, length in enumerate((30, 29, 28, 9, 5))]
     model, alone, found = tiny_llama(), tiny_llama("eager"), []
-    apply_packing_ops(model, sequence_group=torch.distributed.group.WORLD)
-    forward = model.forward
-    model.forward = lambda **batch: found.append(forward(**batch)) or found[-1]
-    names = {"plan_step": plan_step, "shard_packed": shard_packed, "model": model, "world_size": 2, "capacity": 16}
-    names |= {"lengths": [len(text["input_ids"]) for text in texts], "num_targets_of_all": 69}
-    names |= {"collate": lambda documents: PaddingFreeCollator()([texts[i] for i in documents] or [nothing])}
+    model.register_forward_hook(lambda _, __, output: found.append(output.loss.detach()))
+    names = {"model": model, "world_size": 4, "capacity": 16, "examples": texts}
     exec(block_with("docs/parallel.md", "plan_step").replace("max_size=8", "max_size=2"), names)
-    total = torch.stack([output.loss.detach() for output in found]).sum()
+    assert any(not share.documents for shares in names["plan"].steps for share in shares)
+    total = torch.stack(found).sum()
     torch.distributed.all_reduce(total)
     ids = [torch.tensor([text["input_ids"]]) for text in texts]
-    wanted = sum(alone(each, labels=each).loss.detach() * (each.numel() - 1) for each in ids) / 69
-    return (total / 2).item(), wanted.item()
+    wanted = sum(alone(each, labels=each).loss.detach() * (each.numel() - 1) for each in ids) / 96
+    return (total / 4).item(), wanted.item()
 
 
-def test_a_plan_on_two_ranks(tmp_path):
-    for found, wanted in processes.spawn(planned_loss_of_a_rank, 2, tmp_path):
+def test_a_plan_on_four_ranks(tmp_path):
+    for found, wanted in processes.spawn(planned_loss_of_a_rank, 4, tmp_path):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
@@ -385,7 +401,7 @@ def test_every_block_is_run():
         "docs/data.md": 4,
         "docs/ops.md": 4,
         "docs/pages.md": 2,
-        "docs/parallel.md": 5,
+        "docs/parallel.md": 6,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
         "docs/transformers.md": 9,

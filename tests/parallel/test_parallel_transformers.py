@@ -23,6 +23,15 @@ from packing_ops.parallel import count_targets, shard_packed, sharded_loss
 WORLDS = (2, 4)
 LENGTHS = [9, 1, 22, 6]  # 38 slots: padded for 4 ranks
 MODELS = ["llama", "gemma3", "gemma2", "gpt_oss"]  # plain; windows; softcap; sinks
+ROPE = {  # Llamas whose RoPE is scaled by fixed numbers
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+    "llama3": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+}
 
 
 def batch_of(lengths=LENGTHS):
@@ -40,7 +49,9 @@ def batch_of(lengths=LENGTHS):
 def model_of(family, dtype=torch.float64, **options):
     """Key heads enough for every rank of 4 only in llama: the others repeat theirs."""
     heads = {"num_key_value_heads": 4} if family == "llama" else {}
-    model = tiny_model(family, dtype=dtype, **heads)
+    if family in ROPE:
+        heads["rope_parameters"] = {"rope_type": family, "rope_theta": 1e4, **ROPE[family]}
+    model = tiny_model("llama" if family in ROPE else family, dtype=dtype, **heads)
     apply_packing_ops(model, **options)
     return model
 
@@ -235,7 +246,7 @@ def without_masks():
 
 def every_case():
     found = {}
-    for family in MODELS:
+    for family in (*MODELS, *ROPE):
         found[family] = trained(family)
     found["zigzag"] = trained("gemma3", scheme="zigzag")
     found["ddp"] = trained("llama", around="ddp")
@@ -254,7 +265,7 @@ def by_rank(request, tmp_path_factory):
     return spawn(every_case, request.param, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("case", [*MODELS, "zigzag", "ddp", "fsdp2", "checkpointing"])
+@pytest.mark.parametrize("case", [*MODELS, *ROPE, "zigzag", "ddp", "fsdp2", "checkpointing"])
 def test_sharded_rows_train_as_whole_ones(case, by_rank):
     """Loss and the gradient of every parameter, in float64; Gemma's norms are float32 inside."""
     for found in by_rank:
