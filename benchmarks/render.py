@@ -142,17 +142,6 @@ def cases_of(rows: list[dict], block: dict) -> list[dict]:
     return with_cells([line.pop(None) | {"of": Case(line)} for line in lines], block.get("line_cells", {}))
 
 
-def result_files() -> list[dict]:
-    """A row for each family, with its figures and pictures."""
-    families: dict[str, dict] = {}
-    for path in sorted(result_rows.RESULTS.iterdir()):
-        family, _, device = path.stem.rpartition("_")
-        if path.suffix in (".csv", ".json", ".png") and device in ("cuda", "cpu"):
-            row = families.setdefault(family, {"family": family, "cuda": "", "cpu": ""})
-            row[device] += ", " * bool(row[device]) + f"[{path.suffix[1:]}](benchmarks/results/{path.name})"
-    return [*families.values()]
-
-
 def prefix_trees() -> list[dict]:
     """Tokens and visible pairs of samples that repeat their prompt, over those of a tree."""
     rows, pairs_of = [], lambda tokens: tokens * (tokens + 1) // 2
@@ -164,11 +153,7 @@ def prefix_trees() -> list[dict]:
     return rows
 
 
-COUNTED = {
-    "files": result_files,
-    "prefix trees": prefix_trees,
-    "padded batches": result_rows.padded_batches,
-}  # not measured
+COUNTED = {"prefix trees": prefix_trees, "padded batches": result_rows.padded_batches}  # not measured
 WORDS = {"workload": result_rows.workload}
 
 # Text =================================================================================================================

@@ -327,14 +327,14 @@ def test_a_way_to_train_without_padded_batches_has_no_speedup(results, padded):
 
 def test_a_case_that_a_provider_did_not_run_has_a_dash(results):
     both = {"op": "forward", "shape": "T=1", "peak_mib": 1024}
-    results("scan_mamba_cuda", [
+    results("scan_cuda", [
         {**both, "provider": "packing_ops", "p50_us": 500},
         {**both, "provider": result_rows.COPY, "p50_us": 20},
         {**both, "op": "backward", "provider": "packing_ops", "p50_us": 2000},
     ])  # fmt: skip
-    times, memory, _ = made("scan_mamba").split("\n\n")
+    times, memory, _ = made("scan").split("\n\n")
     assert times.splitlines()[::2] == [
-        "| ms, T=1 | packing_ops | copy of the same bytes |",
+        "| time in ms, T=1 | packing_ops | copy of the same bytes |",
         "| forward | 0.50 | 0.02 |",
     ]
     assert times.endswith("| backward | 2.00 | – |")
