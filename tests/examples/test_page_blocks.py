@@ -404,7 +404,7 @@ def test_every_block_is_run():
         "docs/parallel.md": 6,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
-        "docs/transformers.md": 9,
+        "docs/transformers.md": 10,
         "docs/vllm.md": 3,
     }
 

@@ -3,6 +3,7 @@ of models that are copied and loaded holds.
 """
 
 import copy
+import functools
 import pickle
 import re
 import shutil
@@ -64,13 +65,29 @@ def test_grpo_of_the_page(tmp_path):
     run_grpo(block_with("docs/transformers.md", "GRPOTrainer"), tmp_path)
 
 
-def test_checkpointing_of_the_page(capsys):
-    pytest.importorskip("transformers")
+@pytest.mark.parametrize("inside", [False, True])
+def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
+    """Compiled layers keep products; put_checkpoint of the page, for an older transformers, does the same."""
+    transformers = pytest.importorskip("transformers")
+    if not inside and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip("transformers before 5.23 puts the checkpoint around a compiled layer")
+    from packing_ops.integrations.transformers import apply_packing_ops
+
     model = tiny_llama().train()
     steps = "model(torch.arange(9)[None], labels=torch.arange(9)[None], use_cache=False).loss.backward()"
-    block = block_with("docs/transformers.md", "checkpoint_policy").replace("...", steps)
-    exec(block, {"packing_ops": po, "model": model, "torch": torch})
-    assert f"each of {model.config.num_hidden_layers} layers keeps" in capsys.readouterr().out
+    block = block_with("docs/transformers.md", "checkpoint_policy(model").replace("...  ", steps)
+    block = block.replace("layer.compile()", 'layer.compile(backend="aot_eager_decomp_partition")')
+    enable = 'model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})'
+    assert steps in block
+    assert enable in block
+    if inside:
+        block = block.replace(enable, block_with("docs/transformers.md", "def put_checkpoint"))
+    names = {"packing_ops": po, "model": model, "torch": torch, "functools": functools}
+    exec(block, names | {"apply_packing_ops": apply_packing_ops})
+    said = capsys.readouterr().out
+    assert f"each of {model.config.num_hidden_layers} layers keeps" in said
+    assert int(re.search(r"of (\d+) of \d+ products", said)[1]) > 0
+    assert model.get_decoder().layers[0].self_attn.q_proj.weight.grad is not None
 
 
 def test_the_alias_of_the_page_and_its_undo():
@@ -105,7 +122,7 @@ def test_a_trainer_resumes_with_what_was_applied(tmp_path, applied):
     from packing_ops.integrations.transformers import apply_packing_ops
 
     names = trainer_of(tmp_path, max_steps=4) | {
-        "apply_packing_ops": apply_packing_ops if applied else lambda model: None
+        "apply_packing_ops": apply_packing_ops if applied else lambda model, **options: None
     }
     block = block_with("docs/transformers.md", "resume_from_checkpoint")
     first = block.replace("resume_from_checkpoint=True", "")
@@ -138,7 +155,7 @@ def test_adapters_of_the_page_and_compiled_layers(fresh_compile):
 
     names = {"model": tiny_llama().train(), "apply_packing_ops": apply_packing_ops}
     exec(block_with("docs/transformers.md", "get_peft_model"), names)
-    block = block_with("docs/transformers.md", "layer.compile()")
+    block = block_with("docs/transformers.md", "# of a PEFT model too")
     exec(block.replace("compile()", 'compile(backend="eager")'), names)
     model, ids = names["model"], torch.arange(9)[None]
     out = model(input_ids=ids, labels=ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), use_cache=False)
