@@ -3,7 +3,6 @@ of models that are copied and loaded holds.
 """
 
 import copy
-import functools
 import pickle
 import re
 import shutil
@@ -82,7 +81,7 @@ def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
     assert enable in block
     if inside:
         block = block.replace(enable, block_with("docs/transformers.md", "def put_checkpoint"))
-    names = {"packing_ops": po, "model": model, "torch": torch, "functools": functools}
+    names = {"packing_ops": po, "model": model, "torch": torch}
     exec(block, names | {"apply_packing_ops": apply_packing_ops})
     said = capsys.readouterr().out
     assert f"each of {model.config.num_hidden_layers} layers keeps" in said
@@ -147,6 +146,16 @@ def test_examples_of_a_trainer_are_one_packed_row(tmp_path):
     )
     exec(block_with("docs/transformers.md", "data_collator=PaddingFreeCollator"), names)
     assert rows == [(1, 2)] * 2, "two documents in one row"
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_trainer_keeps_the_policy_unless_it_checkpoints(tmp_path, full):
+    names = trainer_of(tmp_path, max_steps=1, gradient_checkpointing=full)
+    trainer = names["Trainer"](names["model"], names["args"], names["collator"], names["dataset"])
+    policy = po.checkpoint_policy(trainer.model, budget=2**24)
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})
+    trainer.train()
+    assert policy.explain().startswith("nothing ran yet" if full else "each of")
 
 
 def test_adapters_of_the_page_and_compiled_layers(fresh_compile):
