@@ -131,6 +131,7 @@ def planned_loss_of_a_rank():
     model, alone, found = tiny_llama(), tiny_llama("eager"), []
     model.register_forward_hook(lambda _, __, output: found.append(output.loss.detach()))
     names = {"model": model, "world_size": 4, "capacity": 16, "examples": texts}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.0)
     exec(block_with("docs/parallel.md", "plan_step").replace("max_size=8", "max_size=2"), names)
     assert any(not share.documents for shares in names["plan"].steps for share in shares)
     total = torch.stack(found).sum()
