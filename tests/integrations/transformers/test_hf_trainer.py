@@ -1,13 +1,20 @@
 """transformers' Trainer: packed and padded steps count the same targets and train to the same weights."""
 
+import functools
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from accelerate.state import AcceleratorState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
 from common.hf_setup import byte_tokenizer  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
+from helpers.processes import spawn  # noqa: E402
 
 from packing_ops.contrib.unsloth import enable_packing  # noqa: E402
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
@@ -81,3 +88,54 @@ def test_steps_are_those_of_the_stock_model_on_padded_batches(collator, device, 
     assert loss == pytest.approx(wanted_loss, rel=1e-5)
     for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+# --- FSDP2, by the Trainer's arguments ---
+
+
+def losses_of(model, collator, folder, rows, **options):
+    """The Trainer, and the loss of each of four steps, after apply_packing_ops if the collator packs."""
+    torch.manual_seed(0)
+    examples = [{"input_ids": ids, "labels": ids} for ids in (torch.randint(3, 61, (n,)).tolist() for n in LENGTHS)]
+    settings = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=rows, train_sampling_strategy="sequential", learning_rate=1e-2,
+        optim="sgd", max_steps=4, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
+        logging_steps=1, max_grad_norm=0.0, **options,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, settings, collator, examples)
+    trainer.remove_callback(transformers.PrinterCallback)
+    if isinstance(collator, PaddingFreeCollator):
+        apply_packing_ops(trainer.model, fused_loss=True)
+    trainer.train()
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def sharded(folder):
+    """accelerate takes FSDP2's arguments on GPUs alone, so its state is given them here."""
+    rank, init = str(dist.get_rank()), AcceleratorState.__init__
+    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
+
+    def with_plugin(self, *args, fsdp_plugin=None, **options):
+        init(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = with_plugin
+    found = []
+    for checkpointing in (False, True):
+        config = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+        options = {"fsdp": "full_shard auto_wrap", "fsdp_config": config | {"activation_checkpointing": checkpointing}}
+        model = tiny_model("qwen3", vocab_size=258)
+        trainer, losses = losses_of(model, PaddingFreeCollator(), folder, ROWS, **options)
+        found.append((type(trainer.model_wrapped).__name__, losses))
+    return found
+
+
+def test_fsdp2_of_the_arguments(tmp_path):
+    stock = tiny_model("qwen3", vocab_size=258)
+    _, wanted = losses_of(stock, padded(), tmp_path, 2 * ROWS)
+    assert len(set(wanted)) == 4
+    (found, _) = spawn(functools.partial(sharded, tmp_path), 2, tmp_path)
+    for wrapped, losses in found:
+        assert wrapped == "FSDPQwen3ForCausalLM"
+        assert losses == pytest.approx(wanted, rel=1e-5)
