@@ -258,6 +258,7 @@ def test_other_input_is_the_loop(rows, mask, device):
     """Rows whose cu_seqlens are those of each, which a call of packed documents cannot say, and a mask for each
     image.
     """
+    register()
     layer = tiny_layer("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VLVisionAttention")
     layer.config._attn_implementation = "packing_ops"
     x = torch.zeros(1, 3, 8, device=device)

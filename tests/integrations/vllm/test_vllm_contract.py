@@ -326,7 +326,8 @@ class Engine:
 def a_rollout(model, *lengths):
     """Documents, and log-probabilities of all tokens but the first two of each."""
     documents = [torch.randint(64, (n,), device=model.head.weight.device) for n in lengths]
-    row, metadata = torch.cat(documents), po.PackedMetadata.from_lengths(lengths)
+    row = torch.cat(documents)
+    metadata = po.PackedMetadata.from_lengths(lengths, device=row.device)
     logps = po.token_logps(model.hidden(row), model.head.weight, row, metadata).split(lengths)
     return documents, [each[1:-1] for each in logps]
 
