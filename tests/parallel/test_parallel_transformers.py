@@ -3,6 +3,8 @@ and FSDP2.
 """
 
 import contextlib
+import functools
+import os
 
 import pytest
 import torch
@@ -317,3 +319,31 @@ def test_calls_that_would_be_wrong_are_refused(case, by_rank):
     for found in by_rank:
         assert found["refusals"][case].startswith(f"ValueError: {WORDS[case]}")
         assert found["refusals"]["reverted"] == "no error"
+
+
+def tensor_parallel_step(folder):
+    """By transformers' plan: the loss of a packed row, the gradient of the first norm, and what was not swapped."""
+    os.environ.update({"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"})
+    mesh = init_device_mesh("cpu", (2,))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh).train()
+    sharded = model.lm_head.weight.to_local().shape != model.lm_head.weight.shape
+    skipped = apply_packing_ops(model, fused_loss=True).skipped
+    loss = model(**batch_of(), use_cache=False).loss
+    loss.backward()
+    return sharded, loss.detach(), model.get_decoder().layers[0].input_layernorm.weight.grad, skipped
+
+
+def test_tensor_parallel_model(tmp_path):
+    whole = tiny_model("llama", vocab_size=64)
+    whole.save_pretrained(tmp_path / "model")
+    apply_packing_ops(whole, fused_loss=True)
+    loss = whole(**batch_of()).loss
+    loss.backward()
+    for sharded, found, gradient, skipped in spawn(
+        functools.partial(tensor_parallel_step, tmp_path / "model"), 2, tmp_path
+    ):
+        assert sharded
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=0)
+        wanted = whole.get_decoder().layers[0].input_layernorm.weight.grad
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+        assert list(skipped) == ["fused_loss"]
