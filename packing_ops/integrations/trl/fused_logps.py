@@ -24,8 +24,10 @@ _OUTPUTS: dict[str, tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tens
 
 def patches() -> tuple[Patch, ...]:
     """One of the TRL that is imported, or none where it has no such head."""
-    utils = sys.modules.get("trl.trainer.utils")
-    return (_patch(utils),) if hasattr(utils, "_ChunkedLogProbFunction") else ()
+    utils, kernels = (sys.modules.get(f"trl.{name}") for name in ("trainer.utils", "kernels"))
+    # Before TRL 1.15 the head was in utils, and took fewer arguments; 1.15 has none without Triton.
+    of_kernels = hasattr(kernels, "ChunkedLogProbFunction") and hasattr(utils, "_ChunkedLogProbFunction")
+    return (_patch(utils),) if of_kernels else ()
 
 
 @functools.cache

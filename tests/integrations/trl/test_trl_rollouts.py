@@ -4,6 +4,8 @@ TRL asks vLLM for.
 
 import ast
 import inspect
+import sys
+import types
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from helpers.trl_case import PAIRS, settings  # noqa: E402
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations import trl as integration  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops  # noqa: E402
+from packing_ops.integrations.trl import fused_logps  # noqa: E402
 
 utils = pytest.importorskip("trl.trainer.utils")
 if not hasattr(utils, "_ChunkedLogProbFunction"):
@@ -85,6 +88,16 @@ def test_the_head_gives_what_trl_s_gives(device, tmp_path):
         nothing = head.apply(hidden[:0], weight, None, targets[:0], 1.0, 128, None, 1.0, ())
         assert nothing[0].shape == (0,)
     integration.revert_padding_free(trainer)
+
+
+@pytest.mark.parametrize("head", ["without outputs", None], ids=str)
+def test_another_head_of_an_older_trl_stays(head, monkeypatch):
+    """Before TRL 1.15 it is in the trainers' utils and takes fewer arguments; 1.15 without Triton has none."""
+    older = types.ModuleType("trl.trainer.utils")
+    older._ChunkedLogProbFunction = head
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", older)
+    monkeypatch.delitem(sys.modules, "trl.kernels", raising=False)
+    assert fused_logps.patches() == ()
 
 
 def test_trl_leaves_the_engine_s_attention_open():
