@@ -27,6 +27,7 @@ def check_agreement(
     options: AttentionOptions,
     *,
     keep_keys: bool | None = None,
+    return_lse: bool | None = None,
 ) -> None:
     """Raise ValueError on every rank, under PACKING_OPS_CHECK, if one has other options, heads, dtypes, rows or
     documents.
@@ -39,22 +40,23 @@ def check_agreement(
         q, k, v: ``[rows, num_heads, head_dim]`` of this rank.
         documents: of the whole row; None where each rank is given a part. Its visible_end is compared too.
         keep_keys: of gathered attention.
+        return_lse: of Ulysses attention, which exchanges lse.
     """
     if torch.compiler.is_compiling() or not checks_each_call() or is_captured(q):
         return
     # Backward is a collective too.
     recorded, sinks = torch.is_grad_enabled(), options.sinks
     ends: Any = documents
-    visible_end = paths = None
+    visible_end, paths, total = None, None, group.size() * len(q)  # cu_seqlens alone are of that many slots
     if isinstance(documents, PackedMetadata):
-        ends, visible_end, paths = documents.cu_seqlens, documents.visible_end, documents.paths
+        ends, visible_end, paths, total = documents.cu_seqlens, documents.visible_end, documents.paths, documents.total
     # All ranks send the same names, whichever attention they call.
     given = {
-        "keep_keys": keep_keys,
         "attention": attention,
+        "keep_keys": keep_keys,
+        "return_lse": return_lse,
         "scheme": scheme,
-        **options._asdict(),
-        "sinks": sinks is not None,
+        **options._replace(sinks=None)._asdict(),
         "visible_end": visible_end is not None,
         "paths": paths is not None,
         "q, k or v requires_grad": recorded and (q.requires_grad or k.requires_grad or v.requires_grad),
@@ -71,6 +73,8 @@ def check_agreement(
         call[f"{name}.dtype"] = dtype_name(tensor.dtype)
         for dimension, size in zip(("rows", "heads", "head_dim"), tensor.shape, strict=True):
             call[f"{name} {dimension}"] = str(size)
+    call["sinks"] = "None" if sinks is None else f"{dtype_name(sinks.dtype)} {list(sinks.shape)}"
+    call["cu_seqlens (total)"] = str(total)
     call["cu_seqlens (documents)"] = str(None if ends is None else len(ends) - 1)
     call["cu_seqlens (checksum)"] = _checksum(ends)
     call["visible_end (checksum)"] = _checksum(visible_end)

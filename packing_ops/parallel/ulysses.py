@@ -55,7 +55,7 @@ def attend_by_heads(
         out, lse = attend(q, k, v, documents, documents, options)
         return out, lse if return_lse else None
     # Checks, first those of all ranks together.
-    check_agreement("ulysses_attention", scheme, q, k, v, documents, group, options)
+    check_agreement("ulysses_attention", scheme, q, k, v, documents, group, options, return_lse=return_lse)
     cu_seqlens = whole_row(documents, rows, ranks)
     if why := head_refusal(q.shape[1], k.shape[1], ranks):
         raise ValueError(f"{why} (gathered_attention takes any)")

@@ -73,3 +73,35 @@ def test_a_softcap_that_is_no_number_is_named(tmp_path):
             assert same == f"TypeError: softcap: expected a number, got {value!r} ({type(value).__name__})"
             wanted = "softcap: expected 0 on all 2 ranks as on rank 0, got no number on rank 1 of the group"
             assert other == f"ValueError: {wanted}"
+
+
+def calls_that_one_rank_refuses():
+    """{case: message} of values that are right on rank 0; rank 1 refuses its values, or would exchange lse too"""
+    os.environ["PACKING_OPS_CHECK"] = "1"
+    q, k, v = (torch.randn(4, 4, 8) for _ in range(3))
+
+    def message(total=8, **options):
+        metadata = po.PackedMetadata.from_lengths([3, 3], total=total)
+        return message_of(lambda: ulysses_attention(q, k, v, metadata, **options))
+
+    right = torch.zeros(4)
+    if dist.get_rank() == 0:
+        return {"shape": message(sinks=right), "dtype": message(sinks=right), "total": message(), "lse": message()}
+    return {
+        "shape": message(sinks=right[:3]),
+        "dtype": message(sinks=right.double()),
+        "total": message(total=6),
+        "lse": message(return_lse=True),
+    }
+
+
+def test_what_one_rank_refuses_is_named_on_all(tmp_path):
+    """Else one would wait for the other."""
+    wanted = {
+        "shape": "sinks: expected float32 [4] on all 2 ranks as on rank 0, got float32 [3]",
+        "dtype": "sinks: expected float32 [4] on all 2 ranks as on rank 0, got float64 [4]",
+        "lse": "return_lse: expected False on all 2 ranks as on rank 0, got True",
+        "total": "cu_seqlens (total): expected 8 on all 2 ranks as on rank 0, got 6",
+    }
+    for found in spawn(calls_that_one_rank_refuses, 2, tmp_path):
+        assert found == {case: f"ValueError: {message} on rank 1 of the group" for case, message in wanted.items()}
