@@ -70,8 +70,8 @@ def test_which(module, more):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_routers_and_adapters_of_few_rows(dtype, compiled, fresh_compile):
-    """4,096 terms in 24 and 32 columns: cuBLASLt sums those of 1 to 3 rows in another order. A compiled router's softmax
-    is a kernel of torch.compile, which may sum as the number of rows says: there the product alone is compared.
+    """4,096 terms in 24 and 32 columns: cuBLASLt sums those of 1 to 3 rows in another order. A compiled router's
+    softmax is a kernel of torch.compile, which may sum as the number of rows says: there the product alone is compared.
     """
     peft = pytest.importorskip("peft")
     sizes = {"hidden_size": 4096, "intermediate_size": 128, "num_attention_heads": 32, "num_key_value_heads": 8}
