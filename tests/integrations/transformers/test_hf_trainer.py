@@ -93,16 +93,25 @@ def test_steps_are_those_of_the_stock_model_on_padded_batches(collator, device, 
 # --- FSDP2, by the Trainer's arguments ---
 
 
-def losses_of(model, collator, folder, rows, **options):
-    """The Trainer, and the loss of each of four steps, after apply_packing_ops if the collator packs."""
+def losses_of(model, collator, folder, rows, kind="Trainer", **options):
+    """The trainer, and the loss of each of four steps, after apply_packing_ops if the collator packs."""
     torch.manual_seed(0)
     examples = [{"input_ids": ids, "labels": ids} for ids in (torch.randint(3, 61, (n,)).tolist() for n in LENGTHS)]
-    settings = transformers.TrainingArguments(
+    of_settings, of_trainer, more = transformers.TrainingArguments, transformers.Trainer, {}
+    if kind == "SFTTrainer":
+        import datasets
+        import trl
+
+        of_settings, of_trainer, more = trl.SFTConfig, trl.SFTTrainer, {"processing_class": byte_tokenizer()}
+        options |= {"bf16": False, "max_length": None, "gradient_checkpointing": False}
+        options |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
+        examples = datasets.Dataset.from_list(examples)
+    settings = of_settings(
         str(folder), per_device_train_batch_size=rows, train_sampling_strategy="sequential", learning_rate=1e-2,
         optim="sgd", max_steps=4, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
         logging_steps=1, max_grad_norm=0.0, **options,
     )  # fmt: skip
-    trainer = transformers.Trainer(model, settings, collator, examples)
+    trainer = of_trainer(model, settings, collator, examples, **more)
     trainer.remove_callback(transformers.PrinterCallback)
     if isinstance(collator, PaddingFreeCollator):
         apply_packing_ops(trainer.model, fused_loss=True)
@@ -110,7 +119,7 @@ def losses_of(model, collator, folder, rows, **options):
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def sharded(folder):
+def sharded(folder, kind):
     """accelerate takes FSDP2's arguments on GPUs alone, so its state is given them here."""
     rank, init = str(dist.get_rank()), AcceleratorState.__init__
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
@@ -126,16 +135,19 @@ def sharded(folder):
         config = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
         options = {"fsdp": "full_shard auto_wrap", "fsdp_config": config | {"activation_checkpointing": checkpointing}}
         model = tiny_model("qwen3", vocab_size=258)
-        trainer, losses = losses_of(model, PaddingFreeCollator(), folder, ROWS, **options)
+        trainer, losses = losses_of(model, PaddingFreeCollator(), folder, ROWS, kind, **options)
         found.append((type(trainer.model_wrapped).__name__, losses))
     return found
 
 
-def test_fsdp2_of_the_arguments(tmp_path):
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+def test_fsdp2_of_the_arguments(kind, tmp_path):
+    if kind == "SFTTrainer":
+        pytest.importorskip("trl")
     stock = tiny_model("qwen3", vocab_size=258)
     _, wanted = losses_of(stock, padded(), tmp_path, 2 * ROWS)
     assert len(set(wanted)) == 4
-    (found, _) = spawn(functools.partial(sharded, tmp_path), 2, tmp_path)
+    (found, _) = spawn(functools.partial(sharded, tmp_path, kind), 2, tmp_path)
     for wrapped, losses in found:
         assert wrapped == "FSDPQwen3ForCausalLM"
         assert losses == pytest.approx(wanted, rel=1e-5)
