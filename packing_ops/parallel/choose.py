@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from packing_ops._runtime.arguments import check_cu_seqlens, check_cumulated, old_name
+from packing_ops._runtime.arguments import at_least, check_cu_seqlens, check_cumulated, old_name
 from packing_ops._runtime.batch_cache import is_real, kept_with
 from packing_ops.invariance import mode
 from packing_ops.metadata import PackedMetadata
@@ -197,13 +197,19 @@ def choose_attention(
         gathered because num_q_heads: expected a multiple of the 4 ranks, got 30
 
     Raises:
-        ValueError: heads and a mask that neither can serve, cu_seqlens that decrease or do not start at 0.
+        ValueError: heads and a mask that neither can serve, cu_seqlens that decrease or do not start at 0, no rank.
+        TypeError: counts and sides of the window that are not integers.
 
     Determinism: the same choice in every call and on every rank.
     Synchronises: once for each row on CUDA, whose lengths are read.
     Memory: nothing.
     Gradients: none: a name.
     """
+    counts = (ranks, "ranks", 1), (num_heads, "num_heads", 0), (num_kv_heads, "num_kv_heads", 0)
+    ranks, num_heads, num_kv_heads = (at_least(*each) for each in counts)
+    scheme, window_size = check_scheme(scheme), check_window(window_size)
+    edges = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, PackedMetadata) else cu_seqlens
+    check_cu_seqlens(edges)
     refused = head_refusal(num_heads, num_kv_heads, ranks)
     not_gathered = _not_gathered(cu_seqlens, causal, window_size)
     if refused and not_gathered:
@@ -211,18 +217,17 @@ def choose_attention(
     if refused:
         return Choice("gathered", refused)
     cache = cu_seqlens._cache if isinstance(cu_seqlens, PackedMetadata) else None
-    edges = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, PackedMetadata) else cu_seqlens
-    check_cu_seqlens(edges)
-    can_be_either = ranks > 1 and check_scheme(scheme) == "contiguous" and not not_gathered
+    can_be_either = ranks > 1 and scheme == "contiguous" and not not_gathered
     if can_be_either and is_real(edges) and not mode.active():
+        total = cu_seqlens.total if isinstance(cu_seqlens, PackedMetadata) else 0
         most_keys = window_size[0] + 1 if window_size[0] >= 0 else None
 
         def make() -> tuple[float, float]:
             on_host = edges.cpu()
             check_cumulated(on_host)
-            return _costs(on_host.tolist(), ranks, num_heads, num_kv_heads, causal, most_keys)
+            return _costs(on_host.tolist(), total, ranks, num_heads, num_kv_heads, causal, most_keys)
 
-        key = ("costs over ranks", ranks, num_heads, num_kv_heads, causal, most_keys)
+        key = ("costs over ranks", total, ranks, num_heads, num_kv_heads, causal, most_keys)
         by_ulysses, by_gathered = kept_with((edges,), key, make, cache=cache)
         if by_gathered < by_ulysses:
             share = by_gathered / by_ulysses
@@ -236,16 +241,22 @@ _KEYS_OF_A_TRANSFER = 940
 
 
 def _costs(
-    edges: list[int], ranks: int, num_heads: int, num_kv_heads: int, causal: bool, most_keys: int | None
+    edges: list[int],
+    total: int,
+    ranks: int,
+    num_heads: int,
+    num_kv_heads: int,
+    causal: bool,
+    most_keys: int | None,
 ) -> tuple[float, float]:
     """Return the costs of Ulysses and of gathered attention for the slowest rank of a contiguous row, in keys that one
-    head's queries are multiplied with.
+    head's queries are multiplied with. total: slots of the row, padding too, where known; else 0.
 
     Example:
-        >>> _costs([0, 2, 4], 2, 4, 2, True, None)  # 3 keys a head on each rank; Ulysses moves 2 slots of 4 + 2 heads
+        >>> _costs([0, 2, 4], 4, 2, 4, 2, True, None)  # 3 keys a head and rank; Ulysses moves 2 slots of 4 + 2 heads
         (11292.0, 12.0)
     """
-    rows, work, received = max(-(-edges[-1] // ranks), 1), [0] * ranks, [0] * ranks
+    rows, work, received = max(-(-max(total, edges[-1]) // ranks), 1), [0] * ranks, [0] * ranks
     for start, end in itertools.pairwise(edges):
         for rank in range(start // rows, -(-end // rows)):
             first, last = max(start, rank * rows) - start, min(end, (rank + 1) * rows) - start

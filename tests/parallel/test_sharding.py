@@ -242,17 +242,42 @@ def test_choice_by_lengths(lengths, mask, name):
         assert choose_attention(documents, **HEADS, **mask).name == "ulysses"
 
 
+def test_choice_counts_padding():
+    """Its slots are among those of the ranks: here rank 0 would have all of the work."""
+    row = po.PackedMetadata.from_lengths([8192] * 4)
+    assert choose_attention(row, **HEADS).name == "gathered"
+    padded = po.PackedMetadata.from_lengths([8192] * 4, total=4 * row.total)
+    assert choose_attention(padded, **HEADS).name == "ulysses"
+
+
+NOT_VALID = {
+    "ranks": (0, -1, 2.0, None),
+    "num_heads": (-1, "8"),
+    "num_kv_heads": (-1, None),
+    "scheme": ("zag", None),
+    "window_size": (3, (3,), (1.5, 0)),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in NOT_VALID for value in NOT_VALID[name]])
+@pytest.mark.parametrize("heads", [HEADS, UNEVEN, {**HEADS, "ranks": 1}], ids=["even", "uneven", "one rank"])
+def test_choice_names_what_is_not_valid(heads, name, value):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}"):
+        choose_attention(torch.tensor([0, 64]), **{**heads, name: value})
+
+
 @pytest.mark.parametrize("values", [[0, 50, 30, 64], [2, 64], [0, -4, 64]], ids=str)
 def test_choice_reads_no_wrong_lengths(values):
     with pytest.raises(ValueError, match="cu_seqlens: expected"):
         choose_attention(torch.tensor(values, dtype=torch.int32), **HEADS)
 
 
-@given(rows, st.integers(1, 4), st.sampled_from([None, 1, 3]), st.booleans())
-def test_costs_are_those_of_the_slowest_rank(lengths, ranks, window, causal):
+@given(rows, st.integers(0, 9), st.integers(1, 4), st.sampled_from([None, 1, 3]), st.booleans())
+def test_costs_are_those_of_the_slowest_rank(lengths, padding, ranks, window, causal):
     """A loop over queries; the heads and the transfers are set so that both parts of a cost can be told apart."""
     edges, window = [0, *itertools.accumulate(lengths)], window if causal else None
-    rows, keys, sent = max(-(-edges[-1] // ranks), 1), Counter(), Counter()
+    total = edges[-1] + padding
+    rows, keys, sent = max(-(-total // ranks), 1), Counter(), Counter()
     for start, end in itertools.pairwise(edges):
         for query in range(start, end):
             seen = query + 1 - start if causal else end - start
@@ -262,7 +287,7 @@ def test_costs_are_those_of_the_slowest_rank(lengths, ranks, window, causal):
             begin = start if window is None else max(start, first - window + 1)
             sent[rank] += first - begin if causal else sum(key // rows != rank for key in range(start, end))
     with patch.object(choose, "_KEYS_OF_A_TRANSFER", 10**6):
-        by_ulysses, by_gathered = choose._costs(edges, ranks, 2, 1, causal, window)
+        by_ulysses, by_gathered = choose._costs(edges, total if padding else 0, ranks, 2, 1, causal, window)
     assert by_ulysses == 2 * sum(keys.values()) / ranks + 3e6 * rows
     assert by_gathered == max(2 * keys[rank] + 10**6 * sent[rank] for rank in range(ranks))
 
