@@ -232,9 +232,9 @@ def test_rows_at_equal_settings_are_compared(results):
     ])  # fmt: skip
     lines = [line.split(" | ") for line in made("whole").splitlines() if " | rows of 8,192" in line]
     assert [(line[0], line[2], line[5].strip(" |")) for line in lines] == [
-        ("| packing_ops, fused_loss", "10.0k", ""),
+        ("| packing_ops, fused_loss", "10.0k", "–"),
         ("| packed, torch's FlashAttention-2", "8.0k", "1.25"),
-        ("| packing_ops, fused_loss, best setting", "12.0k", ""),
+        ("| packing_ops, fused_loss, best setting", "12.0k", "–"),
     ]
     said = " ".join(made("headline").split())
     ours, how = "packing_ops, fused_loss", "rows of 8,192, compiled layers"
