@@ -48,11 +48,11 @@ demo-data: build  ## mini-batches for RL, and batches collated one step ahead
 	@$(BIN)/python examples/rl_mini_batches.py
 	@$(BIN)/python examples/async_sft.py --device auto
 
-# The emulator needs no package: it is compiled while they are installed. Test processes take tests from each other: one more
-# than cores, since tests wait for processes that they start, and few, since each imports what takes half a minute.
+# The emulator needs no package: it is compiled while they are installed. Test processes take tests from each other; each
+# imports what takes half a minute, so there are few.
 test:  ## builds, lints, runs every test; prints what each part takes
 	@$(MAKE) --no-print-directory -j4 $(addprefix timed-,style build emulator bytecode ptxas)
-	@start=$$(date +%s); $(BIN)/python -m pytest -n $$(($(CORES) + 1)) --maxprocesses 4 --dist worksteal --durations 20; failed=$$?; \
+	@start=$$(date +%s); $(BIN)/python -m pytest -n $(CORES) --maxprocesses 4 --dist worksteal --durations 20; failed=$$?; \
 	echo "tests: $$(($$(date +%s) - start)) s"; exit $$failed
 
 # A part of it, and its seconds.

@@ -91,6 +91,19 @@ def no_name_registered():
         register(name)
 
 
+@pytest.fixture
+def no_model_swapped():
+    """Swapped models of other tests, which may live on, do without their patches."""
+    torch._dynamo.reset()  # compiled code keeps models alive
+    gc.collect()
+    users = [(patch, user) for patch in gc.get_objects() if type(patch) is Patch for user in [*patch.users]]
+    for patch, user in users:
+        patch.revert(user)
+    yield
+    for patch, user in users:
+        patch.apply(user)
+
+
 @pytest.mark.parametrize(
     ("host", "case"),
     [
@@ -101,9 +114,8 @@ def no_name_registered():
         ("transformers", ring_substitution),
     ],
 )
-def test_the_host_is_as_before(host, case, no_name_registered):
+def test_the_host_is_as_before(host, case, no_name_registered, no_model_swapped):
     pytest.importorskip({"megatron": "megatron.core"}.get(host, host))
-    gc.collect()  # swapped models of other tests
     apply, revert, names = case()
     apply()  # the first time imports what it needs
     revert()
