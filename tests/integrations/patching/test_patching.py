@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.swapped import no_model_swapped
 
 from packing_ops.integrations import flash_attn
 from packing_ops.integrations._patching import Patch, put_class, stock_of
@@ -92,16 +93,9 @@ def no_name_registered():
 
 
 @pytest.fixture
-def no_model_swapped():
-    """Swapped models of other tests, which may live on, do without their patches."""
-    torch._dynamo.reset()  # compiled code keeps models alive
-    gc.collect()
-    users = [(patch, user) for patch in gc.get_objects() if type(patch) is Patch for user in [*patch.users]]
-    for patch, user in users:
-        patch.revert(user)
-    yield
-    for patch, user in users:
-        patch.apply(user)
+def none_swapped():
+    with no_model_swapped():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -114,7 +108,7 @@ def no_model_swapped():
         ("transformers", ring_substitution),
     ],
 )
-def test_the_host_is_as_before(host, case, no_name_registered, no_model_swapped):
+def test_the_host_is_as_before(host, case, no_name_registered, none_swapped):
     pytest.importorskip({"megatron": "megatron.core"}.get(host, host))
     apply, revert, names = case()
     apply()  # the first time imports what it needs
