@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from packing_ops._runtime.arguments import at_least, check_cu_seqlens, check_cumulated, old_name
 from packing_ops._runtime.batch_cache import is_real, kept_with
+from packing_ops._runtime.flops import visible_pairs
 from packing_ops.invariance import mode
 from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
@@ -220,14 +221,14 @@ def choose_attention(
     can_be_either = ranks > 1 and scheme == "contiguous" and not not_gathered
     if can_be_either and is_real(edges) and not mode.active():
         total = cu_seqlens.total if isinstance(cu_seqlens, PackedMetadata) else 0
-        most_keys = window_size[0] + 1 if window_size[0] >= 0 else None
+        left = window_size[0]
 
         def make() -> tuple[float, float]:
             on_host = edges.cpu()
             check_cumulated(on_host)
-            return _costs(on_host.tolist(), total, ranks, num_heads, num_kv_heads, causal, most_keys)
+            return _costs(on_host.tolist(), total, ranks, num_heads, num_kv_heads, causal, left)
 
-        key = ("costs over ranks", total, ranks, num_heads, num_kv_heads, causal, most_keys)
+        key = ("costs over ranks", total, ranks, num_heads, num_kv_heads, causal, left)
         by_ulysses, by_gathered = kept_with((edges,), key, make, cache=cache)
         if by_gathered < by_ulysses:
             share = by_gathered / by_ulysses
@@ -247,35 +248,28 @@ def _costs(
     num_heads: int,
     num_kv_heads: int,
     causal: bool,
-    most_keys: int | None,
+    left: int,
 ) -> tuple[float, float]:
     """Return the costs of Ulysses and of gathered attention for the slowest rank of a contiguous row, in keys that one
     head's queries are multiplied with. total: slots of the row, padding too, where known; else 0.
 
     Example:
-        >>> _costs([0, 2, 4], 4, 2, 4, 2, True, None)  # 3 keys a head and rank; Ulysses moves 2 slots of 4 + 2 heads
+        >>> _costs([0, 2, 4], 4, 2, 4, 2, True, -1)  # 3 keys a head and rank; Ulysses moves 2 slots of 4 + 2 heads
         (11292.0, 12.0)
     """
     rows, work, received = max(-(-max(total, edges[-1]) // ranks), 1), [0] * ranks, [0] * ranks
     for start, end in itertools.pairwise(edges):
         for rank in range(start // rows, -(-end // rows)):
             first, last = max(start, rank * rows) - start, min(end, (rank + 1) * rows) - start
-            work[rank] += _keys_before(last, most_keys) - _keys_before(first, most_keys) if causal else 0
-            work[rank] += 0 if causal else (last - first) * (end - start)
-            before = first if most_keys is None else min(first, most_keys - 1)
-            received[rank] += before if causal else end - start - (last - first)
+            keys = last if causal else end - start
+            work[rank] += visible_pairs(last - first, keys, left, 0 if causal else -1)
+            received[rank] += min(first, left) if left >= 0 else keys - (last - first)
     transfer = _KEYS_OF_A_TRANSFER
     by_ulysses = num_heads * sum(work) / ranks + transfer * (num_heads + num_kv_heads) * rows
     by_gathered = max(
         num_heads * mine + transfer * num_kv_heads * sent for mine, sent in zip(work, received, strict=True)
     )
     return by_ulysses, float(by_gathered)
-
-
-def _keys_before(queries: int, most: int | None) -> int:
-    """Return how many keys the first queries of a document see together under a causal mask, each at most ``most``."""
-    full = queries if most is None else min(queries, most)
-    return full * (full + 1) // 2 + (queries - full) * (most or 0)
 
 
 def _not_gathered(documents: PackedMetadata | torch.Tensor, causal: bool, window_size: tuple[int, int]) -> str:

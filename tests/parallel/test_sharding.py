@@ -287,7 +287,7 @@ def test_costs_are_those_of_the_slowest_rank(lengths, padding, ranks, window, ca
             begin = start if window is None else max(start, first - window + 1)
             sent[rank] += first - begin if causal else sum(key // rows != rank for key in range(start, end))
     with patch.object(choose, "_KEYS_OF_A_TRANSFER", 10**6):
-        by_ulysses, by_gathered = choose._costs(edges, total if padding else 0, ranks, 2, 1, causal, window)
+        by_ulysses, by_gathered = choose._costs(edges, total if padding else 0, ranks, 2, 1, causal, (window or 0) - 1)
     assert by_ulysses == 2 * sum(keys.values()) / ranks + 3e6 * rows
     assert by_gathered == max(2 * keys[rank] + 10**6 * sent[rank] for rank in range(ranks))
 
