@@ -36,27 +36,32 @@ def timed_together(call, device: str, runs: int, spin: int = SPIN_CYCLES, warm_u
     return percentiles(samples[warm_up:])[1]
 
 
+def kernels(call) -> list[tuple[str, float, float]]:
+    """Name, start and end in microseconds of each kernel and copy that a call runs on the GPU, profiled."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [
+        (each.name, each.time_range.start, each.time_range.end)
+        for each in profile.events()
+        if each.device_type == torch.autograd.DeviceType.CUDA and not each.is_user_annotation
+    ]
+
+
 def profiled(call, device: str) -> dict[str, str]:
     """Microseconds of one call on this rank's GPU, by kind: in which any kernel or copy runs, one that computes, one
     of NCCL, one of NCCL beside none that computes, and none at all between the first and the last.
     """
     if device == "cpu":
         return {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    kernels = [
-        (each.time_range.start, each.time_range.end, each.name.startswith("nccl"))
-        for each in profile.events()
-        if each.device_type == torch.autograd.DeviceType.CUDA and not each.is_user_annotation
-    ]
+    found = [(start, end, name.startswith("nccl")) for name, start, end in kernels(call)]
     busy, computing, sending = (
-        covered([(start, end) for start, end, sends in kernels if sends in kinds])
+        covered([(start, end) for start, end, sends in found if sends in kinds])
         for kinds in ((True, False), (False,), (True,))
     )
-    span = max((end for _, end, _ in kernels), default=0.0) - min((start for start, _, _ in kernels), default=0.0)
-    found = {"busy": busy, "computing": computing, "sending": sending, "exposed": busy - computing, "idle": span - busy}
-    return {f"{name}_us": f"{value:.1f}" for name, value in found.items()}
+    span = max((end for _, end, _ in found), default=0.0) - min((start for start, _, _ in found), default=0.0)
+    times = {"busy": busy, "computing": computing, "sending": sending, "exposed": busy - computing, "idle": span - busy}
+    return {f"{name}_us": f"{value:.1f}" for name, value in times.items()}
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

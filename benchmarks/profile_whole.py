@@ -9,20 +9,11 @@ import gc
 
 import torch
 from harness import bench_parser, measured_on, seconds, write_csv
+from parallel_timing import kernels
 from whole_cases import Case
 from whole_model import batches, model_of, step
 
 VOCABULARY = 32_000
-
-
-def kernels_of(call) -> tuple[float, int]:
-    """Milliseconds of all kernels and copies of a call, and their number."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    on_gpu = [each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
-    times = [each.time_range.elapsed_us() for each in on_gpu if not each.is_user_annotation]
-    return sum(times) / 1e3, len(times)
 
 
 def measured(provider: str, dynamic: bool) -> dict:
@@ -37,10 +28,11 @@ def measured(provider: str, dynamic: bool) -> dict:
         return step(model, optimizer, made)
 
     times = [seconds(once, "cuda") * 1e3 for _ in range(6)][2:]
-    kernels_ms, kernels = kernels_of(once)
+    on_gpu = kernels(once)
+    kernels_ms = sum(end - start for _, start, end in on_gpu) / 1e3
     return {
         "provider": provider, "dynamic": int(dynamic), "fastest_ms": f"{min(times):.0f}", "slowest_ms": f"{max(times):.0f}",
-        "kernels_ms": f"{kernels_ms:.0f}", "kernels": kernels, **measured_on("cuda"),
+        "kernels_ms": f"{kernels_ms:.0f}", "kernels": len(on_gpu), **measured_on("cuda"),
     }  # fmt: skip
 
 
