@@ -159,29 +159,18 @@ def test_training_without_a_link(results):
     assert "one GPU simulates rank 0 of 4" in " ".join(table.split())
 
 
+# What the rows of a model in whole_cuda.csv share.
+WHOLE = {
+    "case": "", "part": "8b", "model": "Qwen3-8B", "wrapper": "FSDP2", "ranks": "2", "lora": "0", "documents": "sft",
+    "loss": "12.1", "error": "", "mfu": "0.5", "kept": "",
+}  # fmt: skip
+
+
 def test_whole_models_are_told_by_model(results):
     """The fastest row of each way in the first screen; what failed and what lost stays in the table."""
     for name in ("whole", "checkpointing", "headline", "memory"):
         assert made(name) == "Not run yet: `benchmarks/bench_whole.py`."
-    row = {
-        "case": "",
-        "part": "8b",
-        "model": "Qwen3-8B",
-        "wrapper": "FSDP2",
-        "ranks": "2",
-        "lora": "0",
-        "documents": "sft",
-        "loss": "12.1",
-    }
-    row |= {
-        "error": "",
-        "mfu": "0.5",
-        "peak_gib": "99",
-        "device": "a GPU",
-        "torch": "2.11",
-        "commit": "1234567",
-        "kept": "",
-    }
+    row = WHOLE | {"peak_gib": "99", "device": "a GPU", "torch": "2.11", "commit": "1234567"}
     rows = [
         row | {"provider": provider, "row": "8192", "compiled": "1", "checkpointing": kept, "tokens_per_second_a_gpu": speed}
         for provider, kept, speed in (
@@ -214,16 +203,7 @@ def test_whole_models_are_told_by_model(results):
 
 def test_rows_at_equal_settings_are_compared(results):
     """The headline has ours at the settings of FlashAttention-2's best row, and the best setting of ours by name."""
-    row = {
-        "case": "",
-        "part": "8b",
-        "model": "Qwen3-8B",
-        "wrapper": "FSDP2",
-        "ranks": "2",
-        "lora": "0",
-        "documents": "sft",
-    }
-    row |= {"error": "", "mfu": "0.5", "kept": "", "compiled": "1", "row": "8192", "loss": "12.1"}
+    row = WHOLE | {"compiled": "1", "row": "8192"}
     results("whole_cuda", [
         row | {"provider": provider, "checkpointing": kept, "tokens_per_second_a_gpu": speed, "peak_gib": gib}
         for provider, kept, speed, gib in (
