@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 
-from helpers.swapped import no_model_swapped
 from packing_ops.integrations import _patching, _rope_trial
 from packing_ops.integrations.transformers import rope
 
@@ -119,14 +118,13 @@ def nothing_left_in_modules():
     def names_of(family):  # less what Python and torch.compile keep there
         return {name: value for name, value in vars(module_of(family)).items() if not name.startswith("__")}
 
-    with no_model_swapped():
-        _patching.revert_left()  # of models of other tests that went while something compiled
-        stock = {family: names_of(family) for family in KNOWN}
-        yield
-        for family, names in stock.items():
-            now = names_of(family)
-            changed = [name for name in names.keys() | now.keys() if names.get(name) is not now.get(name)]
-            assert changed == [], family
+    _patching.revert_left()  # of models of other tests that went while something compiled
+    stock = {family: names_of(family) for family in KNOWN}
+    yield
+    for family, names in stock.items():
+        now = names_of(family)
+        changed = [name for name in names.keys() | now.keys() if names.get(name) is not now.get(name)]
+        assert changed == [], family
 
 
 @pytest.fixture(name="calls")
