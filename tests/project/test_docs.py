@@ -59,6 +59,39 @@ def test_links_lead_somewhere(page):
     assert wrong_links(page) == []
 
 
+def rows_of_design(start):
+    rows = [row for row in (ROOT / "docs" / "design.md").read_text().splitlines() if row.startswith(start)]
+    return len(rows), {name for row in rows for name in re.findall(r"`(?:\w+/)*(\w+\.py)`", row)}
+
+
+def files_with(pattern, folder):
+    texts = {path.name: path.read_text() for path in folder.rglob("*.py") if path.name != "__init__.py"}
+    return {name for name, text in texts.items() if re.search(pattern, re.sub(">>>.*", "", text))}
+
+
+def test_design_leads_to_every_list_of_contributing():
+    lists = {anchor for anchor in anchors_of(ROOT / "CONTRIBUTING.md") if anchor.startswith("add-a")}
+    assert {"add-an-op", "add-an-architecture"} <= lists
+    assert lists <= {anchor for _, anchor in LINK.findall((ROOT / "docs" / "design.md").read_text())}
+
+
+def test_design_names_the_files_that_name_trl():
+    count, named = rows_of_design("| a name that a host library changed")
+    found = files_with(r"(?<!integrations\.)\btrl(\.|_data_utils\(\))", ROOT / "packing_ops" / "integrations" / "trl")
+    assert count == 1
+    assert "packing.py" in found
+    assert found <= named
+
+
+def test_design_names_the_files_that_cut_labels_at_documents():
+    count, named = rows_of_design(("| labels of documents", "| the same of"))
+    folders = [ROOT / "packing_ops" / name for name in ("data", "parallel", "integrations", "contrib")]
+    found = set.union(*(files_with(r"\b(mask_boundary_labels|shift_labels)\(", folder) for folder in folders))
+    assert count == 3
+    assert {"padding_free.py", "sharding.py"} <= found
+    assert found <= named
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_pages_name_are_there(page):
     named = re.findall(rf"`((?:{FOLDERS})/[\w./-]+)(?:::\w+)?`", page.read_text())
