@@ -27,7 +27,8 @@ def log_sums_of(logits: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor |
 
 def _log_sums(logits: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     rows, vocab = logits.shape
-    logits = F.pad(logits, (0, -vocab % 8))[:, :vocab]  # rows start on 16 bytes, as those of token_logps
+    if vocab % 8 or logits.data_ptr() % 16 or not logits.is_contiguous():
+        logits = F.pad(logits, (0, -vocab % 8))[:, :vocab]  # rows start on 16 bytes, as those of token_logps
     sums = logits.new_zeros(3, rows, dtype=sum_dtype(logits.dtype))
     sums[0] = -float("inf")
     targets = torch.zeros(rows, dtype=torch.int32, device=logits.device)

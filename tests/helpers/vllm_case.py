@@ -85,6 +85,13 @@ def _modules():
             chosen = self.compilation_config
             return self.attention_backend, self.enforce_eager, chosen.mode, chosen.cudagraph_mode
 
+    def write_pages(key, value, k_pages, v_pages, slots, *_):
+        """A key without a slot goes where it changes nothing."""
+        page, row = slots.clamp(min=0) // k_pages.shape[1], slots.clamp(min=0) % k_pages.shape[1]
+        for pages, new in ((k_pages, key), (v_pages, value)):
+            kept = pages[page, row]
+            pages.index_put_((page, row), torch.where(slots[:, None, None] < 0, kept, new[: len(slots)]))
+
     graphs = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
     of_compiler = {
         "CompilationMode": enum.IntEnum("CompilationMode", {"NONE": 0, "VLLM_COMPILE": 3}),
@@ -92,6 +99,7 @@ def _modules():
     }
     layers = "vllm.model_executor.layers"
     contents = {
+        "vllm._custom_ops": {"reshape_and_cache_flash": write_pages},
         "vllm.config": {"get_current_vllm_config": config, **of_compiler},
         f"{layers}.attention": {"Attention": layer("Attention")},
         f"{layers}.activation": {"SiluAndMul": layer("SiluAndMul"), "GeluAndMul": layer("GeluAndMul")},

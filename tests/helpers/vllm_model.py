@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers.vllm_case import config
 
 BLOCK = 128
+LAYER = types.SimpleNamespace(_k_scale=None, _v_scale=None)  # vLLM's Attention
 
 
 def layer(cls, **attributes):
@@ -95,7 +96,7 @@ class Qwen3:
                 self._norm(norm, each).flatten(1) for norm, each in ((hf.self_attn.q_norm, q), (hf.self_attn.k_norm, k))
             )
             q, k = (each.view(len(tokens), -1, self.config.head_dim) for each in self.rope(positions, q, k))
-            out = attention.forward(None, q, k, v, cache, metadata, torch.empty_like(q))
+            out = attention.forward(LAYER, q, k, v, cache, metadata, torch.empty_like(q))
             x, residual = self._norm(
                 hf.post_attention_layernorm, self.method.apply(fused["o"], out.flatten(1)), residual
             )

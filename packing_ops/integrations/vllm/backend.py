@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from vllm._custom_ops import reshape_and_cache_flash
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
@@ -84,7 +85,7 @@ class Metadata:
 
     @functools.cached_property
     def at(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and row of each new key."""
+        """Page and row of each new key, on the CPU."""
         slots = self.given.slot_mapping[: self.given.num_actual_tokens].long()
         slots = slots.clamp(min=0)  # -1: page 0, which no request has
         return slots // self.page_size, slots % self.page_size
@@ -160,8 +161,12 @@ class Impl(AttentionImpl):
             return output.zero_()
         total, (cu_seqlens, pages) = attn_metadata.given.num_actual_tokens, attn_metadata.queries
         k_pages, v_pages = kv_cache.transpose(1, 2).split(self.head_size, -1)
-        k_pages.index_put_(attn_metadata.at, key[:total])
-        v_pages.index_put_(attn_metadata.at, value[:total])
+        if kv_cache.is_cuda:  # one kernel; vLLM has none for the CPU
+            slots = attn_metadata.given.slot_mapping[:total]
+            reshape_and_cache_flash(key, value, k_pages, v_pages, slots, "auto", layer._k_scale, layer._v_scale)
+        else:
+            k_pages.index_put_(attn_metadata.at, key[:total])
+            v_pages.index_put_(attn_metadata.at, value[:total])
         out, _ = attend(query[:total], k_pages, v_pages, cu_seqlens, pages, self.options)
         output[:total].copy_(out.view_as(output[:total]))
         return output

@@ -44,8 +44,9 @@ def _gated(activation):
     def make(stock):
         @functools.wraps(stock)
         def forward(self, x):
-            # Contiguous: on the CPU the last elements of a strided row round otherwise.
-            gate, up = (half.contiguous() for half in x.chunk(2, -1))
+            gate, up = x.chunk(2, -1)
+            if x.is_cpu:  # the last elements of a strided row round otherwise
+                gate, up = gate.contiguous(), up.contiguous()
             return activation(self, gate) * up
 
         return forward
@@ -140,8 +141,8 @@ def _head(stock):
 
 
 def _log_probs(logits: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None = None) -> torch.Tensor:
-    scaled = logits.float() if scales is None else logits.float() * scales[:, None]
-    return scaled - log_sums_of(logits, dtype, scales)[:, None]
+    scaled = logits if scales is None else logits.float() * scales[:, None]
+    return scaled - log_sums_of(logits, dtype, scales)[:, None]  # float32, as the sums
 
 
 def _compute_logprobs(stock):

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.vllm_case import config
-from helpers.vllm_model import BLOCK, layer, step
+from helpers.vllm_model import BLOCK, LAYER, layer, step
 
 import packing_ops as po
+from packing_ops.integrations._log_probs import log_sums_of
 from packing_ops.integrations.vllm.refusals import refusals
 
 pytest.importorskip("transformers")
@@ -34,7 +35,7 @@ def test_attention_writes_and_reads_pages(vllm, device, window, heads_first):
         metadata = builder.build(0, step(list(zip(done, new, strict=True)), tables, device, padding=3))
         rows = [sum(lengths[:i]) + at for i in (0, 1) for at in range(done[i], done[i] + new[i])]
         given = [F.pad(each[rows], (0, 0, 0, 0, 0, 3), value=1.0) for each in (q, k, v)]
-        out = impl.forward(None, *given, cache, metadata, torch.empty_like(given[0]))
+        out = impl.forward(LAYER, *given, cache, metadata, torch.empty_like(given[0]))
         found[rows] = out[: len(rows)]
         done = [old + n for old, n in zip(done, new, strict=True)]
     assert done == list(lengths)
@@ -51,8 +52,8 @@ def test_a_graph_of_a_step_takes_the_numbers_of_the_next(vllm, device):
     q, k, v = (torch.randn(2, heads, DIM, device=device).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
     numbers, later = (step(requests, [[3, 1], [2, 5]], device) for requests in ([(0, 1)] * 2, [(140, 1), (90, 1)]))
     wanted, expected = torch.empty_like(q), cache.clone()
-    impl.forward(None, q, k, v, expected, builder.build(0, later), wanted)
-    out, replay = torch.empty_like(q), lambda: impl.forward(None, q, k, v, cache, metadata, out)
+    impl.forward(LAYER, q, k, v, expected, builder.build(0, later), wanted)
+    out, replay = torch.empty_like(q), lambda: impl.forward(LAYER, q, k, v, cache, metadata, out)
     metadata = builder.build(0, numbers)
     if device == "cuda":
         before = cache.clone()
@@ -104,18 +105,19 @@ def test_norms_round_as_a_trainer_does(patched, name):
         run(layer(type(norm), weight=weight, variance_size_override=32), x)
 
 
-def test_activations_and_rope(patched):
-    x = torch.randn(5, 64).bfloat16()
+def test_activations_and_rope(patched, device):
+    x = torch.randn(5, 64, device=device).bfloat16()
     gate, up = x[:, :32].contiguous(), x[:, 32:].contiguous()
     assert torch.equal(run(layer(patched.layers.SiluAndMul), x), F.silu(gate) * up)
     gelu = layer(patched.layers.GeluAndMul, approximate="tanh")
     assert torch.equal(run(gelu, x), F.gelu(gate, approximate="tanh") * up)
-    cache = torch.full((50, DIM), float("nan"))  # vLLM's own table, of which the length counts
+    cache = torch.full((50, DIM), float("nan"), device=device)  # vLLM's own table, of which the length counts
     rope = layer(patched.layers.RotaryEmbedding, cos_sin_cache=cache, head_size=DIM, rotary_dim=DIM, is_neox_style=True)
-    qkv, positions = torch.randn(5, (HEADS + 2) * DIM).bfloat16(), torch.tensor([3, 4, 0, 49, 7])
+    qkv = torch.randn(5, (HEADS + 2) * DIM, device=device).bfloat16()
+    positions = torch.tensor([3, 4, 0, 49, 7], device=device)
     q, k = qkv[:, : HEADS * DIM], qkv[:, HEADS * DIM :]
     angles = torch.arange(50.0)[:, None] * 10_000.0 ** -(torch.arange(0, DIM, 2, dtype=torch.float) / DIM)
-    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    cos, sin = (each(angles.to(device)).bfloat16() for each in (torch.cos, torch.sin))
     wanted = po.apply_rotary_qk(q.reshape(5, HEADS, DIM), k.reshape(5, 2, DIM), cos, sin, positions)
     for found, right in zip(run(rope, positions, q, k), wanted, strict=True):
         assert torch.equal(found.reshape_as(right), right)
@@ -171,6 +173,17 @@ def test_log_probs_are_those_of_token_logps(patched, dtype, logprobs_mode, tempe
     assert torch.equal(logps.gather(1, sampled[:, None])[:, 0], wanted)
     assert torch.equal(by_tokens, plain)
     assert sampler.topk_topp_sampler.logprobs_mode == "raw_logprobs"
+
+
+def test_sums_do_not_depend_on_where_logits_lie(device):
+    """Columns of a wider row, rows that start anywhere, and vocabularies of odd sizes."""
+    logits = torch.randn(7, 5056, device=device).bfloat16()
+    for vocab in (5000, 5003):
+        dense = logits[:, :vocab].contiguous()
+        moved = torch.cat([dense.new_zeros(1), dense.flatten()])[1:].view(7, vocab)
+        wanted = torch.stack([log_sums_of(row[None].clone(), torch.bfloat16)[0] for row in dense])
+        for given in (dense, logits[:, :vocab], moved, dense.float()):
+            assert torch.equal(log_sums_of(given, torch.bfloat16), wanted)
 
 
 @pytest.mark.parametrize(
