@@ -90,9 +90,6 @@ def test_steps_are_those_of_the_stock_model_on_padded_batches(collator, device, 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-# --- FSDP2, by the Trainer's arguments ---
-
-
 def losses_of(model, collator, folder, rows, kind="Trainer", **options):
     """The trainer, and the loss of each of four steps, after apply_packing_ops if the collator packs."""
     torch.manual_seed(0)
@@ -117,6 +114,20 @@ def losses_of(model, collator, folder, rows, kind="Trainer", **options):
         apply_packing_ops(trainer.model, fused_loss=True)
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_label_smoothing_counts_the_targets_of_padded_rows(tmp_path):
+    """The Trainer computes this loss itself, from labels that the collator has cut at documents."""
+    models = [tiny_model("qwen3", vocab_size=258) for _ in range(2)]
+    collators = padded(), PaddingFreeCollator()
+    (_, wanted), (_, found) = (
+        losses_of(model, collator, tmp_path, ROWS, label_smoothing_factor=0.1)
+        for model, collator in zip(models, collators, strict=True)
+    )
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+# --- FSDP2, by the Trainer's arguments ---
 
 
 def sharded(folder, kind):
