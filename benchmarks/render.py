@@ -153,7 +153,7 @@ def prefix_trees() -> list[dict]:
     return rows
 
 
-COUNTED = {"prefix trees": prefix_trees, "padded batches": result_rows.padded_batches}  # not measured
+COUNTED = {"prefix trees": prefix_trees, "sft lengths": result_rows.sft_lengths}  # not measured
 WORDS = {"workload": result_rows.workload}
 
 # Text =================================================================================================================

@@ -131,13 +131,14 @@ def lengths_of(name: str) -> list[int]:
     return json.loads((Path(__file__).parent / "workloads.json").read_text())["workloads"].get(name, [])
 
 
-def padded_batches() -> list[dict]:
-    """The share of padding in batches of 8 documents of sft lengths, as they come and sorted by length."""
-    lengths, found = lengths_of("sft"), {}
-    for order, each in (("as they come", lengths), ("sorted", sorted(lengths))):
+def sft_lengths() -> list[dict]:
+    """How long documents of sft lengths are, and what share of batches of 8 is padding, as they come and sorted."""
+    lengths, padding = lengths_of("sft"), []
+    for each in (lengths, sorted(lengths)):
         batches = [each[i : i + 8] for i in range(0, len(each), 8)]
-        found[order] = 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
-    return [found]
+        padding.append(1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches))
+    found = {"documents": len(lengths), "shortest": min(lengths), "longest": max(lengths), "median": median(lengths)}
+    return [{**found, "mean": sum(lengths) / len(lengths), "padding": padding[0], "padding_sorted": padding[1]}]
 
 
 def workload(name: str) -> str:

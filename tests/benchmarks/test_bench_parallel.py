@@ -4,13 +4,16 @@ ideal.
 
 import csv
 
+import bench_parallel
 import bench_parallel_host
 import parallel_training
+import pytest
 import torch
 import torch.distributed as dist
 from parallel_wrappers import WRAPPERS
 
 import packing_ops as po
+from packing_ops.parallel import choose_attention
 
 
 def test_host_time_of_ranks_that_are_not_there(monkeypatch, tmp_path):
@@ -34,3 +37,15 @@ def test_host_time_of_ranks_that_are_not_there(monkeypatch, tmp_path):
     assert sorted(found) == sorted(("1 x 1024", *one, "1.000", "3000.0") for one in each) + sorted(
         ("1 x 2048", *one, "1.000", "3000.0") for one in each
     )
+
+
+def test_the_page_names_the_attention_that_is_chosen():
+    render = pytest.importorskip("render", reason="needs tomllib, of Python 3.11")
+    rows = [row for row in render.loaded("parallel_cuda.csv", []) if row["name"] == "varlen_attention_over"]
+    lengths_of = {name: lengths for name, lengths, _ in bench_parallel.attention_cases(65_536)}
+    assert {row["documents"] for row in rows} == {*lengths_of}
+    for row in rows:
+        heads, kv_heads, _ = bench_parallel.HEADS
+        documents = po.PackedMetadata.from_lengths(lengths_of[row["documents"]])
+        chosen = choose_attention(documents, ranks=int(row["ranks"]), num_heads=heads, num_kv_heads=kv_heads)
+        assert chosen.name in row["taken"].lower()
