@@ -196,7 +196,8 @@ def main() -> None:
         )
     before, after = (results[kind] for kind in KINDS)
     print(
-        f"{before['seconds'] / after['seconds']:.2f} times as fast; gradients differ by {apart:.1e} of the largest entry"
+        f"{before['seconds'] / after['seconds']:.2f} times as fast; gradients differ by {apart:.1e} of the "
+        "largest entry"
     )
     results["gradients_differ_by"] = apart
     save_results(arguments.out / f"grpo_tree_{arguments.device}.json", results, arguments.device)

@@ -131,7 +131,8 @@ def main():
         optimizer.zero_grad()
         losses.append(loss.item())
     print(
-        f"{len(documents)} documents in {len(losses)} rows, {stream.progress.padding:.1%} of their slots without a token; "
+        f"{len(documents)} documents in {len(losses)} rows, {stream.progress.padding:.1%} of their slots without "
+        "a token; "
         f"loss {losses[0]:.3f} to {losses[-1]:.3f}"
     )
     result = {"first_row": first, "losses": losses, "rows": len(losses), "tokens": stream.progress.tokens}

@@ -66,7 +66,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     report = commands.add_parser(
         "report",
         help="what packing would save on your data",
-        description=f"What packing would save on your data: lengths, padding today, rows, steps, balance, time.\n\n{FORMATS}",
+        description="What packing would save on your data: lengths, padding today, rows, steps, balance, time.\n\n"
+        + FORMATS,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -76,7 +77,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="JSON lines, a JSON array (both also as a pipe, - for stdin, or .gz), Parquet, or a folder of save_to_disk",
+        help="JSON lines, a JSON array (both also as a pipe, - for stdin, or .gz), Parquet, or a folder of "
+        "save_to_disk",
     )
     add(
         "--tokenizer",
@@ -102,7 +104,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     table = commands.add_parser(
         "invariance",
         help="which layers of a transformers model keep their bits in any pack",
-        description="Runs a model of random weights on the same documents in many rows and compares every layer's bits.",
+        description="Runs a model of random weights on the same documents in many rows and compares every layer's "
+        "bits.",
         epilog=_invariance_table.EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -328,8 +328,8 @@ def cached_paths(
         return parents
     if is_captured(cu_seqlens):
         raise ValueError(
-            "parents: expected PackedMetadata.from_prefix_tree in place of parents while a CUDA graph is captured, since "
-            "the host reads them"
+            "parents: expected PackedMetadata.from_prefix_tree in place of parents while a CUDA graph is captured, "
+            "since the host reads them"
         )
     key = ("paths", total)
     return kept_with((cu_seqlens, parents), key, partial(prefix_paths, cu_seqlens, parents, total), cache=cache)

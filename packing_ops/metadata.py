@@ -419,8 +419,8 @@ def check_causal(metadata: PackedMetadata) -> None:
     check_no_tree(metadata)
     if metadata.visible_end is not None:
         raise ValueError(
-            "visible_end: expected None in a PackedMetadata for models and masks that do not take it (models make masks "
-            "of their own arguments; dataclasses.replace(metadata, visible_end=None)), got "
+            "visible_end: expected None in a PackedMetadata for models and masks that do not take it (models make "
+            "masks of their own arguments; dataclasses.replace(metadata, visible_end=None)), got "
             f"{described(metadata.visible_end)}"
         )
 
@@ -433,8 +433,8 @@ def check_no_tree(metadata: PackedMetadata, name: str = "metadata") -> None:
     """
     if metadata.paths is not None:
         raise ValueError(
-            f"{name}: expected packed documents, got a prefix tree: index the values of its slots with PrefixTree.slot_of_token "
-            "and pass the samples' metadata"
+            f"{name}: expected packed documents, got a prefix tree: index the values of its slots with "
+            "PrefixTree.slot_of_token and pass the samples' metadata"
         )
 
 

@@ -218,8 +218,8 @@ def _rows(sequences: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         if tensor.dim() > 1 and not any(other.dim() == 1 for other in tensors.values()):
             raise ValueError(
-                f"{name}: expected a 1-D sequence or [1, length], got {described(as_tensor(sequences[name]))} in example "
-                f"{index}; [length, ...] needs one of them beside it"
+                f"{name}: expected a 1-D sequence or [1, length], got {described(as_tensor(sequences[name]))} in "
+                f"example {index}; [length, ...] needs one of them beside it"
             )
     return tensors
 

@@ -64,7 +64,8 @@ def import_torch():
 def check_python() -> None:
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         sys.exit(
-            f"packing_ops: expected a Python with the global interpreter lock, got a free-threaded {sys.version.split()[0]}, "
+            f"packing_ops: expected a Python with the global interpreter lock, got a free-threaded "
+            f"{sys.version.split()[0]}, "
             "which takes no abi3 library"
         )
 
@@ -175,7 +176,8 @@ def one_build_at_a_time(folder: Path) -> Iterator[None]:
         file = (folder / "lock").open("w")
     except OSError as error:  # made by another user, for one
         sys.exit(
-            f"packing_ops: {error.strerror}: {error.filename}; a build writes into {folder}: remove it, or make it yours"
+            f"packing_ops: {error.strerror}: {error.filename}; a build writes into {folder}: remove it, or make "
+            "it yours"
         )
     with file as lock:
         try:

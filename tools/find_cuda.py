@@ -43,8 +43,8 @@ def find_cuda_home() -> Path | None:
 def refuse_toolkit(home: Path, got: str) -> NoReturn:
     oldest = ".".join(map(str, OLDEST_TOOLKIT))
     sys.exit(
-        f"packing_ops: expected a CUDA toolkit {oldest} or later in {home}, got {got}: set CUDA_HOME to one, or FORCE_CUDA=0 "
-        "to build without CUDA"
+        f"packing_ops: expected a CUDA toolkit {oldest} or later in {home}, got {got}: set CUDA_HOME to one, or "
+        "FORCE_CUDA=0 to build without CUDA"
     )
 
 

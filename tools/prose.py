@@ -128,7 +128,8 @@ def main() -> None:
             print(*found, sep="\n")
     places, without = first_words(), without_verb()
     print(
-        f"docstrings of functions that begin with a verb: {100 * (1 - len(without) / len(places)):.0f}% of {len(places)}"
+        f"docstrings of functions that begin with a verb: {100 * (1 - len(without) / len(places)):.0f}% of "
+        f"{len(places)}"
     )
     long = long_lines()
     print(f"lines of prose over {LONGEST} characters: {len(long)}")

@@ -42,7 +42,8 @@ def misfit(toolkit: str) -> str:
     if cuda is None or cuda[0] >= int(toolkit.partition(".")[0]):
         return ""
     return (
-        f"packing_ops: it was built with CUDA {toolkit}, which needs NVIDIA driver {needed(toolkit)}; the driver here is "
-        f"{found()}. Install a newer driver, or a wheel that was built with CUDA {cuda[0]}, or build it from source with the "
+        f"packing_ops: it was built with CUDA {toolkit}, which needs NVIDIA driver {needed(toolkit)}; the driver here "
+        f"is {found()}. Install a newer driver, or a wheel that was built with CUDA {cuda[0]}, or build it from source "
+        "with the "
         f"CUDA {cuda[0]} toolkit: CUDA_HOME=/path/to/cuda-{cuda[0]} pip install --no-binary packing_ops packing_ops"
     )

@@ -153,7 +153,8 @@ def block_causal_mask(cu_seqlens, total, dtype, window):
 
 _WANTED = {
     "as it was": "values: expected a tensor as it was when its documents were found",
-    "depths": "position_ids: expected each row's distance from its root beside segment_parents (PrefixTree.position_ids)",
+    "depths": "position_ids: expected each row's distance from its root beside segment_parents "
+    "(PrefixTree.position_ids)",
     "segments": "parents: expected the paths of the tree that cu_seqlens_q are the segments of",
 }
 

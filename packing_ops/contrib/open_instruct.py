@@ -198,6 +198,6 @@ def mixing_warning(model: torch.nn.Module, batch: Mapping[str, Any]) -> str | No
         return None
     name = type(model).__name__
     return (
-        f"{name} mixes the documents of a packed row: another first document moves the logits of the last by {moved:.1%}. "
-        "packing_ops.integrations.transformers.apply_packing_ops(model) keeps them apart, or says why not"
+        f"{name} mixes the documents of a packed row: another first document moves the logits of the last by "
+        f"{moved:.1%}. packing_ops.integrations.transformers.apply_packing_ops(model) keeps them apart, or says why not"
     )

@@ -188,8 +188,8 @@ def check_columns(
         ):
             raise ValueError(
                 f"{name}: expected no column that this collator would drop, got one beside {prefix}input_ids; see "
-                "docs/columns.md for those that it knows, name others in token_fields, document_fields or image_fields, or "
-                "take them out of the examples (dataset.remove_columns)"
+                "docs/columns.md for those that it knows, name others in token_fields, document_fields or "
+                "image_fields, or take them out of the examples (dataset.remove_columns)"
             )
 
 

@@ -67,7 +67,8 @@ def _of_tokens(name: str, examples: Examples, lengths: Sequence[int], slots: Seq
         if tensor.dim() == 0 or len(tensor) != length or tensor.shape[1:] != tail or (routed and len(tail) != 2):
             shape = "length, layers, k" if routed else ", ".join(map(str, ["length", *tail]))
             raise ValueError(
-                f"{name}: expected [{shape}] with length={length} like input_ids, got {described(tensor)} in example {i}"
+                f"{name}: expected [{shape}] with length={length} like input_ids, got {described(tensor)} in "
+                f"example {i}"
             )
         if routed and not _are_experts(tensor):
             raise ValueError(f"{name}: expected experts from -1 (not known) to 32767, got others in example {i}")

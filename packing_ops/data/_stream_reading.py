@@ -134,8 +134,8 @@ class Reading:
             budgets = zip(stream.capacity.items(), item.sizes, self.waiting.budgets, strict=True)
             (name, most), size = next((budget, size) for budget, size, room in budgets if size > room)
             raise ValueError(
-                f"capacity: expected at least the {size} {'slots' if name == 'tokens' else name} of example {number}, got "
-                f"{most}; overlong='drop', 'own' or 'truncate' accepts it"
+                f"capacity: expected at least the {size} {'slots' if name == 'tokens' else name} of example {number}, "
+                f"got {most}; overlong='drop', 'own' or 'truncate' accepts it"
             )
         checksum = _checksum(item)
         self.first = checksum if self.first is None else self.first
@@ -147,8 +147,8 @@ class Reading:
         if over and stream.overlong == "truncate":
             if images := [name for name in OF_IMAGES if example.get(name) is not None]:
                 raise ValueError(
-                    f"{images[0]}: expected an example of text to cut, got images beside the {item.tokens} tokens of example "
-                    f"{number}; overlong='drop' or 'own' accepts it"
+                    f"{images[0]}: expected an example of text to cut, got images beside the {item.tokens} tokens of "
+                    f"example {number}; overlong='drop' or 'own' accepts it"
                 )
             self.progress.truncated += 1
             self.progress.lost_tokens += item.tokens - stream.longest

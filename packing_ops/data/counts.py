@@ -127,8 +127,8 @@ def _num_tokens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | int | N
 def _cu_seqlens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
     if batch.get(prefix + "segment_parents") is not None:
         raise ValueError(
-            f"{prefix}segment_parents: expected packed documents, got a prefix tree, whose segments are no samples: count "
-            "input_ids[:, slot_of_token] with sample_cu_seqlens for cu_seqlens"
+            f"{prefix}segment_parents: expected packed documents, got a prefix tree, whose segments are no samples: "
+            "count input_ids[:, slot_of_token] with sample_cu_seqlens for cu_seqlens"
         )
     for name, value in batch.items():
         if isinstance(value, PackedMetadata) and not prefix:

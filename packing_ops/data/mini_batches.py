@@ -349,7 +349,8 @@ def _row_ends(name: str, boundaries: Boundaries, rows: int, least: int | None = 
     ):
         up_to = f"at least {least}, the end of boundaries" if least > 1 else f"at most {rows}"
         raise ValueError(
-            f"{name}: expected (start, end) pairs of at least one row, one after the other from 0 to {up_to}, got {pairs}"
+            f"{name}: expected (start, end) pairs of at least one row, one after the other from 0 to {up_to}, got "
+            f"{pairs}"
         )
     return ends
 

@@ -135,8 +135,8 @@ def pad_batch_to_multiple(
     fills |= {name: -100 for name in with_rows if str(name).endswith("labels")}
     if fill is None and not fills:
         raise ValueError(
-            f"fill: expected a loss_mask or labels in the batch, got {sorted(map(str, values))}; fill={{name: value}} says "
-            "what keeps dummy rows out of the loss, fill={} that nothing has to"
+            f"fill: expected a loss_mask or labels in the batch, got {sorted(map(str, values))}; fill={{name: value}} "
+            "says what keeps dummy rows out of the loss, fill={} that nothing has to"
         )
     fills.update(fill or {})
     return fields.map(lambda name, rows: with_dummies(name, rows, missing, fills))
@@ -280,8 +280,8 @@ def empty_like_batch(
             raise ValueError(f"{tokens}: expected a tensor [total], [1, total] or [rows, width], got {got}")
         if images := [name for name, value in fields.all if name in OF_IMAGES and value is not None]:
             raise NotImplementedError(
-                f"{images[0]}: expected a batch of text, since the towers of models run no empty batch, got images; a row "
-                "with images whose labels are all -100 serves too"
+                f"{images[0]}: expected a batch of text, since the towers of models run no empty batch, got images; a "
+                "row with images whose labels are all -100 serves too"
             )
         return _without_tokens(fields, tuple(like.shape[:2]), padding)
     if padding:

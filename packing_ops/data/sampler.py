@@ -239,8 +239,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         if self.overlong == "error" and len(over):
             index, place = over[0].tolist()
             raise ValueError(
-                f"lengths: expected at most {most[place]} {list(capacity)[place]}, got {int(sizes[index, place])} at index "
-                f"{index}; overlong='drop' or 'own' accepts it"
+                f"lengths: expected at most {most[place]} {list(capacity)[place]}, got {int(sizes[index, place])} at "
+                f"index {index}; overlong='drop' or 'own' accepts it"
             )
         self._most = math.lcm(*most)
         self._units = sizes * torch.tensor([self._most // own for own in most], device="cpu")

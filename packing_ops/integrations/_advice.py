@@ -27,8 +27,8 @@ class Padding:
             return
         if (padding := round(100 - 100 * int(self.tokens) / self.slots)) >= 10:
             log_once(
-                f"the first {BATCHES} training batches of {class_name(model)} are {padding}% padding, which packing leaves "
-                f"out (collators of packing_ops.data{_PACKING_OF_TRL if 'trl' in sys.modules else ''})"
+                f"the first {BATCHES} training batches of {class_name(model)} are {padding}% padding, which packing "
+                f"leaves out (collators of packing_ops.data{_PACKING_OF_TRL if 'trl' in sys.modules else ''})"
             )
 
 

@@ -78,8 +78,9 @@ def _compiled(module: torch.nn.Module) -> str | None:
     norm = next((name for name in sorted(names) if name.endswith("Norm")), None)
     if norm is not None and not hasattr(config, "batch_invariant"):
         return (
-            f"torch.compile before 2.13 sums a row of {norm} in an order that depends on the number of rows: compile after "
-            f"apply_packing_ops(invariant=True), which serves RMSNorm, or wrap the forward of {norm} in torch.compiler.disable"
+            f"torch.compile before 2.13 sums a row of {norm} in an order that depends on the number of rows: compile "
+            f"after apply_packing_ops(invariant=True), which serves RMSNorm, or wrap the forward of {norm} in "
+            "torch.compiler.disable"
         )
     return None
 
@@ -97,7 +98,10 @@ def reason_of(module: torch.nn.Module | None, like: torch.Tensor) -> str:
     if like.is_cuda and weights and like.dtype == torch.float32:
         return "cuBLASLt's float32 products of up to 16 rows have other bits: use bfloat16 or float16"
     if like.is_cuda and any(size % mode.COLUMNS for t in weights for size in t.shape):
-        return "cuBLASLt has other kernels for few rows where a size is no multiple of 8: pad the weight, say a vocabulary, to one"
+        return (
+            "cuBLASLt has other kernels for few rows where a size is no multiple of 8: pad the weight, say a "
+            "vocabulary, to one"
+        )
     if like.is_cuda and any(t.dim() == 2 and min(t.shape) <= mode.NARROW for t in weights):
         return f"cuBLASLt has other kernels for 1 to 3 rows where a size is at most {mode.NARROW}: give it 16 rows"
     if like.is_cuda and (weights or module is None) and not mode.has_setter():

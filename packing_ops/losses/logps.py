@@ -418,7 +418,8 @@ def _scaling(options: LogpsOptions, hidden: torch.Tensor) -> tuple[torch.Tensor 
         total = hidden.shape[0]
         if not temperature.is_floating_point() or temperature.shape not in ((), (total,), (1, total)):
             raise ValueError(
-                f"temperature: expected a number, or floating [total={total}] like hidden, got {_described(temperature)}"
+                f"temperature: expected a number, or floating [total={total}] like hidden, got "
+                f"{_described(temperature)}"
             )
         if temperature.device != hidden.device and temperature.dim():
             raise ValueError(f"temperature: expected on {hidden.device} like hidden, got {_described(temperature)}")

@@ -87,8 +87,8 @@ def check_agreement(
         for rank, other in enumerate(calls):
             if other[name] != first:
                 raise ValueError(
-                    f"{name}: expected {first} on all {len(calls)} ranks as on rank 0, got {other[name]} on rank {rank} "
-                    "of the group"
+                    f"{name}: expected {first} on all {len(calls)} ranks as on rank 0, got {other[name]} on rank "
+                    f"{rank} of the group"
                 )
 
 

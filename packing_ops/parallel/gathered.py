@@ -76,8 +76,8 @@ def attend_to_gathered(
 def refuse_window(options: AttentionOptions) -> None:
     if not options.causal and options.window_size != (-1, -1):
         raise NotImplementedError(
-            f"window_size: expected (-1, -1) without a causal mask under context parallelism, got {options.window_size} "
-            "(ulysses_attention takes it)"
+            "window_size: expected (-1, -1) without a causal mask under context parallelism, got "
+            f"{options.window_size} (ulysses_attention takes it)"
         )
 
 
@@ -87,8 +87,8 @@ def _refuse_documents(documents: PackedMetadata | torch.Tensor) -> None:
     for name, given in (("visible_end", documents.visible_end), ("prefix tree", documents.paths)):
         if given is not None:
             raise NotImplementedError(
-                f"cu_seqlens: expected no {name} with gathered keys, got a PackedMetadata that has one (ulysses_attention "
-                "takes it)"
+                f"cu_seqlens: expected no {name} with gathered keys, got a PackedMetadata that has one "
+                "(ulysses_attention takes it)"
             )
 
 

@@ -67,8 +67,8 @@ def conclusion(report: dict[str, Any]) -> str:
         )
     return (
         f"In {rows} an epoch is an estimated {_as_fast(packed, layouts['padded'])} as fast as in padded batches of "
-        f"{settings['batch_size']} and {_as_fast(packed, layouts['length_grouped'])} as fast as in such batches grouped by "
-        f"length: {padding['ffd']} padding, not {padding['padded']} or {padding['length_grouped']}."
+        f"{settings['batch_size']} and {_as_fast(packed, layouts['length_grouped'])} as fast as in such batches "
+        f"grouped by length: {padding['ffd']} padding, not {padding['padded']} or {padding['length_grouped']}."
     )
 
 

@@ -72,7 +72,8 @@ def refuse_misplaced(misplaced: tuple[object, ...], unknown: Mapping[str, object
         raise TypeError(f"varlen_attention() got an unexpected keyword argument {name!r}")
     if misplaced:
         raise TypeError(
-            f"max_seqlen_q: expected at most 5 arguments by position, options by name (causal=True), got {5 + len(misplaced)}: "
+            "max_seqlen_q: expected at most 5 arguments by position, options by name (causal=True), got "
+            f"{5 + len(misplaced)}: "
             "max_seqlen is not needed, leave it out (flash_attn_varlen_func takes flash-attn's arguments)"
         )
 

@@ -54,8 +54,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
     total = int(ends[-1])
     if total % world_size:
         raise ValueError(
-            f"cu_seqlens: expected to end at a multiple of world_size={world_size}, got {total}; pad the row's end, as a "
-            "document of its own"
+            f"cu_seqlens: expected to end at a multiple of world_size={world_size}, got {total}; pad the row's end, as "
+            "a document of its own"
         )
     first, last = rank * total // world_size, (rank + 1) * total // world_size
     spans = itertools.pairwise(ends.tolist())

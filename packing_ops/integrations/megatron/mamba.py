@@ -27,8 +27,8 @@ def mixer_of(stock: type) -> type:
     """
     if "packed_seq_params" not in inspect.signature(stock._ssm_training).parameters:  # type: ignore[attr-defined]
         raise NotImplementedError(
-            "MambaMixer: expected that of megatron-core 0.16 or later, got one that takes no packed_seq_params: its state "
-            "goes on from one document into the next"
+            "MambaMixer: expected that of megatron-core 0.16 or later, got one that takes no packed_seq_params: its "
+            "state goes on from one document into the next"
         )
 
     class PackingMambaMixer(stock):  # type: ignore[misc, valid-type]

@@ -74,7 +74,8 @@ def tokens_of(
         if not agrees or seqlen != keys or padding.shape not in {(1, 1, 1, seqlen), (batch, 1, 1, seqlen)}:
             kind = "causal mask" if causal else "mask that hides nothing"
             raise NotImplementedError(
-                f"attention_mask: expected None or a {kind}, with padding or without, got another; pack documents as thd"
+                f"attention_mask: expected None or a {kind}, with padding or without, got another; pack "
+                "documents as thd"
             )
         real = ~padding[:, 0, 0].expand(batch, seqlen)
         _, indices, cu_seqlens, _, _ = unpad_input(real, real)

@@ -56,7 +56,8 @@ def tree_in(params: Any, group: torch.distributed.ProcessGroup | None) -> Packed
     """
     if getattr(params, "segment_parents", None) is not None:
         raise ValueError(
-            "segment_parents: expected patch_rope() before the forward, and a layer of megatron-core's SelfAttention (not "
+            "segment_parents: expected patch_rope() before the forward, and a layer of megatron-core's SelfAttention "
+            "(not "
             "multi-latent attention), whose RoPE then takes depths, got a layer that counts positions in each segment"
         )
     tree = params.tree if isinstance(params, TreeParams) else params

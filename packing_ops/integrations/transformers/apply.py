@@ -199,8 +199,8 @@ def apply_packing_ops(
         _refuse(model, skipped, strict)
     if "attention" in skipped and _guard(model, skipped["attention"]):
         skipped["attention"] += (
-            "; rows of several documents are an error where no layer keeps them apart. With attention=False they are none: "
-            "the model's own attention must then keep them apart"
+            "; rows of several documents are an error where no layer keeps them apart. With attention=False they are "
+            "none: the model's own attention must then keep them apart"
         )
     # Vision towers and sequence groups, which need this attention
     attends = attention and "attention" not in skipped
@@ -454,6 +454,6 @@ def _in_enough_rows(module: torch.nn.Module, before: Any, *args: Any, **kwargs: 
 @torch.compiler.assume_constant_result  # called by the compiler: what a traced function raises makes it go on in parts
 def _refuse_graph() -> None:
     raise NotImplementedError(
-        "apply_packing_ops(invariant=True): torch.compile is not served on the CPU, where the sums that it makes depend on "
-        "the number of rows"
+        "apply_packing_ops(invariant=True): torch.compile is not served on the CPU, where the sums that it makes "
+        "depend on the number of rows"
     )

@@ -145,8 +145,8 @@ def _end(model, call, kwargs, outputs):
     if isinstance(pooled, torch.Tensor) and pooled.dim() == 2 and len(pooled) == seen.rows:
         outputs["pooler_output"] = None
         versions.log_once(
-            f"pooler_output of {call.name} is None: expected one document in each row, got several, and it is made of the "
-            "row's first token; take last_hidden_state where documents start"
+            f"pooler_output of {call.name} is None: expected one document in each row, got several, and it is made of "
+            "the row's first token; take last_hidden_state where documents start"
         )
 
 
@@ -261,11 +261,12 @@ SDPA = frozenset(("output_attentions", "position_bias"))
 # TransformersKwargs, generate, generate_batch, trainers and outer models, and deterministic, which our backward always
 # is.
 HARMLESS = frozenset({
-    CACHE, "block_table", "cache", "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states", "ignore_index",
-    "input_ids", "inputs_embeds", "k_cache", "labels", "logits_indices", "logits_processor_args", "logits_to_keep", "margin", "max_length_k", "max_length_q",
-    "mm_token_type_ids", "num_items_in_batch", "num_targets", "num_tokens", "output_hidden_states", "output_router_logits",
-    "packed_seq_lengths", "past_key_values", "read_index", "return_dict", "seq_idx", "shift_labels", "token_type_ids",
-    "use_cache", "v_cache", REQUESTS, DOCUMENTS,
+    CACHE, "block_table", "cache", "cache_position", "deterministic", "encoder_attention_mask", "encoder_hidden_states",
+    "ignore_index", "input_ids", "inputs_embeds", "k_cache", "labels", "logits_indices", "logits_processor_args",
+    "logits_to_keep", "margin", "max_length_k", "max_length_q", "mm_token_type_ids", "num_items_in_batch",
+    "num_targets", "num_tokens", "output_hidden_states", "output_router_logits", "packed_seq_lengths",
+    "past_key_values", "read_index", "return_dict", "seq_idx", "shift_labels", "token_type_ids", "use_cache", "v_cache",
+    REQUESTS, DOCUMENTS,
 })  # fmt: skip
 
 
@@ -283,7 +284,10 @@ def option_for_sdpa(kwargs):
 def why_no_tree(query, key, mask, pattern):
     """Return why a call cannot be of a prefix tree, or an empty string."""
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        return f"a batch of {query.shape[0]}, {query.shape[2]} queries and {key.shape[2]} keys (a tree is one row, without a cache)"
+        return (
+            f"a batch of {query.shape[0]}, {query.shape[2]} queries and {key.shape[2]} keys (a tree is one row, "
+            "without a cache)"
+        )
     if mask is not None and (pattern is None or pattern.blocks is not None or pattern.padding is not None):
         return "a mask that is more than causal or a window"
     return ""
@@ -390,8 +394,8 @@ def _checked(stock):
         if names and attn_implementation not in names:
             raise ValueError(
                 f"attn_implementation: expected one of {', '.join(sorted(names))} for {type(self).__name__}, which has "
-                f"attention of its own, got {attn_implementation!r}; load it with one of these, and give each document a "
-                "row of its own"
+                f"attention of its own, got {attn_implementation!r}; load it with one of these, and give each document "
+                "a row of its own"
             )
         return stock(self, attn_implementation, *args, **kwargs)
 

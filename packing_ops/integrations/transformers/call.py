@@ -43,8 +43,8 @@ _READERS = ("transformers.models.doge.",)  # supports FlexAttention, and reads e
 # Models in which tokens of neighbouring documents also mix outside attention: convolutions, trigrams, compressed keys,
 # patches of bytes; or in it, by a mask that is made for one query, or one protein for a row (Evolla).
 _MIXERS = frozenset({
-    "blt", "canine", "convbert", "deepseek_v4", "evolla", "inkling2_loop_text", "inkling2_text", "inkling_text", "mobilebert", "nystromformer",
-    "sam3_lite_text_text_model", "visual_bert",
+    "blt", "canine", "convbert", "deepseek_v4", "evolla", "inkling2_loop_text", "inkling2_text", "inkling_text",
+    "mobilebert", "nystromformer", "sam3_lite_text_text_model", "visual_bert",
 })  # fmt: skip
 # These give position_ids of zeros, and embed the time step instead.
 OTHER_POSITIONS = frozenset(("decision_transformer",))
@@ -250,8 +250,8 @@ class PackedCall:
         """Raise ValueError if several documents reached no attention: they would have attended to each other."""
         if "segment_parents" in self.unconsumed:
             raise ValueError(
-                f"segment_parents: expected a model that passes them to its attention, got {self.name}; give it the samples "
-                "as packed documents"
+                f"segment_parents: expected a model that passes them to its attention, got {self.name}; give it the "
+                "samples as packed documents"
             )
         if "position_ids" in self.unconsumed:
             if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:

@@ -239,8 +239,8 @@ def first_tokens(padding, position_ids, batch, seqlen, device) -> torch.Tensor:
 
 
 _INSIDE = (
-    "position_ids: expected no restart inside of a document that attention_mask numbers, got one; they may go on from document "
-    "to document, or restart where a number changes"
+    "position_ids: expected no restart inside of a document that attention_mask numbers, got one; they may go on from "
+    "document to document, or restart where a number changes"
 )
 
 

@@ -31,8 +31,8 @@ def find(module, query, key, mask, pattern, cu_seqlens, position_ids, options):
     if pattern is not None:
         if pattern.of_tree:
             raise ValueError(
-                f"segment_parents: expected a model that passes them to its attention, got {type(module).__name__} without "
-                "them; give it the samples as packed documents"
+                f"segment_parents: expected a model that passes them to its attention, got {type(module).__name__} "
+                "without them; give it the samples as packed documents"
             )
         documents, visible_end, none = documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids)
         return (documents, None, "the last queries of a row") if pattern.last else (documents, visible_end, none)
@@ -117,8 +117,8 @@ def refuse_dropped_mask(module, query, cu_seqlens, position_ids, causal, window)
     unclear = len(masks) > 1 and of_layer[1] == (-1, -1) and not is_full
     if masks and (of_layer not in masks or None in masks or unclear):
         raise ValueError(
-            f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to {seqlen}: "
-            f"it had more than causal={causal} and window_size={window}, which the layer passes"
+            f"attention_mask: expected to reach attention, got dropped where rows of {length} slots are gathered to "
+            f"{seqlen}: it had more than causal={causal} and window_size={window}, which the layer passes"
         )
 
 
@@ -135,8 +135,8 @@ def _refuse_parts(length, seqlen, cu_seqlens, padding):
     if padding is None or (is_tensor(padding, 2) and can_read(padding) and bool((padding == 1).all())):
         return
     raise ValueError(
-        f"attention_mask: expected None or all ones {gathered}, got padding or document numbers: let position_ids restart "
-        "with each document"
+        f"attention_mask: expected None or all ones {gathered}, got padding or document numbers: let position_ids "
+        "restart with each document"
     )
 
 

@@ -236,8 +236,8 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
     elif needs and call.needs_positions and call.outer is None and _takes_positions(model, needs):
         message = (
             f"position_ids: expected [{batch}, seqlen] that start in each document as they do alone (at 0, as "
-            f"PackedMetadata.position_ids do), got None beside several documents in {call.named_by()}, and {needs} then "
-            "counts along the row"
+            f"PackedMetadata.position_ids do), got None beside several documents in {call.named_by()}, and {needs} "
+            "then counts along the row"
         )
         call.where_several = batch, message
 
@@ -428,8 +428,8 @@ def _scaled_by_position(attention, stock, *args, **kwargs):
             refuse_where(
                 several_in(positions, mask.padding),
                 f"position_ids: expected one row, or several shorter than {attention.floor_scale}, got "
-                f"{list(positions.shape)} with several documents in a row, which {class_name(attention)} scales by their "
-                "place in it",
+                f"{list(positions.shape)} with several documents in a row, which {class_name(attention)} scales by "
+                "their place in it",
             )
         return run(*args, **kwargs)
     offsets = positions[0] - torch.arange(positions.shape[1], device=positions.device)

@@ -58,7 +58,8 @@ def _operator(name):  # a function: torch.compile does not trace an operator tha
 # Lists, since torch.compile does not trace a NamedTuple with a __getattr__.
 for _name in ("shape", "dtype", "device", "ndim", "dim", "size", "real", "imag", "unsqueeze", "squeeze", "view",
               "reshape", "expand", "repeat", "repeat_interleave", "transpose", "permute", "chunk", "split", "flatten",
-              "float", "contiguous", "type_as", "index_select", "gather", "narrow", "select", "clone", "detach"):  # fmt: skip
+              "float", "contiguous", "type_as", "index_select", "gather", "narrow", "select", "clone",
+              "detach"):  # fmt: skip
     setattr(Tables, _name, _of_table(_name))
 for _name in ("__neg__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__"):
     setattr(Tables, _name, _operator(_name))

@@ -74,8 +74,8 @@ class SequenceGroup:
         ranks = self.group.size()
         total = ranks * rows
         message = (
-            f"cu_seq_lens_q: expected to end at {max(total - ranks + 1, 0)} to {total}, the row of {rows} slots on each "
-            f"of {ranks} ranks (shard_packed gives it)"
+            f"cu_seq_lens_q: expected to end at {max(total - ranks + 1, 0)} to {total}, the row of {rows} slots on "
+            f"each of {ranks} ranks (shard_packed gives it)"
         )
         if not can_read(cu_seqlens):
             end = cu_seqlens[-1]

@@ -87,8 +87,8 @@ def revert_padding_free(trainer: Any) -> None:
         host = _called(_hosts(model)[0], trainer)
         if _is_wrapped(host):
             raise ValueError(
-                "trainer: expected the forward that enable_padding_free put into its model, got accelerate's around it; "
-                "take that off first (accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+                "trainer: expected the forward that enable_padding_free put into its model, got accelerate's around "
+                "it; take that off first (accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
             )
         take_out_function(host, _packed)
         for head in fused_logps.patches():
@@ -97,8 +97,8 @@ def revert_padding_free(trainer: Any) -> None:
 
 _IMAGES = (
     "images are rows of their own size, which TRL's batches do not tell apart without padding: train on batches of "
-    "PaddingFreeCollator with position_ids [4, batch, seqlen] or cu_seq_lens_q (docs/transformers-models.md, Images), or leave "
-    "this trainer padded"
+    "PaddingFreeCollator with position_ids [4, batch, seqlen] or cu_seq_lens_q (docs/transformers-models.md, Images), "
+    "or leave this trainer padded"
 )
 
 
@@ -132,7 +132,8 @@ def _host_of(model: Any, trainer: Any) -> Any:
     if attention not in NAMES:
         raise ValueError(
             f"trainer: expected models with attn_implementation='packing_ops', got {attention!r} of "
-            f"{type(found[0]).__name__}; call apply_packing_ops(trainer.model), and for its ref_model or teacher_model, first"
+            f"{type(found[0]).__name__}; call apply_packing_ops(trainer.model), and for its ref_model or "
+            "teacher_model, first"
         )
     return found[0]
 
