@@ -17,6 +17,7 @@ from packing_ops.integrations.vllm.refusals import refusals
 
 pytest.importorskip("transformers")
 HEADS, KV_HEADS, DIM = 4, 2, 16
+LOGITS = types.SimpleNamespace  # of a model's configuration
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -191,6 +192,7 @@ def test_sums_do_not_depend_on_where_logits_lie(device):
     [
         ({"parallel_config__tensor_parallel_size": 2}, "tensor_parallel_size: expected 1, .* got 2"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size: expected 1, .* got 2"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size: expected 1, .* got 2"),
         ({"quant_config__": object()}, "quantization: expected .* got object"),
         ({"speculative_config__": object()}, "speculative_config: expected None"),
         ({"lora_config__": object()}, "enable_lora: expected False"),
@@ -198,9 +200,11 @@ def test_sums_do_not_depend_on_where_logits_lie(device):
         ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype: expected 'auto', got 'fp8'"),
         ({"compilation_config__mode": 3}, "enforce_eager: expected True"),
         ({"device_config__device_type": "cuda", "model_config__dtype": torch.float32}, "dtype: expected bfloat16"),
+        ({"model_config__hf_text_config": LOGITS(logits_scaling=8.0)}, "logits_scaling: expected 1.0, got 8"),
+        ({"model_config__hf_text_config": LOGITS(logit_scale=0.25)}, "logit_scale: expected 1.0, got 0.25"),
         (
-            {"model_config__hf_text_config": types.SimpleNamespace(logits_scaling=8.0)},
-            "logits_scaling: expected 1.0, got 8",
+            {"model_config__hf_text_config": LOGITS(final_logit_softcapping=30.0)},
+            "final_logit_softcapping: expected None, got 30",
         ),
     ],
 )
@@ -218,8 +222,9 @@ def test_a_block_size_that_nobody_gave_is_not_refused():
 
 
 def test_layers_that_are_not_served_are_named(vllm):
-    with pytest.raises(NotImplementedError, match="alibi_slopes: expected None"):
-        vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS, alibi_slopes=[1.0])
+    for name, value in (("alibi_slopes", [1.0]), ("kv_sharing_target_layer_name", "layers.0"), ("block_m", 64)):
+        with pytest.raises(NotImplementedError, match=f"{name}: expected None"):
+            vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS, **{name: value})
     with pytest.raises(NotImplementedError, match="attn_type: expected decoder, got encoder"):
         vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS, attn_type="encoder")
     experts = config(compilation_config__static_forward_context={"layers.1.mlp.experts": torch.nn.Identity()})
@@ -227,6 +232,15 @@ def test_layers_that_are_not_served_are_named(vllm):
         NotImplementedError, match=r"layers.1.mlp.experts: expected layers of attention alone, got Identity"
     ):
         vllm.backend.Builder(types.SimpleNamespace(block_size=BLOCK), [], experts, "cpu")
+    builder = vllm.backend.Builder(types.SimpleNamespace(block_size=BLOCK), [], config(), "cpu")
+    with pytest.raises(NotImplementedError, match="causal: expected True, got False"):
+        builder.build(0, types.SimpleNamespace(causal=False))
+
+
+def test_a_head_with_a_bias_is_refused(patched):
+    head = types.SimpleNamespace(weight=torch.nn.Parameter(torch.randn(40, 48)), org_vocab_size=40)
+    with pytest.raises(NotImplementedError, match="lm_head: expected no bias, got one"):
+        patched.layers.UnquantizedEmbeddingMethod().apply(head, torch.randn(3, 48), torch.randn(40))
 
 
 def test_with_the_last_attention_everything_goes(vllm):
