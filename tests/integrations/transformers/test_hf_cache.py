@@ -91,12 +91,12 @@ def test_it_is_refused(kind, cache, length, device):
 
 
 @pytest.mark.parametrize("kind", ["one document", "nothing", "padding"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "cache"), [("llama", "dynamic"), ("llama", "static"), ("gemma3", "dynamic")])
 @torch.no_grad()
-def test_one_document_goes_on(kind, family, device):
+def test_one_document_goes_on(kind, family, cache, device):
     model = tiny_model(family, attn_implementation="packing_ops", device=device)
     stock = tiny_model(family, device=device)
-    kept, wanted = filled(model, kind, device=device), filled(stock, kind, device=device)
+    kept, wanted = filled(model, kind, cache, device), filled(stock, kind, cache, device)
     for length in (1, 3, 1):
         torch.testing.assert_close(more(model, kept, kind, length), more(stock, wanted, kind, length), **CLOSE)
 

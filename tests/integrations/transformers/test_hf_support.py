@@ -106,6 +106,37 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_stock_model(family, device):
         assert one_document > 2**2 * stock, name
 
 
+@pytest.mark.parametrize("setting", ["use_reentrant=True", "DoRA", "GradScaler"])
+def test_settings_of_the_short_answers(setting, device):
+    """Of docs/questions.md: loss and gradients of the stock model, one document at a time."""
+    documents = [torch.randint(3, 61, (length,), device=device) for length in LENGTHS]
+
+    def trained(batches, apply):
+        model = tiny_model("qwen3", device=device)
+        if setting == "DoRA":
+            peft = pytest.importorskip("peft")
+            torch.manual_seed(7)
+            config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], use_dora=True, init_lora_weights=False)
+            model = peft.get_peft_model(model, config)
+        if apply:
+            assert apply_packing_ops(model, fused_loss=True)
+        if setting == "use_reentrant=True":
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+        scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=2.0**20, enabled=setting == "GradScaler")
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+        for batch in batches:
+            scaler.scale(model(**batch, num_items_in_batch=sum(LENGTHS) - len(LENGTHS)).loss).backward()
+        scaler.unscale_(optimizer)
+        return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+    wanted = trained([{"input_ids": d[None], "labels": d[None]} for d in documents], apply=False)
+    found = trained([rows_of("packed", documents)], apply=True)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        atol = 1e-5 * gradient.abs().max().item() + 1e-6
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=atol)
+
+
 def test_ticks_of_the_page_are_these_tests():
     lines = (ROOT / "docs" / "transformers-models.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| family |"))
