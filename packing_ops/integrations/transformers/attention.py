@@ -135,18 +135,19 @@ def _begin(model, call, args, kwargs):
 
 
 def _end(model, call, kwargs, outputs):
-    """Look at what the model returned. Its pooler_output, made of a row's first token (BERT), is None where a row has
-    several documents. A model around this one, whose head reads it, is refused by name at its own end.
+    """Look at what the model returned. Its pooler_output, made of one token of a row (BERT: the first, SigLIP: the
+    last), is None where a row has several documents. A model around this one, whose head reads it, is refused by name
+    at its own end.
     """
     _advice.advise(model, call, kwargs, outputs)
     seen, pooled = call.seen, getattr(outputs, "pooler_output", None)
-    if call.outer is not None or seen is None or seen.documents <= seen.rows or getattr(model, "pooler", None) is None:
+    if call.outer is not None or seen is None or seen.documents <= seen.rows:
         return
     if isinstance(pooled, torch.Tensor) and pooled.dim() == 2 and len(pooled) == seen.rows:
         outputs["pooler_output"] = None
         versions.log_once(
             f"pooler_output of {call.name} is None: expected one document in each row, got several, and it is made of "
-            "the row's first token; take last_hidden_state where documents start"
+            "one token of the row; take last_hidden_state where documents start"
         )
 
 

@@ -282,17 +282,25 @@ def test_in_a_graph(fresh_compile):
     assert compiled(IDS, use_cache=False, position_ids=torch.arange(15)[None]).logits.shape == (1, 3)
 
 
-# --- a result of the row's first token beside those of all tokens ---
+# --- a result of one token of the row beside those of all tokens ---
 
 _BERT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+POOLED = {  # BERT's first token, SigLIP's last one, the largest id of CLIP's
+    "BertModel": ("BertConfig", _BERT),
+    "SiglipTextModel": ("SiglipTextConfig", {**_BERT, "projection_size": 32}),
+    "CLIPTextModel": ("CLIPTextConfig", {**_BERT, "eos_token_id": 2}),
+}
 
 
-@pytest.mark.parametrize("form", ["position_ids", "both"])  # BERT counts positions by itself, and refuses the others
+# BERT and SigLIP count positions by themselves, and refuse the others.
+@pytest.mark.parametrize("form", ["position_ids", "both"])
+@pytest.mark.parametrize("name", POOLED)
 @torch.no_grad()
-def test_pooled_rows_of_several_documents_are_none(form, caplog):
+def test_pooled_rows_of_several_documents_are_none(name, form, caplog):
     arguments.warned.clear()
     transformers.utils.logging.enable_propagation()
-    model = applied("BertModel", "BertConfig", **_BERT)
+    config, sizes = POOLED[name]
+    model = applied(name, config, **sizes)
     alone = [model(each) for each in IDS.split(LENGTHS, 1)]
     assert all(each.pooler_output.shape == (1, 32) for each in alone)
     rows, mask = torch.cat([IDS, IDS.flip(1)]), torch.ones(2, IDS.shape[1], dtype=torch.long)
@@ -300,6 +308,6 @@ def test_pooled_rows_of_several_documents_are_none(form, caplog):
     assert model(rows, attention_mask=mask).pooler_output.shape == (2, 32)
     packed = model(IDS, **FORMS[form])
     assert packed.pooler_output is packed["pooler_output"] is None
-    assert "pooler_output of BertModel is None" in caplog.text
+    assert f"pooler_output of {name} is None" in caplog.text
     wanted = torch.cat([each.last_hidden_state for each in alone], 1)
     torch.testing.assert_close(packed.last_hidden_state, wanted, rtol=1e-4, atol=1e-5)
