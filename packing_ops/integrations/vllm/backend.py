@@ -1,7 +1,7 @@
 """vLLM's attention backend "CUSTOM": varlen_attention over the pages of its cache, which it also writes."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from vllm._custom_ops import reshape_and_cache_flash
@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 from packing_ops.integrations.vllm.layers import PATCHES
 from packing_ops.integrations.vllm.refusals import BLOCK, refusals, refuse_layers
 from packing_ops.invariance import mode
-from packing_ops.keys import KeyPages
+from packing_ops.keys import KeyPages, plan_for
 from packing_ops.varlen.attention import attend
 from packing_ops.varlen.options import checked_options
 
@@ -72,22 +72,25 @@ class Metadata:
 
     given: CommonAttentionMetadata
     page_size: int
+    plans: dict[tuple[object, ...], torch.Tensor | None] = field(default_factory=dict)
 
     @functools.cached_property
     def queries(self) -> tuple[torch.Tensor, KeyPages]:
         """cu_seqlens of the queries, and the pages of their keys."""
-        given = self.given
-        # Copies, since vLLM writes the next step into the same memory; with versions, so that layers share a plan.
-        with torch.inference_mode(False):
-            cu_seqlens = given.query_start_loc[: given.num_reqs + 1].clone()
-            used = given.seq_lens[: given.num_reqs].clone()
-        return cu_seqlens, KeyPages(given.block_table_tensor[: given.num_reqs], used)
+        given, count = self.given, self.given.num_reqs
+        return given.query_start_loc[: count + 1], KeyPages(given.block_table_tensor[:count], given.seq_lens[:count])
+
+    def plan(self, q, k_pages, v_pages, options) -> torch.Tensor | None:
+        """Of the first layer with this geometry: in a CUDA graph nothing else is kept for the others."""
+        geometry = *(tuple(each.shape) for each in (q, k_pages, v_pages)), options.window_size
+        if geometry not in self.plans:
+            self.plans[geometry] = plan_for(q, k_pages, v_pages, *self.queries, options)
+        return self.plans[geometry]
 
     @functools.cached_property
     def at(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and row of each new key, on the CPU."""
-        slots = self.given.slot_mapping[: self.given.num_actual_tokens].long()
-        slots = slots.clamp(min=0)  # -1: page 0, which no request has
+        slots = self.given.slot_mapping[: self.given.num_actual_tokens].long().clamp(min=0)  # -1: page 0, of no request
         return slots // self.page_size, slots % self.page_size
 
 
@@ -159,14 +162,16 @@ class Impl(AttentionImpl):
         """
         if attn_metadata is None:
             return output.zero_()
-        total, (cu_seqlens, pages) = attn_metadata.given.num_actual_tokens, attn_metadata.queries
+        given, options = attn_metadata.given, self.options
+        total, query = given.num_actual_tokens, query[: given.num_actual_tokens]
         k_pages, v_pages = kv_cache.transpose(1, 2).split(self.head_size, -1)
         if kv_cache.is_cuda:  # one kernel; vLLM has none for the CPU
-            slots = attn_metadata.given.slot_mapping[:total]
-            reshape_and_cache_flash(key, value, k_pages, v_pages, slots, "auto", layer._k_scale, layer._v_scale)
+            scales = layer._k_scale, layer._v_scale
+            reshape_and_cache_flash(key, value, k_pages, v_pages, given.slot_mapping[:total], "auto", *scales)
         else:
             k_pages.index_put_(attn_metadata.at, key[:total])
             v_pages.index_put_(attn_metadata.at, value[:total])
-        out, _ = attend(query[:total], k_pages, v_pages, cu_seqlens, pages, self.options)
+        plan = attn_metadata.plan(query, k_pages, v_pages, options)
+        out, _ = attend(query, k_pages, v_pages, *attn_metadata.queries, options, plan=plan)
         output[:total].copy_(out.view_as(output[:total]))
         return output

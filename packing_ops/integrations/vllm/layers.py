@@ -146,11 +146,7 @@ def _log_probs(logits: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | 
 
 
 def _compute_logprobs(stock):
-    @functools.wraps(stock)
-    def compute(logits):
-        return _log_probs(logits, logits.dtype)
-
-    return staticmethod(compute)
+    return staticmethod(lambda logits: _log_probs(logits, logits.dtype))
 
 
 def _forward(stock):

@@ -72,6 +72,21 @@ def test_a_graph_of_a_step_takes_the_numbers_of_the_next(vllm, device):
     assert torch.equal(cache, expected)
 
 
+def test_layers_of_a_step_share_a_plan(vllm, device, monkeypatch):
+    """One for each window, in a CUDA graph too, where nothing else is kept between layers."""
+    made, plan_for = [], vllm.backend.plan_for
+    monkeypatch.setattr(vllm.backend, "plan_for", lambda *given: made.append(given) or plan_for(*given))
+    layers = [vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS, sliding_window=each) for each in (None, 40, None, 40)]
+    builder = vllm.backend.Builder(types.SimpleNamespace(block_size=BLOCK), [], config(), device)
+    cache = torch.zeros(6, KV_HEADS, BLOCK, 2 * DIM, device=device).bfloat16()
+    q, k, v = (torch.randn(2, heads, DIM, device=device).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    for steps in (1, 2):
+        metadata = builder.build(0, step([(140, 1), (90, 1)], [[3, 1], [2, 5]], device))
+        for each in layers:
+            each.forward(LAYER, q, k, v, cache, metadata, torch.empty_like(q))
+        assert len(made) == 2 * steps
+
+
 def test_a_run_without_metadata_gives_zeros(vllm):
     impl = vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS)
     out = impl.forward(None, None, None, None, torch.empty(0), None, torch.ones(3, HEADS, DIM))
