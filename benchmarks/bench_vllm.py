@@ -47,7 +47,7 @@ PROVIDERS = {  # options of the engine, environment
 }
 ON = {"cuda": tuple(PROVIDERS), "cpu": ("packing_ops, eager", "vLLM, eager")}
 LIMIT = 120  # seconds of a provider
-KERNEL = 100  # characters of a kernel's name
+KERNEL, SMALL = 100, 10  # characters of a kernel's name; microseconds of a step below which it is one of the others
 STEPS = 16  # of decoding, timed and then profiled
 
 
@@ -75,6 +75,8 @@ def profile(engine, sampling, prompts: list[list[int]]) -> list[dict]:
     busy, by_name = covered(spans), defaultdict(list)
     for name, start, end in found:
         by_name[name[:KERNEL]].append(end - start)
+    for name in [name for name, each in by_name.items() if sum(each) < SMALL * STEPS]:
+        by_name["others"] += by_name.pop(name)
     rows = [
         ("a step", STEPS, step * 1e6),
         ("all kernels", len(found), busy),
