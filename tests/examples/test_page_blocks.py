@@ -31,7 +31,7 @@ def long_document(folder):
     """What the script of one document over 4 GPUs gives on two ranks: its parameters after a step."""
     block = block_with("docs/parallel.md", "for document in documents")
     for there, here in (
-        ("from_pretrained(name, dtype=torch.bfloat16)", "from_pretrained(name)"),
+        ("param_dtype=torch.bfloat16", "param_dtype=torch.float32"),
         ('"cuda"', '"cpu"'),
         ("(4,)", "(2,)"),
         ("targets / 4", "targets / 2"),
@@ -80,8 +80,8 @@ def parameters_of_a_rank():
     names |= {"torch": torch, "mesh": init_device_mesh("cpu", (2,))}
     block = block_with("docs/parallel.md", "PackedBatchSampler")
     for stock, ours in (
-        ("fully_shard(layer)", "fully_shard(layer, mesh=mesh)"),
-        ("fully_shard(model)", "fully_shard(model, mesh=mesh)"),
+        ("fully_shard(layer, mp_policy=mixed)", "fully_shard(layer, mesh=mesh)"),
+        ("fully_shard(model, mp_policy=mixed)", "fully_shard(model, mesh=mesh)"),
         ("AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"),
     ):
         assert stock in block

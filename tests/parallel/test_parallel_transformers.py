@@ -15,7 +15,7 @@ import transformers
 from helpers.hf_models import tiny_model
 from helpers.processes import message_of, spawn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import packing_ops as po
@@ -347,3 +347,38 @@ def test_tensor_parallel_model(tmp_path):
         wanted = whole.get_decoder().layers[0].input_layernorm.weight.grad
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
         assert list(skipped) == ["fused_loss"]
+
+
+def sharded_gradients(packed, **policies):
+    """Of a float32 model in FSDP2, on a packed row of each rank with ours, or on its documents one by one."""
+    model = tiny_model("qwen3")
+    if packed:
+        apply_packing_ops(model, fused_loss=True)
+    for module in (*model.model.layers, model):
+        fully_shard(module, **policies)
+    row = batch_of()
+    row["input_ids"] = (row["input_ids"] + dist.get_rank()) % 61
+    rows = [row] if packed else [{"input_ids": ids, "labels": ids} for ids in row["input_ids"].split(LENGTHS, 1)]
+    for batch in rows:
+        batch["labels"] = batch["input_ids"]
+        model(**batch, num_items_in_batch=sum(LENGTHS) - len(LENGTHS)).loss.backward()
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    return torch.cat([gradient.flatten() for gradient in gradients_of(model).values()])
+
+
+def policies_of_fsdp2():
+    """Errors of gradients: of ours with an offload policy; in mixed precision of the stock model, and of ours."""
+    mixed = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    exact = sharded_gradients(False)
+
+    def error(packed, **policies):
+        return float((sharded_gradients(packed, **policies) - exact).norm() / exact.norm())
+
+    offload = error(True, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return offload, error(False, **mixed), error(True, **mixed)
+
+
+def test_policies_of_fsdp2(tmp_path):
+    for offloaded, stock, ours in spawn(policies_of_fsdp2, 2, tmp_path):
+        assert offloaded <= 1e-5
+        assert 1e-4 <= ours <= 2 * stock
