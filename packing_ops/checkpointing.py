@@ -238,6 +238,6 @@ def _auto(model: torch.nn.Module | None) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for parameter in parameters:
         if parameter.requires_grad:
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local = getattr(parameter, "_local_tensor", parameter)  # to_local() is an op, which a traced graph refuses
             free -= local.nbytes * (2 + (parameter.grad is None))
     return max(0, int(free * SHARE_OF_FREE))

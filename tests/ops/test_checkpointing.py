@@ -191,22 +191,27 @@ def test_bad_arguments_are_named(arguments, error, words):
         po.checkpoint_policy(**{"model": Model(), **arguments})
 
 
-@pytest.mark.parametrize(("budget", "dynamic"), [(ATTENTION, True), (2**20, None)])
-def test_compiled_layers(budget, dynamic, fresh_compile):
-    """The checkpoint is in each layer's graph. One graph serves all layers, and the longest row is the first."""
-    rows = ROWS[::-1]
-    wanted, model = trained(Model(), rows), Model()
-    policy = po.checkpoint_policy(model, budget * LAYERS * 41)
+def compiled_layers(model, policy, **how):
+    """The checkpoint is in each layer's graph, and the model a plain loop."""
     for layer in model.layers:
 
         def forward(x, metadata, stock=layer.forward):
             return checkpoint(stock, x, metadata, use_reentrant=False, context_fn=policy)
 
         layer.forward = forward
-        layer.compile(backend="aot_eager_decomp_partition", dynamic=dynamic, fullgraph=True)
+        layer.compile(backend="aot_eager_decomp_partition", **how)
     model.forward = lambda x, metadata: (
         functools.reduce(lambda h, layer: layer(h, metadata), model.layers, x).square().mean()
     )
+
+
+@pytest.mark.parametrize(("budget", "dynamic"), [(ATTENTION, True), (2**20, None)])
+def test_compiled_layers(budget, dynamic, fresh_compile):
+    """One graph serves all layers, and the longest row is the first."""
+    rows = ROWS[::-1]
+    wanted, model = trained(Model(), rows), Model()
+    policy = po.checkpoint_policy(model, budget * LAYERS * 41)
+    compiled_layers(model, policy, dynamic=dynamic, fullgraph=True)
     torch.testing.assert_close(trained(model, rows), wanted)
     loss = model(*row(ROWS[0]))
     with Seen() as seen:
@@ -215,23 +220,30 @@ def test_compiled_layers(budget, dynamic, fresh_compile):
     assert f"of {0 if budget == ATTENTION else 3} of 4 products" in policy.explain()
 
 
-def fsdp2():
-    """Losses and gradients with full checkpointing, and with everything kept that fits."""
+def sharded(model):
     from torch.distributed.fsdp import fully_shard
 
-    found = []
-    for kept in (False, True):
-        model = Model()
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        if kept:
-            model.contexts["context_fn"] = policy = po.checkpoint_policy(model, 2**20)
-        found.append(trained(model))
-    return *found, policy.explain()
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def fsdp2():
+    """Losses and gradients with full checkpointing, with everything kept that fits, and so in compiled layers."""
+    found = [trained(sharded(Model()))]
+    model = Model()
+    model.contexts["context_fn"] = policy = po.checkpoint_policy(model, 2**20)
+    found.append(trained(sharded(model)))
+    model = Model()
+    auto = po.checkpoint_policy(model)
+    compiled_layers(model, auto)
+    found.append(trained(sharded(model)))
+    return *found, policy.explain(), auto.explain()
 
 
 def test_fsdp2(tmp_path):
-    for wanted, kept, said in spawn(fsdp2, 2, tmp_path):
+    for wanted, kept, compiled, said, said_of_auto in spawn(fsdp2, 2, tmp_path):
         assert same(kept, wanted)
+        torch.testing.assert_close(compiled, wanted)
         assert "of 3 of 4 products" in said
+        assert "of 3 of 4 products" in said_of_auto
