@@ -1,12 +1,13 @@
 """Whole models in training, beside what else one can set: python benchmarks/bench_whole.py [--part 8b lora] [--limit
 540]
 
-Each case runs in a separate program (torchrun where it has several ranks), those of the sweep one after another in two;
-programs of one GPU run side by side, one on each. A row is written as soon as it is measured, and one that fails or
-does not fit has its error in the place of a time. After --limit seconds nothing starts any more and what runs is ended:
-the rows of the CSV that were not measured again stay. Tokens are those of documents, without padding. MFU: 6 operations
-for each parameter and token (4 with LoRA, which has no gradients of the others), and attention's, over the dense bf16
-peak. Losses are those of the first step. Needs transformers.
+Each case of several ranks runs in a separate program of torchrun; those of one GPU share a program for each part and
+provider, and programs of one GPU run side by side, one on each. A row is written as soon as it is measured, and one
+that fails or does not fit has its error in the place of a time; what is left of its program gets another. After --limit
+seconds nothing starts any more and what runs is ended: the rows of the CSV that were not measured again stay. Tokens
+are those of documents, without padding. MFU: 6 operations for each parameter and token (4 with LoRA, which has no
+gradients of the others), and attention's, over the dense bf16 peak. Losses are those of the first step. Needs
+transformers.
 """
 
 import argparse
@@ -46,8 +47,8 @@ class Running:
             self.process.wait()
 
     def found(self) -> dict[int, dict]:
-        """What it printed since the last call, by case; of a program that has ended also why it printed no more."""
-        ended = self.process.poll() is not None
+        """What it printed since the last call, by case; of a program that has failed also why it printed no more."""
+        failed = self.process.poll() not in (None, 0)
         lines = self.log.read_text().splitlines()
         results = [
             json.loads(line.removeprefix("RESULT "))
@@ -55,21 +56,23 @@ class Running:
             if line.startswith("RESULT {") and line[-1] == "}"
         ]
         rows = {row.pop("index"): row for row in results}
-        if ended:
+        unsaid = [index for index in self.left if index not in rows]
+        if failed and unsaid:
             errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-            why = {"error": " ".join((errors or lines or ["no output"])[-1].split())[:ERROR]}
-            rows = dict.fromkeys(self.left, why) | rows
+            rows[unsaid[0]] = {"error": " ".join((errors or lines or ["no output"])[-1].split())[:ERROR]}
         new = {index: rows[index] for index in self.left if index in rows}
         self.left = [index for index in self.left if index not in new]
         return new
 
 
 def programs(cases: list[int]) -> list[list[int]]:
-    """A program for each case; those of the sweep share one for each provider, which finds its compiled code again."""
+    """A program for each case of several ranks; those of one share it by part and provider: it finds compiled code
+    again.
+    """
     found: dict = {}
     for index in cases:
         case = CASES[index]
-        found.setdefault(("sweep", case.provider) if case.part == "sweep" else index, []).append(index)
+        found.setdefault((case.part, case.provider) if case.ranks == 1 else index, []).append(index)
     return list(found.values())
 
 
@@ -117,9 +120,11 @@ def measure(arguments: argparse.Namespace, gpus: list[str]) -> list[dict]:
                     print(f"{case.name}: {found} ({time.perf_counter() - each.start:.0f} s)", flush=True)
                     if "error" in found:
                         print(each.log.read_text()[-3000:] if arguments.verbose else "", flush=True)
-                if ended and not each.left:
+                if ended:
                     running.remove(each)
                     free = sorted([*free, *each.gpus])
+                    if each.left:
+                        waiting.insert(0, each.left)
         for each in running:
             each.end()
             print(f"{[CASES[index].name for index in each.left]}: ended by --limit", flush=True)

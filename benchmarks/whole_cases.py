@@ -45,7 +45,7 @@ class Case(NamedTuple):
     provider: str  # a key of ATTENTION
     row: int  # slots of a packed row
     compiled: bool = True  # each layer
-    checkpointing: float | str = ""  # "full", or GiB of a checkpoint_policy
+    checkpointing: float | str = ""  # "full", or of a checkpoint_policy: GiB or "auto"
     lora: bool = False
     wrapper: str = "one rank"
     ranks: int = 1
@@ -66,8 +66,8 @@ class Case(NamedTuple):
         how += ["logits kept"] if self.provider == "ours" and not self.fused_loss else []
         how += [f"vocabulary of {self.vocabulary:,}"] if self.vocabulary else []
         if self.checkpointing:
-            full = self.checkpointing == "full"
-            how.append("full checkpointing" if full else f"checkpoint_policy, {self.checkpointing:g} GiB")
+            budget = self.checkpointing if self.checkpointing == "auto" else f"{self.checkpointing} GiB"
+            how.append("full checkpointing" if self.checkpointing == "full" else f"checkpoint_policy, {budget}")
         where = "" if self.ranks == 1 else f", {self.wrapper} x{self.ranks}"
         rows = "batches of 8" if self.provider == "padded" else f"rows of {self.row:,}"
         return f"{self.model}{where}, {self.documents} documents: {self.provider}, {', '.join([rows, *how])}"
@@ -75,6 +75,11 @@ class Case(NamedTuple):
 
 def _full(provider: str, row: int, **more) -> Case:
     return Case("8b", "Qwen3-8B", provider, row, wrapper="FSDP2", ranks=2, **more)
+
+
+def _alone(provider: str, row: int, **more) -> Case:
+    """As _full, where one GPU has the model, its gradients and the optimizer: 61 GiB."""
+    return Case("one", "Qwen3-8B", provider, row, **more)
 
 
 def _lora(provider: str, row: int, **more) -> Case:
@@ -112,6 +117,12 @@ CASES = [
     _full("ours", 8192),
     _full("fa2", 16_384, checkpointing="full"),
     _full("ours", 16_384, checkpointing="full"),
+    _alone("ours", 16_384, checkpointing="auto"),
+    _alone("ours", 16_384, checkpointing="full"),
+    _alone("fa2", 16_384, checkpointing="full"),
+    _alone("ours", 8192),
+    _alone("fa2", 8192),
+    _alone("liger_fa4", 8192, compiled=False),
     Case("moe", "Qwen3-30B-A3B", "ours", 8192, compiled=False, checkpointing="full", lora=True),
     Case("moe", "Qwen3-30B-A3B", "fa2", 8192, compiled=False, checkpointing="full", lora=True),
     _lora("ours", 8192),
@@ -119,6 +130,7 @@ CASES = [
     _lora("ours", 16_384, checkpointing=48),
     _lora("ours", 16_384, checkpointing=8),
     _lora("ours", 16_384, checkpointing="full"),
+    _lora("fa2", 16_384, checkpointing="full"),
     _lora("liger", 8192, compiled=False),
     _lora("padded", 0, **PADDED),
     _small("ours"),

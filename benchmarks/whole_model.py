@@ -19,6 +19,7 @@ from whole_cases import ATTENTION, ERROR, SHAPES, TINY, Case
 
 import packing_ops as po
 
+MOST_LEFT = 2**30  # bytes that a case may leave: with more the next one starts in another program
 PEAK = 989e12  # dense bf16 operations a second of an H100 and an H200
 
 
@@ -92,8 +93,8 @@ def prepared(model, case: Case, device: str):
     else:
         outer = model
     if case.checkpointing:
-        budget = int(case.checkpointing * 2**30) if case.checkpointing != "full" else 0
-        contexts = {"context_fn": po.checkpoint_policy(model, budget)} if budget else {}
+        budget = case.checkpointing if isinstance(case.checkpointing, str) else int(case.checkpointing * 2**30)
+        contexts = {} if budget == "full" else {"context_fn": po.checkpoint_policy(model, budget)}
         policy = contexts.get("context_fn")
         for layer in layers:
             put_checkpoint(layer, contexts)
@@ -172,7 +173,6 @@ def run(cases: dict[int, Case], device: str, tiny: bool) -> None:
             if device == "cuda":
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
-        torch._dynamo.reset()
         try:
             found = measured(case, device, tiny)
         except Exception as error:
@@ -180,10 +180,13 @@ def run(cases: dict[int, Case], device: str, tiny: bool) -> None:
                 raise
             traceback.print_exc()
             found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:ERROR]}
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
         if not dist.is_initialized() or dist.get_rank() == 0:
             print("\nRESULT " + json.dumps({"index": index, **found}), flush=True)
         if dist.is_initialized():
             dist.destroy_process_group()
+        torch._dynamo.reset()
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            if torch.cuda.memory_allocated() > MOST_LEFT:
+                break
