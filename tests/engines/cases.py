@@ -5,7 +5,6 @@ import gc
 import os
 
 # Before vLLM reads them: in this process, offline.
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # tests share the cores with others
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -54,6 +53,7 @@ def engine(folder: str, dtype: torch.dtype, **options):
         "enforce_eager": True,
         "max_model_len": 1024,
         "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 64 << 20,  # other programs may have the rest
         **options,
     }
     llm = LLM(folder, skip_tokenizer_init=True, dtype=str(dtype)[6:], **options)
