@@ -19,6 +19,7 @@ import torch.distributed as dist
 from harness import bench_parser, measured_on, read_rows, write_csv
 from parallel_timing import profiled, sft_lengths, timed_together
 from parallel_training import train_rows
+from parallel_wrappers import WRAPPERS
 
 import packing_ops as po
 from packing_ops.parallel import gathered_attention, ulysses_attention, varlen_attention_over
@@ -120,15 +121,17 @@ FAMILIES = {"attention": attention_rows, "long": long_rows, "train": train_rows}
 def main():
     parser = bench_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--wrappers", nargs="+", choices=WRAPPERS, default=list(WRAPPERS), help="of train")
     parser.add_argument("--tiny", action="store_true", help="sizes for the CPU")
     arguments = parser.parse_args()
+    families = FAMILIES | {"train": functools.partial(train_rows, wrappers=arguments.wrappers)}
     device = arguments.device
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
     results = Results(arguments.out / f"parallel_{device}.csv", device)
     for family in arguments.only:
-        FAMILIES[family](results, device, arguments.tiny or device == "cpu")
+        families[family](results, device, arguments.tiny or device == "cpu")
     dist.destroy_process_group()
 
 

@@ -77,12 +77,12 @@ def host_milliseconds(step, device: str, runs: int = 3) -> float:
     return statistics.median(samples)
 
 
-def train_rows(results, device, tiny):
+def train_rows(results, device, tiny, wrappers=tuple(WRAPPERS)):
     tokens, capacity = (2048, 512) if tiny else (131_072, 16_384)
     batches, one = rows_of_rank(tokens, capacity, device, (TINY if tiny else SHAPE)["vocab_size"]), 0.0
-    for name, wrap in WRAPPERS.items():
+    for name in wrappers:
         torch._dynamo.reset()
-        model = wrap(model_for(device, tiny), device)
+        model = WRAPPERS[name](model_for(device, tiny), device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         step = functools.partial(training_step, model, optimizer, batches)
         us = timed_together(step, device, 3)
@@ -111,7 +111,7 @@ def host_rows(results, device, tiny, layers):
         for name, wrap in WRAPPERS.items():
             torch._dynamo.reset()
             model = wrap(model_for(device, tiny, of_layers == "compiled"), device)
-            if name == "DDP":  # whose reducer takes no result of the fake group
+            if name.startswith("DDP"):  # whose reducer takes no result of the fake group
                 model.register_comm_hook(None, noop_hook)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
             step = functools.partial(training_step, model, optimizer, batches, made_up=name != "one rank")

@@ -10,11 +10,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
-def wrapped_by_ddp(model, device):
-    ids = [torch.cuda.current_device()] if device == "cuda" else None
+def wrapped_by_ddp(model, device, bucket_mib=None, blocks=0):
+    """blocks: of NCCL's kernels, at most. The backward beside them has the other multiprocessors."""
+    ids, group = [torch.cuda.current_device()] if device == "cuda" else None, None
+    if blocks and dist.get_backend() == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = blocks
+        group = dist.new_group(pg_options=options)
     return DistributedDataParallel(
-        model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
-    )
+        model, device_ids=ids, process_group=group, bucket_cap_mb=bucket_mib, broadcast_buffers=False,
+        gradient_as_bucket_view=True, static_graph=True,
+    )  # fmt: skip
 
 
 def wrapped_by_fsdp2(model, device, reshard=True, together=1):
@@ -35,6 +41,8 @@ def wrapped_by_fsdp2(model, device, reshard=True, together=1):
 WRAPPERS = {
     "one rank": lambda model, _: model,
     "DDP": wrapped_by_ddp,
+    "DDP, buckets of 100 MiB": functools.partial(wrapped_by_ddp, bucket_mib=100),
+    "DDP, NCCL on 8 blocks": functools.partial(wrapped_by_ddp, blocks=8),
     "FSDP2": wrapped_by_fsdp2,
     "FSDP2, layers not resharded": functools.partial(wrapped_by_fsdp2, reshard=False),
     "FSDP2, 7 layers together": functools.partial(wrapped_by_fsdp2, together=7),
