@@ -12,27 +12,38 @@ its adapters.
 """
 
 import argparse
+import contextlib
+import math
 from pathlib import Path
 
-from common.options import add_device, needs
+from common.options import add_device, at_least, needs
+
+
+def checkpointing(text: str) -> str:
+    with contextlib.suppress(ValueError):
+        if text in ("full", "auto") or 0 < float(text) < math.inf:
+            return text
+    raise argparse.ArgumentTypeError(f"expected full, auto or GiB above 0, got {text!r}")
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default: a tiny Llama over bytes")
     parser.add_argument("--data", type=Path, help="default: docstrings of the standard library")
-    parser.add_argument("--held-out", type=int, default=16, help="of the chats, for evaluation")
-    parser.add_argument("--row", type=int, default=2048, help="tokens of a packed row; longer chats are cut")
-    parser.add_argument("--rows-per-step", type=int, default=1, help="of each rank")
-    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--held-out", type=at_least(1), default=16, help="of the chats, for evaluation")
+    parser.add_argument("--row", type=at_least(2), default=2048, help="tokens of a packed row; longer chats are cut")
+    parser.add_argument("--rows-per-step", type=at_least(1), default=1, help="of each rank")
+    parser.add_argument("--epochs", type=at_least(1), default=1)
     parser.add_argument("--wrapper", choices=["fsdp2", "ddp"], default="fsdp2")
-    parser.add_argument("--lora", type=int, default=0, metavar="R", help="rank of adapters on all linear layers")
+    parser.add_argument(
+        "--lora", type=at_least(0), default=0, metavar="R", help="rank of adapters on all linear layers"
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile of each layer")
-    parser.add_argument("--checkpointing", help='"full", or a checkpoint_policy: "auto" or GiB')
+    parser.add_argument("--checkpointing", type=checkpointing, help='"full", or a checkpoint_policy: "auto" or GiB')
     parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--warm-up", type=int, default=10, help="steps")
-    parser.add_argument("--save-every", type=int, default=100, help="steps; evaluates too")
-    parser.add_argument("--stop-after", type=int, help="ends after so many steps, as an interruption would")
+    parser.add_argument("--warm-up", type=at_least(0), default=10, help="steps")
+    parser.add_argument("--save-every", type=at_least(1), default=100, help="steps; evaluates too")
+    parser.add_argument("--stop-after", type=at_least(1), help="ends after so many steps, as an interruption would")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo_out/full_sft"))
@@ -43,9 +54,7 @@ def parse_arguments():
 if __name__ == "__main__":
     needs("transformers", options=parse_arguments)
 
-import contextlib
 import json
-import math
 import time
 
 import torch
@@ -116,6 +125,8 @@ class Run:
         self.arguments, self.rank, self.world = arguments, dist.get_rank(), dist.get_world_size()
         examples = chat_examples(arguments.model, arguments.data, arguments.row)
         self.train, self.held_out = examples[arguments.held_out :], examples[: arguments.held_out]
+        if not self.train:
+            raise SystemExit(f"--held-out: expected fewer than the {len(examples)} chats, got {arguments.held_out}")
         self.sampler = PackedBatchSampler(
             [len(example["input_ids"]) for example in self.train], arguments.row, self.rank, self.world, arguments.seed,
             cost="flops", drop_last=True,
@@ -237,6 +248,8 @@ def main():
     saved = sorted((arguments.out / "checkpoints").glob("*"))
     if arguments.resume and saved:
         run.load(saved[-1])
+    elif arguments.resume and run.rank == 0:
+        print(f"--resume: no checkpoint in {arguments.out}, so from the first step")
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}")
     with Progress(*columns) as progress, (arguments.out / "log.jsonl").open("a") as log:
         run.run(progress, log)

@@ -25,6 +25,17 @@ def _found(name: str) -> bool:
         return False
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """A type of an option: whole numbers."""
+
+    def number(text: str) -> int:
+        if not text.lstrip("-").isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, got {text!r}")
+        return int(text)
+
+    return number
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",

@@ -3,6 +3,7 @@ policy.
 """
 
 import json
+import sys
 
 import pytest
 import torch
@@ -88,6 +89,70 @@ def test_another_plan_is_named(folder):
     trained(folder, "run", "--stop-after", 2)
     with pytest.raises(AssertionError, match="state_dict: expected that of a sampler with capacity=512, got 256"):
         trained(folder, "run", "--resume", "--row", 512)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--row", "0"], "--row: expected a whole number from 2, got '0'"),
+        (["--rows-per-step", "0"], "--rows-per-step: expected a whole number from 1, got '0'"),
+        (["--save-every", "0"], "--save-every: expected a whole number from 1, got '0'"),
+        (["--held-out", "0"], "--held-out: expected a whole number from 1, got '0'"),
+        (["--epochs", "1.5"], "--epochs: expected a whole number from 1, got '1.5'"),
+        (["--lora", "-1"], "--lora: expected a whole number from 0, got '-1'"),
+        (["--checkpointing", "some"], "--checkpointing: expected full, auto or GiB above 0, got 'some'"),
+        (["--checkpointing", "0"], "--checkpointing: expected full, auto or GiB above 0, got '0'"),
+        (["--checkpointing", "nan"], "--checkpointing: expected full, auto or GiB above 0, got 'nan'"),
+    ],
+)
+def test_bad_options_are_named(given, words, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import full_sft
+
+    monkeypatch.setattr(sys, "argv", ["full_sft.py", *given])
+    with pytest.raises(SystemExit):
+        full_sft.parse_arguments()
+    assert f"argument {words}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (['{"messages": []}', "{"], "--data: expected JSON in line 2 of"),
+        (['{"prompt": "a"}'], r"""--data: expected {"messages": \[{"role", "content"}, ...\]} in line 1 of"""),
+        (['{"messages": [{"role": "user"}]}'], r"""--data: expected {"messages": .* in line 1 of"""),
+    ],
+)
+def test_bad_data_is_named(lines, words, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from common.chats import chat_examples
+
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    with pytest.raises(SystemExit, match=words):
+        chat_examples(None, tmp_path / "chats.jsonl", 99)
+
+
+def test_a_chat_may_hold_other_ends_of_lines(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from common.chats import chats_of
+
+    chat = [{"role": "user", "content": "a\u2028b\x85c"}]
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps({"messages": chat}, ensure_ascii=False) + "\r\n\n", encoding="utf-8"
+    )
+    assert chats_of(tmp_path / "chats.jsonl") == [chat, [], []]
+
+
+def test_chats_that_leave_none_to_train_on_are_named(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import full_sft
+
+    monkeypatch.setattr(full_sft.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(full_sft.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(full_sft, "chat_examples", lambda *given: [{"input_ids": [1, 2], "labels": [1, 2]}] * 16)
+    monkeypatch.setattr(sys, "argv", ["full_sft.py"])
+    with pytest.raises(SystemExit, match="--held-out: expected fewer than the 16 chats, got 16"):
+        full_sft.Run(full_sft.parse_arguments())
 
 
 def test_what_assistants_say_is_learnt(monkeypatch):
