@@ -40,11 +40,13 @@ INVARIANT, EAGER, COMPILED = {"VLLM_BATCH_INVARIANT": "1"}, {"enforce_eager": Tr
 PROVIDERS = {  # options of the engine, environment
     "packing_ops": (COMPILED, {"PACKING_OPS_VLLM": "1"}),
     "vLLM": (COMPILED, {}),
+    "packing_ops, temperature 0.7": (COMPILED | {"logprobs_mode": "processed_logprobs"}, {"PACKING_OPS_VLLM": "1"}),
     "packing_ops, eager": ({"attention_backend": "CUSTOM", **EAGER}, {}),
     "vLLM batch-invariant": (COMPILED, INVARIANT),
     "vLLM, eager": (EAGER, {}),
     "vLLM batch-invariant, eager": (EAGER, INVARIANT),
 }
+TEMPERATURES = {"packing_ops, temperature 0.7": 0.7}  # of others 1
 ON = {"cuda": tuple(PROVIDERS), "cpu": ("packing_ops, eager", "vLLM, eager")}
 LIMIT = 120  # seconds of a provider
 KERNEL, SMALL = 100, 10  # characters of a kernel's name; microseconds of a step below which it is one of the others
@@ -104,7 +106,8 @@ def sample(arguments: argparse.Namespace) -> None:
     llm = LLM(str(folder), skip_tokenizer_init=True, dtype=dtype, **sizes, **options)
 
     def of_length(tokens: int) -> SamplingParams:
-        return SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+        options = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+        return SamplingParams(temperature=TEMPERATURES.get(provider, 1.0), **options)
 
     def run(prompts: list[list[int]], tokens: int) -> tuple[float, list[tuple[list[int], list[float]]]]:
         llm.reset_prefix_cache()
@@ -128,7 +131,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def differ(model: torch.nn.Module, sampled: list) -> tuple[int, int]:
+def differ(model: torch.nn.Module, sampled: list, temperature: float | None = None) -> tuple[int, int]:
     """(log-probabilities that are not the trainer's, all of them)."""
     import packing_ops as po
 
@@ -140,7 +143,9 @@ def differ(model: torch.nn.Module, sampled: list) -> tuple[int, int]:
         row = torch.tensor([token for document in documents for token in document], device=model.device)
         of_row = {"input_ids": row[None], "position_ids": metadata.position_ids[None], **metadata.to_transformers()}
         hidden = model.model(**of_row, use_cache=False).last_hidden_state
-        ours = po.token_logps(hidden, model.lm_head.weight, row, metadata).cpu().split(lengths)
+        scaled = {"temperature": torch.full([len(row)], temperature, device=model.device)} if temperature else {}
+        ours = po.token_logps(hidden, model.lm_head.weight, row, metadata, **scaled)
+        ours = ours.cpu().split(lengths)
         found += [mine[-len(lp) - 1 : -1] != torch.tensor(lp) for mine, lp in zip(ours, logps, strict=True)]
     return int(torch.cat(found).sum()), sum(map(len, found))
 
@@ -148,7 +153,7 @@ def differ(model: torch.nn.Module, sampled: list) -> tuple[int, int]:
 def rows_of(model: torch.nn.Module, provider: str, measured: dict, device: str) -> list[dict]:
     rows = []
     for requests, (seconds, sampled) in measured.items():
-        different, of = differ(model, sampled)
+        different, of = differ(model, sampled, TEMPERATURES.get(provider))
         new = int(requests) * ANSWER[device]
         prompt_tokens = sum(map(len, prompts_of(device, int(requests))))
         rows.append(

@@ -52,6 +52,19 @@ def _modules():
         def compute_logprobs(logits):
             raise AssertionError("vLLM's own sums")
 
+    class SecondSampler:
+        """It hides the smallest logit, and samples the largest."""
+
+        def __init__(self, temperature, penalties=0.0):
+            self.sampling_states = types.SimpleNamespace(temperature=types.SimpleNamespace(gpu=temperature))
+            self.penalties = penalties
+
+        def sample(self, logits, rows, return_logprobs=False):
+            temperature = self.sampling_states.temperature.gpu[rows]
+            processed = (logits.float() - self.penalties) / temperature.where(temperature > 0, 1.0)[:, None]
+            processed.scatter_(-1, processed.argmin(-1, keepdim=True), -float("inf"))
+            return processed.argmax(-1), processed
+
     class Backends(enum.Enum):
         CUSTOM, CPU_ATTN = "", "cpu"
 
@@ -122,6 +135,7 @@ def _modules():
             "register_backend": overrides.__setitem__,
         },
         "vllm.v1.sample.sampler": {"Sampler": Sampler},
+        "vllm.v1.worker.gpu.sample.sampler": {"Sampler": SecondSampler},
         "vllm.v1.worker.gpu.sample.logprob": {"compute_token_logprobs": Sampler.compute_logprobs},
         "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
     }

@@ -293,8 +293,9 @@ PATCHES = {
     },
     "integrations.vllm.layers": {
         "GeluAndMul.forward", "GemmaRMSNorm.forward", "RMSNorm.forward", "RotaryEmbedding.forward", "SiluAndMul.forward",
-        "Sampler.compute_logprobs", "Sampler.forward", "Sampler.sample", "UnquantizedEmbeddingMethod.apply",
-        "UnquantizedLinearMethod.apply", "UnquantizedLinearMethod.process_weights_after_loading",
+        "Sampler.compute_logprobs", "Sampler.forward", "Sampler.sample", "SecondSampler.sample",
+        "UnquantizedEmbeddingMethod.apply", "UnquantizedLinearMethod.apply",
+        "UnquantizedLinearMethod.process_weights_after_loading",
         "logprob.compute_token_logprobs",
     },
 }  # fmt: skip
@@ -307,7 +308,7 @@ STATEMENTS = {
     "_runtime": 1077,  # older names came, and go with the next minor version; register_recurrence
     "contrib": 415,
     "data": 2145,
-    "integrations": 5733,  # vLLM, its graphs and its bits under TRL, states over ranks, trees, older names, Kimi's came
+    "integrations": 5750,  # vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came
     "invariance": 766,  # rollouts came, what is none, and rows of narrow products
     "losses": 591,
     "parallel": 1030,  # states over ranks came

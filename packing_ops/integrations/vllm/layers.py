@@ -13,6 +13,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample import logprob
+from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 
 from packing_ops.integrations._log_probs import log_sums_of
 from packing_ops.integrations._patching import PRIVATE, Patch
@@ -170,26 +171,49 @@ def _sample(stock):
             return stock(self, logits, sampling_metadata, logprobs_mode_override)
         inner, dtype = self.topk_topp_sampler, vars(self).get(PRIVATE + "dtype", logits.dtype)
         before, inner.logprobs_mode = inner.logprobs_mode, "processed_logits"
-        given, temperature = logits.clone(), sampling_metadata.temperature  # vLLM divides in place
+        given = logits.clone()  # vLLM divides in place
         try:
             sampled, processed = stock(self, logits, sampling_metadata, "processed_logits")
         finally:
             inner.logprobs_mode = before
         if processed is None:
             return sampled, None
-        scales = None if temperature is None else 1 / torch.where(temperature < GREEDY, 1.0, temperature)
-        hidden = processed == -float("inf")
+        hidden, temperature = processed == -float("inf"), sampling_metadata.temperature
+        scales = None if temperature is None else _scales(temperature)
         return sampled, _log_probs(given.masked_fill_(hidden, -float("inf")), dtype, scales)
 
     return sample
 
 
-def _of_tokens(stock):
-    """The same of vLLM's second model runner, whose processed logits are the head's where nothing was processed."""
+def _scales(temperature):
+    return 1 / torch.where(temperature < GREEDY, 1.0, temperature)
+
+
+def _second_sample(stock):
+    """The same of vLLM's second model runner: its processed logits, float32, know what they were made of."""
 
     @functools.wraps(stock)
+    def sample(self, logits, rows, *args, **kwargs):
+        sampled, processed = stock(self, logits, rows, *args, **kwargs)
+        vars(processed)[PRIVATE + "of"] = logits, self.sampling_states.temperature.gpu, rows
+        return sampled, processed
+
+    return sample
+
+
+def _of_tokens(stock):
+    @functools.wraps(stock)
     def compute(logits, token_ids):
-        return logits.gather(-1, token_ids.long()).float() - log_sums_of(logits, logits.dtype)[:, None]
+        of_tokens = functools.partial(torch.gather, dim=-1, index=token_ids.long())
+        found = of_tokens(logits).float() - log_sums_of(logits, logits.dtype)[:, None]
+        if PRIVATE + "of" not in vars(logits):
+            return found
+        head, temperature, rows = vars(logits)[PRIVATE + "of"]
+        hidden, scales = logits == -float("inf"), _scales(temperature[rows])
+        same = _log_probs(head.masked_fill(hidden, -float("inf")), head.dtype, scales)
+        # vLLM divides by the temperature. Where it did more, by penalties and the like, a trainer has other logits.
+        near = hidden | torch.isclose(logits, head.float() * scales[:, None], rtol=1e-5, atol=1e-6)
+        return torch.where(near.all(-1, keepdim=True), of_tokens(same), found)
 
     return compute
 
@@ -206,5 +230,6 @@ PATCHES = [
     Patch(Sampler, "compute_logprobs", _compute_logprobs),
     Patch(Sampler, "forward", _forward),
     Patch(Sampler, "sample", _sample),
+    Patch(SecondSampler, "sample", _second_sample),
     Patch(logprob, "compute_token_logprobs", _of_tokens, imported_by="vllm"),
 ]

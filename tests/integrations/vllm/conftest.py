@@ -16,3 +16,10 @@ def vllm(monkeypatch):
     yield types.SimpleNamespace(plugin=parts[0], backend=parts[1], layers=parts[2])
     for name in [name for name in sys.modules if name.startswith("packing_ops.integrations.vllm")]:
         monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
+def patched(vllm):
+    """With an attention, so that layers run as a trainer's do."""
+    vllm.impl = vllm.backend.Impl(4, 16, 16**-0.5, 2)
+    return vllm

@@ -12,7 +12,6 @@ from helpers.vllm_case import config
 from helpers.vllm_model import BLOCK, LAYER, layer, step
 
 import packing_ops as po
-from packing_ops.integrations._log_probs import log_sums_of
 from packing_ops.integrations.vllm.refusals import refusals
 
 pytest.importorskip("transformers")
@@ -98,12 +97,6 @@ def run(module, *args):
     return type(module).forward(module, *args)
 
 
-@pytest.fixture
-def patched(vllm):
-    vllm.impl = vllm.backend.Impl(HEADS, DIM, DIM**-0.5, KV_HEADS)
-    return vllm
-
-
 @pytest.mark.parametrize("name", ["RMSNorm", "GemmaRMSNorm"])
 def test_norms_round_as_a_trainer_does(patched, name):
     x, residual, weight = torch.randn(5, 64).bfloat16(), torch.randn(5, 64).bfloat16(), torch.randn(64).bfloat16()
@@ -163,43 +156,6 @@ def test_few_rows_of_many_terms_have_the_bits_of_many(patched, device):
     many = method.apply(of_vllm, x)
     for rows in (1, 2, 3, 17):
         assert torch.equal(method.apply(of_vllm, x[:rows].clone()), many[:rows]), rows
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("logprobs_mode", "temperature"), [("raw_logprobs", 1.0), ("processed_logprobs", 1.0), ("processed_logprobs", 0.7)]
-)
-def test_log_probs_are_those_of_token_logps(patched, dtype, logprobs_mode, temperature):
-    hidden, weight = torch.randn(40, 48).to(dtype), torch.randn(5056, 48).to(dtype)  # vLLM pads the vocabulary
-    head = types.SimpleNamespace(weight=torch.nn.Parameter(weight, requires_grad=False), org_vocab_size=5000)
-    sampler = patched.layers.Sampler()
-    sampler.logprobs_mode = logprobs_mode
-    logits = patched.layers.UnquantizedEmbeddingMethod().apply(head, hidden[5:25])
-    assert logits.shape == (20, 5000)
-    of_tokens = sys.modules["vllm.v1.worker.gpu.sample.logprob"].compute_token_logprobs
-    tokens = logits.argmax(1)
-    by_tokens = of_tokens(logits, torch.stack([tokens, tokens], 1))[:, 1]
-    sampled, logps = sampler(logits, types.SimpleNamespace(temperature=torch.full([20], temperature)))
-    labels = torch.zeros(40, dtype=torch.long)
-    labels[6:26] = sampled
-    arguments = hidden, weight[:5000], labels, torch.tensor([0, 40], dtype=torch.int32)
-    with po.invariant():
-        wanted = po.token_logps(*arguments, temperature=torch.full([40], temperature))[5:25]
-        plain = po.token_logps(*arguments)[5:25]
-    assert torch.equal(logps.gather(1, sampled[:, None])[:, 0], wanted)
-    assert torch.equal(by_tokens, plain)
-    assert sampler.topk_topp_sampler.logprobs_mode == "raw_logprobs"
-
-
-def test_sums_do_not_depend_on_where_logits_lie(device):
-    """Columns of a wider row, rows that start anywhere, and vocabularies of odd sizes."""
-    logits = torch.randn(7, 5056, device=device).bfloat16()
-    for vocab in (5000, 5003):
-        dense = logits[:, :vocab].contiguous()
-        moved = torch.cat([dense.new_zeros(1), dense.flatten()])[1:].view(7, vocab)
-        wanted = torch.stack([log_sums_of(row[None].clone(), torch.bfloat16)[0] for row in dense])
-        for given in (dense, logits[:, :vocab], moved, dense.float()):
-            assert torch.equal(log_sums_of(given, torch.bfloat16), wanted)
 
 
 @pytest.mark.parametrize(
