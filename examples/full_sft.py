@@ -12,18 +12,9 @@ its adapters.
 """
 
 import argparse
-import contextlib
-import math
 from pathlib import Path
 
-from common.options import add_device, at_least, needs
-
-
-def checkpointing(text: str) -> str:
-    with contextlib.suppress(ValueError):
-        if text in ("full", "auto") or 0 < float(text) < math.inf:
-            return text
-    raise argparse.ArgumentTypeError(f"expected full, auto or GiB above 0, got {text!r}")
+from common.options import add_device, at_least, checkpointing, needs
 
 
 def parse_arguments():
@@ -54,7 +45,9 @@ def parse_arguments():
 if __name__ == "__main__":
     needs("transformers", options=parse_arguments)
 
+import contextlib
 import json
+import math
 import time
 
 import torch
@@ -62,7 +55,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common.chats import chat_examples
 from common.hf_setup import new_model
-from common.training import mfu, put_checkpoints, start_processes
+from common.training import cosine, mfu, put_checkpoints, start_processes
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -150,10 +143,10 @@ class Run:
         batch, device = self.collate(examples), self.arguments.device
         return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
-    def train_step(self, batches: list[dict]) -> torch.Tensor:
+    def train_step(self, batches: list[dict], rate: float) -> torch.Tensor:
         """The mean loss over the targets of all ranks and rows."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate()
+            group["lr"] = rate
         targets = torch.tensor(float(sum(batch["num_targets"] for batch in batches)), device=self.arguments.device)
         dist.all_reduce(targets)
         total = torch.zeros((), device=self.arguments.device)
@@ -171,13 +164,6 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(total)
         return total / self.world
-
-    def learning_rate(self) -> float:
-        """Warm-up, then a cosine down to a tenth."""
-        first, step = self.arguments.warm_up, self.step
-        rise = min(1.0, (step + 1) / max(1, first))
-        fall = max(0, step - first) / max(1, self.steps - first)
-        return self.arguments.learning_rate * rise * (0.1 + 0.45 * (1 + math.cos(math.pi * fall)))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -217,9 +203,10 @@ class Run:
             for _ in range(self.step % self.per_epoch, self.per_epoch):
                 if self.step >= last:
                     break
-                start, rate = time.perf_counter(), self.learning_rate()
+                start, wanted = time.perf_counter(), self.arguments
+                rate = wanted.learning_rate * cosine(self.step, wanted.warm_up, self.steps)
                 batches = [self.to_device([self.train[i] for i in next(rows)]) for _ in range(per_step)]
-                loss = self.train_step(batches).item()  # waits for the step
+                loss = self.train_step(batches, rate).item()  # waits for the step
                 seconds, self.step = time.perf_counter() - start, self.step + 1
                 said = {"step": self.step, "loss": loss, "learning_rate": rate, "seconds": seconds}
                 said["tokens_per_second"] = sum(b["input_ids"].numel() for b in batches) * self.world / seconds

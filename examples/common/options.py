@@ -1,7 +1,9 @@
 """What examples need before anything that only an extra brings is imported: their options, and what is missing."""
 
 import argparse
+import contextlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,14 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def checkpointing(text: str) -> str:
+    """A type of an option: what put_checkpoints takes."""
+    with contextlib.suppress(ValueError):
+        if text in ("full", "auto") or 0 < float(text) < math.inf:
+            return text
+    raise argparse.ArgumentTypeError(f"expected full, auto or GiB above 0, got {text!r}")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@ is.
 """
 
 import functools
+import math
 import os
 
 import torch
@@ -37,6 +38,13 @@ def put_checkpoints(layers, model, how: str) -> None:
             return checkpoint(functools.partial(stock, **kwargs), *args, use_reentrant=False, **contexts)
 
         layer.forward = forward
+
+
+def cosine(step: int, first: int, steps: int) -> float:
+    """Share of the learning rate: it rises over the first steps, then falls to a tenth."""
+    rise = min(1.0, (step + 1) / max(1, first))
+    fall = max(0, step - first) / max(1, steps - first)
+    return rise * (0.1 + 0.45 * (1 + math.cos(math.pi * fall)))
 
 
 def mfu(model, batches: list[dict], seconds: float, frozen: bool) -> dict[str, float]:
