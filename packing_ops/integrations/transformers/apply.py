@@ -17,7 +17,7 @@ from packing_ops.integrations.transformers import stateful
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import in_tables, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, NAMES
-from packing_ops.integrations.transformers.versions import PreTrainedModel, models_in, reads_text
+from packing_ops.integrations.transformers.versions import PreTrainedModel, code_has, models_in, reads_text
 from packing_ops.invariance import few_rows, mode
 from packing_ops.invariance.api import check_invariance
 from packing_ops.invariance.refusals import refusals
@@ -335,7 +335,7 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
 def _has_state_alone(host: PreTrainedModel) -> bool:
     """Return whether it has no attention, and ours can run in every layer that carries a state."""
     layers = linear_attention_patch.layers_in(host)
-    attends = any(stateful.calls_softmax(type(module)) for module in host.modules())
+    attends = any(code_has(type(module), r"softmax\(|scaled_dot_product_attention\(") for module in host.modules())
     return bool(layers) and not any(layers.values()) and not attends
 
 

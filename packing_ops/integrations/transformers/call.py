@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from packing_ops._runtime.batch_cache import check_same, kept_with
-from packing_ops.integrations._patching import kept_with_class
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     TIME,
@@ -26,7 +25,7 @@ from packing_ops.integrations.transformers.documents import (
     refuse_where,
     several_in,
 )
-from packing_ops.integrations.transformers.versions import CACHE, constant, parameters_of, reads_text, source_of
+from packing_ops.integrations.transformers.versions import CACHE, code_has, constant, parameters_of, reads_text
 from packing_ops.keys import cached_paths, positions_of_paths
 
 NAMES: set[str] = set()  # attn_implementations that register() made
@@ -383,13 +382,8 @@ def watched(begin, end, stock):
     return __call__
 
 
-@kept_with_class
-def shifts_itself(cls) -> bool:
-    """Return whether its forward shifts labels in its code, as older models and code from the Hub do."""
-    return bool(_SHIFT.search(source_of(inspect.unwrap(cls.forward))))
-
-
-_SHIFT = re.compile(r"labels\[(\.\.\.|:), 1:\]")
+# As older models and code from the Hub shift labels in the code of their forward.
+SHIFT = r"labels\[(\.\.\.|:), 1:\]"
 
 
 @constant
@@ -405,7 +399,7 @@ def _traits_of(cls, config_cls):
     if cls._supports_flash_attn or cls._supports_flex_attn:
         form = form if any(base.__module__.startswith(_READERS) for base in cls.__mro__) else PATTERN
     reads, code = reads_text(cls), getattr(inspect.unwrap(cls.forward), "__code__", None)
-    shifts = reads and ("loss_function" in getattr(code, "co_names", ()) or shifts_itself(cls))
+    shifts = reads and ("loss_function" in getattr(code, "co_names", ()) or code_has(cls.forward, SHIFT))
     return form, indices, config_cls.model_type, first_axis(cls), shifts, reads
 
 

@@ -4,8 +4,6 @@ It costs one host synchronisation at most, and zero with explicit cu_seqlens, fo
 positions, and under torch.compile, where sizes are upper bounds instead.
 """
 
-import inspect
-import re
 from functools import partial
 
 import torch
@@ -14,8 +12,7 @@ import torch.nn.functional as F
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._runtime.batch_cache import dense_cu_seqlens, is_captured, kept_with
-from packing_ops.integrations._patching import kept_with_class
-from packing_ops.integrations.transformers.versions import constant, parameters_of, source_of
+from packing_ops.integrations.transformers.versions import code_has, constant, parameters_of
 
 ROW_EACH = "give each document a row of its own (no packing, padding on the right)"  # what an error advises
 LONGEST_ASSERTION = 254  # bytes of the message of an assertion on CUDA
@@ -359,11 +356,9 @@ _CODE = {
 _MANY = 2**31  # above any position; times the slots of a row it still fits an int64
 
 
-@kept_with_class
 def first_axis(cls: type) -> str | None:
     """Return TIME, SEQUENCE, or None for a model of this class that takes position_ids of one axis only."""
-    source = source_of(inspect.unwrap(cls.forward))
-    return next((axis for axis, code in _CODE.items() if re.search(code, source)), None)
+    return next((axis for axis, code in _CODE.items() if code_has(cls.forward, code)), None)
 
 
 def are_axes(position_ids, axis) -> bool:
@@ -408,7 +403,7 @@ _ENCODER = "decoder_input_ids"  # an argument of a model that has both
 _OF_ROWS = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label", "mc_labels")
 _ONE_RESULT = {  # in the code of a forward: what it has of each row
     r"\b\w*(SequenceClassifi|MultipleChoice|NextSentence|DoubleHeads)\w*\(": "scores one token of each row",
-    r"(?m)^\s+text_embeds=": "has one embedding for each row",  # CLIP and its like
+    r"^\s+text_embeds=": "has one embedding for each row",  # CLIP and its like
     r"\bquestion_positions\b": "scores spans by one question in each row",  # Splinter
 }
 
@@ -468,9 +463,10 @@ def refuse_packed_choices(model, call, tokens, kwargs) -> None:
 def _one_result(cls) -> str:
     """Return what its head has once for a row, or an empty string."""
     for base in cls.__mro__:
-        source = source_of(inspect.unwrap(base.forward)) if "forward" in vars(base) else ""
-        if has := next((has for code, has in _ONE_RESULT.items() if re.search(code, source)), ""):
+        if "forward" not in vars(base):
+            continue
+        if has := next((has for code, has in _ONE_RESULT.items() if code_has(base.forward, code)), ""):
             return has
-        if source and "super().forward(" not in source:
-            return ""
+        if code_has(base.forward, ".") and not code_has(base.forward, r"super\(\)\.forward\("):
+            break
     return ""

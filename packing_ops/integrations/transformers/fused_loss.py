@@ -20,7 +20,7 @@ from packing_ops.integrations._patching import Patch, WeakPartial, function_of, 
 from packing_ops.integrations._router_replay import replay_routing as replay_routing
 from packing_ops.integrations._walks import constant_of_model
 from packing_ops.integrations.transformers import sequence_group
-from packing_ops.integrations.transformers.call import BALANCE, current, fuse, now, shifts_itself
+from packing_ops.integrations.transformers.call import BALANCE, SHIFT, current, fuse, now
 from packing_ops.integrations.transformers.documents import first_tokens, is_tensor
 from packing_ops.integrations.transformers.versions import (
     ARGUMENTS,
@@ -28,6 +28,7 @@ from packing_ops.integrations.transformers.versions import (
     ForCausalLMLoss,
     PreTrainedModel,
     class_name,
+    code_has,
     log_once,
     models_in,
     source_of,
@@ -245,7 +246,7 @@ def _loss_shifts(model) -> bool:
     """Return whether its loss takes the label of the next token. Of a loss_function that somebody set nothing says
     so.
     """
-    if shifts_itself(type(model)):
+    if code_has(type(model).forward, SHIFT):
         return True
     loss = getattr(model, "_loss_function", None)
     if loss is None or isinstance(loss, WeakPartial):  # of fused_loss, which replaces transformers'
@@ -288,7 +289,7 @@ def _balanced(model) -> dict[PreTrainedModel, str]:
     found = {}
     for each in models_in(model):
         forward = inspect.unwrap(type(each).forward)
-        function = forward.__globals__.get(_BALANCE) if _BALANCE in source_of(forward) else None
+        function = forward.__globals__.get(_BALANCE) if code_has(forward, _BALANCE) else None
         takes = None if function is None else [*inspect.signature(function).parameters]
         if takes == _BALANCED_BY and not each.config.is_encoder_decoder:
             found[each] = forward.__module__

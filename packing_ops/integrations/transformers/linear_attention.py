@@ -35,20 +35,18 @@ _HOST = "transformers."
 
 def _convolution(documents, hidden_states, weight, bias=None, activation=None):
     """causal_conv1d_fn of transformers: hidden_states ``[batch, channels, seqlen]``."""
-    batch, _, seqlen = hidden_states.shape
     dtype = hidden_states.dtype
     if torch.is_autocast_enabled(hidden_states.device.type):
         weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
     rows = hidden_states.to(weight.dtype).transpose(1, 2)
-    (rows,), cu_seqlens = _packed([rows], documents, batch, seqlen)
     inside = activation in (None, "silu", "swish")
-    state = State((rows.shape[1], weight.shape[1] - 1), rows.dtype)
 
     def scan(rows, cu_seqlens, **states):
-        return causal_conv1d(rows, weight, bias, cu_seqlens, activation=activation if inside else None, **states)
+        out, state = causal_conv1d(rows, weight, bias, cu_seqlens, activation=activation if inside else None, **states)
+        return out if inside else ACT2FN[activation](out), state
 
-    out, _ = _with_states(scan, [rows], cu_seqlens, documents, [weight, bias], state)
-    out = _unpacked(out if inside else ACT2FN[activation](out), documents, batch, seqlen)
+    state = rows.shape[2], weight.shape[1] - 1
+    out, _ = _scanned(scan, [rows], documents, state, rows.dtype, constants=[weight, bias])
     return out.transpose(1, 2).to(dtype)
 
 
@@ -65,15 +63,11 @@ def _delta_rule(
     use_qk_l2norm_in_kernel=False,
 ):
     """chunk_gated_delta_rule of transformers: query ``[batch, seqlen, heads, head_dim]``."""
-    batch, seqlen = query.shape[:2]
-    if initial_state is not None:
-        initial_state = initial_state.float()
-    rows, cu_seqlens = _packed([query, key, value.to(query.dtype), g, beta], documents, batch, seqlen)
+    tensors = [query, key, value.to(query.dtype), g, beta]
     scan = functools.partial(gated_delta_rule, use_qk_l2norm=use_qk_l2norm_in_kernel)
-    state = State((value.shape[2], query.shape[3], value.shape[3]), sum_dtype(query.dtype))
-    given = {"initial_state": initial_state, "output_final_state": output_final_state}
-    out, state = _with_states(scan, rows, cu_seqlens, documents, [], state, **given)
-    return _unpacked(out, documents, batch, seqlen), _of_rows(state, documents)
+    state, dtype = (value.shape[2], query.shape[3], value.shape[3]), sum_dtype(query.dtype)
+    initial_state = None if initial_state is None else initial_state.float()
+    return _scanned(scan, tensors, documents, state, dtype, initial_state, output_final_state)
 
 
 def _mamba2(
@@ -92,20 +86,18 @@ def _mamba2(
     return_final_states=False,
 ):
     """mamba2_chunk_scan of transformers: hidden_states ``[batch, seqlen, heads, head_dim]``."""
-    batch, seqlen = hidden_states.shape[:2]
-    B, C = (each.to(hidden_states.dtype) for each in (B, C))
-    (x, dt, B, C), cu_seqlens = _packed([hidden_states, dt, B, C], documents, batch, seqlen)
-    initial_state = None if initial_states is None else initial_states.float()
-    given = {"initial_state": initial_state, "output_final_state": return_final_states}
-    state = State((*x.shape[1:], B.shape[2]), sum_dtype(x.dtype))
     options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
 
     def scan(x, dt, B, C, cu_seqlens, **states):
         return mamba2_scan(x, dt, A, B, C, cu_seqlens, **options, **states)
 
-    out, state = _with_states(scan, [x, dt, B, C], cu_seqlens, documents, [A, D, dt_bias], state, **given)
-    out = _unpacked(out, documents, batch, seqlen)
-    return (out, _of_rows(state, documents)) if return_final_states else out
+    dtype = hidden_states.dtype
+    tensors, constants = [hidden_states, dt, B.to(dtype), C.to(dtype)], [A, D, dt_bias]
+    state, of_state = (*hidden_states.shape[2:], B.shape[3]), sum_dtype(dtype)
+    initial_state = None if initial_states is None else initial_states.float()
+    given = initial_state, return_final_states, constants
+    out, final = _scanned(scan, tensors, documents, state, of_state, *given)
+    return (out, final) if return_final_states else out
 
 
 def _kimi_delta_rule(
@@ -124,41 +116,56 @@ def _kimi_delta_rule(
 ):
     """chunk_kimi_delta_attention of transformers, whose decay is of each channel: its function, documents as rows."""
     rule = functools.partial(stock, chunk_size=chunk_size, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    given = {"initial_state": initial_state, "output_final_state": output_final_state}
+    tensors = [query, key, value, g, beta]
     if documents is None:
-        return rule(query, key, value, g, beta, **given)
-    batch, seqlen = query.shape[:2]
-    rows, cu_seqlens = _packed([query, key, value, g, beta], documents, batch, seqlen)
-    state = State((value.shape[2], key.shape[3], value.shape[3]), torch.float32)
-    out, state = _with_states(functools.partial(in_rows, rule), rows, cu_seqlens, documents, [], state, **given)
-    return _unpacked(out, documents, batch, seqlen), _of_rows(state, documents)
+        return rule(*tensors, initial_state=initial_state, output_final_state=output_final_state)
+    scan, state = functools.partial(in_rows, rule), (value.shape[2], key.shape[3], value.shape[3])
+    return _scanned(scan, tensors, documents, state, torch.float32, initial_state, output_final_state)
 
 
 def _apart(documents, *args):
     """mamba2_split_conv1d_scan_combined of transformers: None has the layer call the convolution and the scan."""
 
 
-class State(NamedTuple):
-    """One document's."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _with_states(scan, rows, cu_seqlens, documents, constants, state, **given):
-    """Return (out, final state or None) of ``scan(*rows, cu_seqlens, initial_state=..., ...)``.
+def _scanned(scan, tensors, documents, state, dtype, initial_state=None, output_final_state=False, constants=()):
+    """Return (out, the state after each row's last document, as a cache holds one a row, or None) of tensors
+    ``[batch, seqlen, ...]`` by ``scan(*rows, cu_seqlens, initial_state=..., ...)`` of packed rows, without padding.
 
     A branch of a prefix tree begins with its parent's state, a document that goes on on this rank with the one that
     the rank before sends.
+
+    state, dtype: of one document. constants: tensors that scan holds.
     """
-    if documents is not None and documents.paths is not None:
-        return _over_tree(scan, rows, documents.paths)
-    if documents is None or documents.ranks is None:
-        return scan(*rows, cu_seqlens, **given)
-    if given.get("initial_state") is not None or given.get("output_final_state"):
+    batch, seqlen = tensors[0].shape[:2]
+    given = {"initial_state": initial_state, "output_final_state": output_final_state}
+    if documents is None:
+        rows = [each.flatten(0, 1) for each in tensors]
+        out, final = scan(*rows, dense_cu_seqlens(batch, seqlen, rows[0], "hidden_states"), **given)
+        return out.unflatten(0, (batch, seqlen)), final
+    if documents.seq_idx.shape != (batch, seqlen):
+        raise ValueError(
+            f"hidden_states: expected the {list(documents.seq_idx.shape)} tokens of the batch, whose rows hold several "
+            f"documents, got {[batch, seqlen]}"
+        )
+    # Packed rows, and the states between them
+    device, indices = tensors[0].device, documents.indices
+    if indices is None:
+        rows = [each.flatten(0, 1) for each in tensors]
+    else:
+        indices = indices.to(device)
+        rows = gate.gather_rows_many(tensors, indices, indices.shape[0])
+    if documents.paths is not None:
+        out, final = _over_tree(scan, rows, documents.paths)
+    elif documents.ranks is None:
+        out, final = scan(*rows, documents.cu_seqlens.to(device), **given)
+    elif initial_state is not None or output_final_state:
         raise ValueError("use_cache: expected False with a sequence_group, whose documents end on other ranks")
-    scan = functools.partial(scan, *rows, cu_seqlens)
-    return documents.ranks.scanned(scan, [*rows, *constants], *state), None
+    else:
+        scan, final = functools.partial(scan, *rows, documents.cu_seqlens.to(device)), None
+        out = documents.ranks.scanned(scan, [*rows, *constants], state, dtype)
+    # Back in the batch
+    out = out.unflatten(0, (batch, seqlen)) if indices is None else gate.scatter_rows(out, indices, batch, seqlen)
+    return out, None if final is None else final[documents.seq_idx[:, -1].clamp(min=0).long()]
 
 
 @torch.compiler.disable(reason="packing_ops: how many levels a tree has is known when the layer runs")
@@ -200,13 +207,6 @@ def _levels(paths):
     return found, torch.tensor(order, dtype=torch.int64, device="cpu").argsort().to(device)
 
 
-def _of_rows(state, documents):
-    """Return the state after each row's last document, as a cache holds one a row."""
-    if state is None or documents is None:
-        return state
-    return state[documents.seq_idx[:, -1].clamp(min=0).long()]
-
-
 # They take one token of a cache, and no documents.
 _OF_ONE_TOKEN = frozenset((
     "causal_conv1d_update", "torch_recurrent_gated_delta_rule", "mamba2_selective_state_update",
@@ -214,30 +214,6 @@ _OF_ONE_TOKEN = frozenset((
 ))  # fmt: skip
 # Names of functions that carry something from token to token.
 _SEQUENTIAL = re.compile(r"causal_conv1d\w*|\w*(delta_rule|delta_attention|_kda|_scan_combined|_scan|state_update)")
-
-
-def _packed(tensors, documents, batch, seqlen):
-    """Return ``[batch, seqlen, ...]`` tensors as packed rows, without padding, and cu_seqlens."""
-    if documents is not None and documents.seq_idx.shape != (batch, seqlen):
-        raise ValueError(
-            f"hidden_states: expected the {list(documents.seq_idx.shape)} tokens of the batch, whose rows hold several "
-            f"documents, got {[batch, seqlen]}"
-        )
-    if documents is None:
-        rows = [each.flatten(0, 1) for each in tensors]
-        return rows, dense_cu_seqlens(batch, seqlen, rows[0], "hidden_states")
-    device = tensors[0].device
-    if documents.indices is None:
-        return [each.flatten(0, 1) for each in tensors], documents.cu_seqlens.to(device)
-    indices = documents.indices.to(device)
-    return gate.gather_rows_many(tensors, indices, indices.shape[0]), documents.cu_seqlens.to(device)
-
-
-def _unpacked(rows, documents, batch, seqlen):
-    """Return packed rows ``[total, ...]`` as ``[batch, seqlen, ...]``, zeros at padding."""
-    if documents is None or documents.indices is None:
-        return rows.unflatten(0, (batch, seqlen))
-    return gate.scatter_rows(rows, documents.indices.to(rows.device), batch, seqlen)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import re
 import torch
 
 from packing_ops.boundaries import position_ids_from_cu_seqlens
-from packing_ops.integrations._patching import kept_with_class, put_around
+from packing_ops.integrations._patching import put_around
 from packing_ops.integrations._walks import kept_with_model
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.call import NAMES, PATTERN
@@ -31,9 +31,11 @@ from packing_ops.integrations.transformers.versions import (
     CACHE,
     PreTrainedModel,
     class_name,
+    code_has,
     parameters_of,
     reads_text,
     source_of,
+    unwrapped,
 )
 
 # --- parts of a model that count along the row ---
@@ -44,85 +46,59 @@ from packing_ops.integrations.transformers.versions import (
 
 _EMBEDDING = re.compile(r"(^|_)(pos|position|positions)(_|$)|^wpe$")
 _RELATIVE = re.compile(r"rotary|rope|relative|bias", re.IGNORECASE)  # the same wherever a document is
-_STARTS_AT_ZERO = re.compile(r"position_ids\[.*\] == 0")
-_BEHIND_PADDING = re.compile(r"\bpadding_idx \+ 1\b|create_position_ids_from_input_ids")  # RoBERTa and its like
-_BEHIND_NUMBER = re.compile(r"arange\(config\.max_position_embeddings\)\.expand\(\(1, -1\)\) \+ (\d+)")  # Nystromformer
-_ALONG_THE_ROW = re.compile(r"torch\.arange\(hidden_states\.shape\[1\].*\) \+ past_seen_tokens")  # Llama 4
-
-
-class _Found:
-    """takes_none: class of a module that counts along the row and takes no positions. needs: of one that counts where
-    it is given no positions. by_length: of a rotary embedding whose angles depend on the largest position. has_axes:
-    whether the model makes positions of several axes. first: the position of a document's first token.
-    """
-
-    def __init__(self):
-        self.takes_none = self.needs = self.by_length = ""
-        self.has_axes, self.first = False, 0
-
-    def look(self, module, of_text):
-        cls, inside = type(module), module._modules
-        if isinstance(module, PreTrainedModel):
-            of_text = reads_text(cls)
-            self.has_axes |= first_axis(cls) is not None or hasattr(cls, "get_rope_index")
-        embeds = [name for name, child in inside.items() if child is not None and ("pos" in name or name == "wpe")]
-        embeds = any(_embeds_positions(type(inside[name]), name) for name in embeds)
-        if of_text and (embeds or (not inside and _starts_at_zero(cls))):
-            if any("position" in name for name in inspect.signature(cls.forward).parameters):
-                self.needs = self.needs or class_name(module)
-                self.first = max(self.first, _first_position(module))
-            else:
-                self.takes_none = self.takes_none or class_name(module)
-        kinds = vars(module).get("rope_type")
-        kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
-        if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
-            self.by_length = class_name(module)
-            put_around(module, "forward", _by_length)
-        elif "Attention" in cls.__name__ and _scales_along_the_row(cls):
-            put_around(module, "forward", _scaled_by_position)
-        for child in inside.values():  # not most modules: this runs in every call of a model
-            if child is not None and (child._modules or "rope_type" in vars(child) or _starts_at_zero(type(child))):
-                self.look(child, of_text)
+_STARTS_AT_ZERO = r"position_ids\[.*\] == 0"
+_BEHIND_PADDING = r"\bpadding_idx \+ 1\b|create_position_ids_from_input_ids"  # RoBERTa and its like
+_BEHIND_NUMBER = r"arange\(config\.max_position_embeddings\)\.expand\(\(1, -1\)\) \+ (\d+)"  # Nystromformer
+_ALONG_THE_ROW = r"torch\.arange\(hidden_states\.shape\[1\].*\) \+ past_seen_tokens"  # Llama 4
 
 
 @kept_with_model
 def _found_in(model) -> tuple[str, str, str, bool, int]:
-    """Return (takes_none, needs, by_length, has_axes, first) of _Found. What looks at the whole row runs by document
-    from now on.
+    """Return (takes_none, needs, by_length, has_axes, first). What looks at the whole row runs by document from now on.
+
+    takes_none: class of a module that counts along the row and takes no positions. needs: of one that counts where
+    it is given no positions. by_length: of a rotary embedding whose angles depend on the largest position. has_axes:
+    whether the model makes positions of several axes. first: the position of a document's first token.
     """
-    found = _Found()
-    found.look(model, False)
-    return found.takes_none, found.needs, found.by_length, found.has_axes, found.first
+    takes_none = needs = by_length = ""
+    has_axes, first = False, 0
+    of_text: dict[torch.nn.Module, bool] = {}  # whether the model around a module reads text
+    for module in model.modules():
+        cls, reads = type(module), of_text.get(module, False)
+        if isinstance(module, PreTrainedModel):
+            reads = reads_text(cls)
+            has_axes |= first_axis(cls) is not None or hasattr(cls, "get_rope_index")
+        of_text |= dict.fromkeys(module.children(), reads)
+        embeds = any(_embeds_positions(name, type(child)) for name, child in module.named_children())
+        if reads and (embeds or (not module._modules and _starts_at_zero(cls))):
+            if any("position" in name for name in inspect.signature(cls.forward).parameters):
+                needs, first = needs or class_name(module), max(first, _first_position(module))
+            else:
+                takes_none = takes_none or class_name(module)
+        kinds = vars(module).get("rope_type")
+        kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+        if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
+            by_length = class_name(module)
+            put_around(module, "forward", _by_length)
+        elif "Attention" in cls.__name__ and code_has(cls.forward, _ALONG_THE_ROW):
+            put_around(module, "forward", _scaled_by_position)
+    return takes_none, needs, by_length, has_axes, first
 
 
-@kept_with_class
-def _embeds_positions(cls, name) -> bool:
+def _embeds_positions(name, cls) -> bool:
     return bool(_EMBEDDING.search(name)) and not _RELATIVE.search(f"{name} {cls.__name__}")
 
 
-@kept_with_class
 def _starts_at_zero(cls) -> bool:
     """Return whether a layer of this class starts a state where a position is 0."""
-    given_positions = "position_ids" in inspect.signature(cls.forward).parameters
-    return given_positions and bool(_STARTS_AT_ZERO.search(source_of(cls.forward)))
+    return "position_ids" in parameters_of(cls.forward) and code_has(cls.forward, _STARTS_AT_ZERO)
 
 
 def _first_position(module) -> int:
-    code = _code_of(type(module))
-    if _BEHIND_PADDING.search(code) and isinstance(getattr(module, "padding_idx", None), int):
+    if isinstance(getattr(module, "padding_idx", None), int) and code_has(type(module), _BEHIND_PADDING):
         return module.padding_idx + 1
-    number = _BEHIND_NUMBER.search(code)
+    number = re.search(_BEHIND_NUMBER, source_of(unwrapped(type(module))))
     return int(number[1]) if number else 0
-
-
-@kept_with_class
-def _code_of(cls) -> str:
-    return source_of(next((base for base in cls.__mro__ if base.__module__.startswith("transformers.")), cls))
-
-
-@kept_with_class
-def _scales_along_the_row(cls) -> bool:
-    return bool(_ALONG_THE_ROW.search(source_of(cls.forward)))
 
 
 # --- the positions of a call ---

@@ -44,7 +44,7 @@ from packing_ops.integrations.transformers.stateful_rows import (
     leaves,
     run_in_rows,
 )
-from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, reads_text, source_of, unwrapped
+from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, code_has, reads_text, unwrapped
 from packing_ops.keys import cached_paths
 
 
@@ -105,7 +105,7 @@ def declare(cls: type[torch.nn.Module], *, mixes: bool | None) -> None:
 # --- which layers ---
 
 # In the code of a layer: names of recurrences, and of their states in transformers' caches.
-_STATE = re.compile(
+_STATE = (
     r"causal_conv1d|conv_state|ssm_state|recurrent_state|rnn_state|linear_cache|_scan\(|time_shift|linear_attention\("
     r"|delta_rule|delta_attention|mlstm|wkv"
 )
@@ -189,7 +189,7 @@ def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
     mixes, attends, is_model = getattr(cls, MIXES, None), calls_interface(cls), issubclass(cls, PreTrainedModel)
     if mixes is not None:
         return StateKind.MIXING if mixes else StateKind.TOKENWISE, True, attends
-    if not is_model and _STATE.search(_source_of(cls)):
+    if not is_model and code_has(cls, _STATE):
         return StateKind.RECURRENT, False, attends
     if _has_own_attention(cls):
         return StateKind.MIXING, False, attends
@@ -237,27 +237,9 @@ def calls_attention_inside(module) -> bool:
     return any(calls_interface(type(each)) for each in module.modules())
 
 
-@kept_with_class
 def calls_interface(cls: type) -> bool:
     """Return whether its code calls the attention that attn_implementation names."""
-    return not issubclass(cls, PreTrainedModel) and bool(
-        re.search(r"attention_interface\(|ALL_ATTENTION_FUNCTIONS", _source_of(cls))
-    )
-
-
-@kept_with_class
-def calls_softmax(cls: type) -> bool:
-    """Return whether its code has an attention that attn_implementation does not name."""
-    return bool(re.search(r"softmax\(|scaled_dot_product_attention\(", _source_of(cls)))
-
-
-def _source_of(cls: type) -> str:
-    """Return the code of a module's class and of those it inherits from, without torch's; empty if there is no
-    source.
-    """
-    bases = [each for each in cls.__mro__ if issubclass(each, torch.nn.Module)]
-    bases = [each for each in bases if not each.__module__.startswith("torch.")]
-    return "\n".join(map(source_of, bases))
+    return not issubclass(cls, PreTrainedModel) and code_has(cls, r"attention_interface\(|ALL_ATTENTION_FUNCTIONS")
 
 
 # --- the documents of a model's call ---

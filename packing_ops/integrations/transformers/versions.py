@@ -116,6 +116,14 @@ def source_of(code) -> str:
         return ""
 
 
+@kept_with_class
+def code_has(code, pattern: str) -> bool:
+    """Return whether the source of a function, or of a module's class and those it inherits from, has this pattern."""
+    bases = getattr(code, "__mro__", (code,))
+    parts = [each for each in bases if not (each.__module__ or "").startswith(("torch.", "builtins"))]
+    return any(re.search(pattern, source_of(each), re.MULTILINE) for each in parts)
+
+
 @functools.lru_cache(maxsize=4)  # the text of a file: layers of a model are in one or two
 def _classes_in(module: str) -> dict[str, str]:
     """Return the code of transformers' classes by name: inspect.getsource would parse the module's file for each of

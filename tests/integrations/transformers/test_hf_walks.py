@@ -33,8 +33,8 @@ def model():
 @pytest.fixture
 def looks(monkeypatch):
     """A list that grows with each walk for positions."""
-    seen, look = [], positions._Found.look
-    monkeypatch.setattr(positions._Found, "look", lambda self, *args: (seen.append(self), look(self, *args))[1])
+    seen, look = [], positions.reads_text
+    monkeypatch.setattr(positions, "reads_text", lambda cls: (seen.append(cls), look(cls))[1])
     return seen
 
 
