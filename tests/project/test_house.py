@@ -184,7 +184,6 @@ LONG = {"_runtime.autograd.register_autograd"}  # torch's, rebuilt: its parts be
 MIRRORS = {
     "losses.op._token_logps",
     "integrations.transformers.linear_attention._delta_rule",
-    "integrations.transformers.linear_attention._kimi_delta_rule",
     "integrations.transformers.linear_attention._mamba2",
     "integrations.trl.fused_logps._apply",
 }  # fmt: skip

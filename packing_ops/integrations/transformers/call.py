@@ -71,8 +71,14 @@ class PackedCall:
         traits = _traits_of(type(model), type(model.config))
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
         positions = self.given("position_ids", args, kwargs)
-        if outer is None and reads:
-            _check_form(positions)
+        if (
+            outer is None
+            and reads
+            and positions is not None
+            and not (is_tensor(positions, 2) or is_tensor(positions, 3))
+        ):
+            got = list(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__
+            raise ValueError(f"position_ids: expected a tensor [1 or batch, seqlen], or one of several axes, got {got}")
         mask = self.given("attention_mask", args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
@@ -142,12 +148,6 @@ class PackedCall:
         paths = cached_paths(self.cu_seqlens, self.segment_parents, total, None)
         depths = kept_with(paths[:2], ("depths", total), lambda: positions_of_paths(paths, total))
         check_same(position_ids[0].long().to(depths.device), depths, "depths")
-
-    def with_ones(self, args, kwargs):
-        """Return the arguments, with ones for the document numbers of a 2-D mask: models expect 0 and 1."""
-        if self.numbers is None or self.padding is self.given("attention_mask", args, kwargs):
-            return args, kwargs
-        return self.put("attention_mask", self.padding, args, kwargs)
 
     def given(self, name, args, kwargs):
         """Return an argument of the model, by its name or its place: "position_ids", "attention_mask", "labels"."""
@@ -285,13 +285,6 @@ class PackedCall:
         return one_each(lost, f"{self.name} {why}")
 
 
-def _check_form(positions) -> None:
-    """Raise ValueError for 1-D positions, which would fit tables of RoPE, and show no documents."""
-    if positions is not None and not (is_tensor(positions, 2) or is_tensor(positions, 3)):
-        got = list(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__
-        raise ValueError(f"position_ids: expected a tensor [1 or batch, seqlen], or one of several axes, got {got}")
-
-
 class LastForward(NamedTuple):
     """What a model's last call saw. Of a graph nothing is kept."""
 
@@ -362,7 +355,8 @@ def watched(begin, end, stock):
         # The call, and what masks and layers below ask of it.
         outer = now.call
         call = PackedCall(self, args, kwargs, outer)
-        args, kwargs = call.with_ones(args, kwargs)
+        if call.numbers is not None and call.padding is not call.given("attention_mask", args, kwargs):
+            args, kwargs = call.put("attention_mask", call.padding, args, kwargs)  # models expect 0 and 1
         begun, now.begun = now.begun, call if call.traced else None
         now.call = call
         try:
@@ -420,12 +414,6 @@ class _Now(threading.local):
 
 
 now = _Now()
-
-
-def fuse(running):
-    """Set the model whose loss is fused in this thread; return the one before."""
-    before, now.fused = now.fused, running
-    return before
 
 
 # --- keywords that are refused: those that describe documents under a name that transformers does not read ---

@@ -117,16 +117,10 @@ def _from_values(batch, seqlen, padding, position_ids):
         # As positions: they grow by one, and fall where a document starts.
         positions = torch.arange(batch * seqlen, device=slots.device) - 2 * starts.cumsum(0)
         cu_seqlens, count = gate.cu_seqlens_from_position_ids(positions)
-        inside = restarts_inside(padding, position_ids, batch, seqlen, slots.device)
-        negative = None if padding.dtype == torch.bool else (padding < 0).any()
-        wrong = [(inside, _INSIDE), (negative, _NEGATIVE)]
-        for is_wrong, message in wrong if compiling else ():
+        wrong = wrong_in(padding, position_ids, batch, seqlen, slots.device)
+        for message, is_wrong in wrong.items() if compiling else ():
             refuse_where(is_wrong, message)
-        within_rows = [
-            count.view(()),
-            first.any(),
-            *(first.new_zeros(()) if is_wrong is None else is_wrong for is_wrong, _ in wrong),
-        ]
+        within_rows = [count.view(()), first.any(), *wrong.values()]
 
     # Sizes: upper bounds in a graph, else read at once, which is the one synchronisation.
     if compiling:
@@ -135,9 +129,9 @@ def _from_values(batch, seqlen, padding, position_ids):
     total, interior, *within_rows = torch.stack(read).tolist()
     several = False
     if within_rows:
-        count, several, inside, negative = within_rows
-        refuse_where(bool(inside), _INSIDE)
-        refuse_where(bool(negative), _NEGATIVE)
+        count, several, *are_wrong = within_rows
+        for message, is_wrong in zip(wrong, are_wrong, strict=True):
+            refuse_where(bool(is_wrong), message)
         cu_seqlens = cu_seqlens[: count - (total < batch * seqlen) + 1]  # without the document of padding
     indices = None if total == batch * seqlen else indices[:total]
     return BatchDocuments(cu_seqlens, indices, bool(interior), bool(several))
@@ -244,16 +238,19 @@ _INSIDE = (
 _NEGATIVE = "attention_mask: expected 0 for padding and numbers above it for documents, got a negative one"
 
 
-def restarts_inside(padding, position_ids, batch, seqlen, device) -> torch.Tensor | None:
-    """Return whether positions restart where a mask that numbers documents goes on: bool ``[]``; None without both
-    of them.
+def wrong_in(padding, position_ids, batch, seqlen, device) -> dict[str, torch.Tensor]:
+    """Return {what to say: bool ``[]``, whether it is so} of a mask that numbers documents: of negative numbers, and of
+    positions that restart where it goes on.
     """
-    if padding is None or position_ids is None or padding.dtype == torch.bool:
-        return None
+    if padding is None or padding.dtype == torch.bool:
+        return {}
+    wrong = {_NEGATIVE: (padding < 0).any()}
+    if position_ids is None:
+        return wrong
     by_positions = first_tokens(padding != 0, position_ids, batch, seqlen, device)
     by_numbers = first_tokens(padding, None, batch, seqlen, device)
     numbered = (padding > 1).any().to(device)  # a mask of 0 and 1 carries no document ids
-    return (by_positions & ~by_numbers).any() & numbered
+    return {_INSIDE: (by_positions & ~by_numbers).any() & numbered, **wrong}
 
 
 def several_in(position_ids=None, padding=None, cu_seqlens=None, numbers=None, batch=1) -> torch.Tensor | None:
@@ -309,8 +306,8 @@ def each_document_alone(mask_function, kwargs, prepared, batch, q_length, q_offs
     starts = first_tokens(padding, position_ids, batch, q_length, device)
     documents, runs = starts.cumsum(1), None
     if numbers is not None:
-        refuse_where(restarts_inside(padding, position_ids, batch, q_length, device), _INSIDE)
-        refuse_where((numbers < 0).any(), _NEGATIVE)
+        for message, is_wrong in wrong_in(padding, position_ids, batch, q_length, device).items():
+            refuse_where(is_wrong, message)
         runs = first_tokens(numbers, None, *numbers.shape, device).cumsum(1).expand(batch, -1)
 
     # The mask: of two slots of one document.

@@ -20,7 +20,7 @@ from packing_ops.integrations._patching import Patch, WeakPartial, function_of, 
 from packing_ops.integrations._router_replay import replay_routing as replay_routing
 from packing_ops.integrations._walks import constant_of_model
 from packing_ops.integrations.transformers import sequence_group
-from packing_ops.integrations.transformers.call import BALANCE, SHIFT, current, fuse, now
+from packing_ops.integrations.transformers.call import BALANCE, SHIFT, current, now
 from packing_ops.integrations.transformers.documents import first_tokens, is_tensor
 from packing_ops.integrations.transformers.versions import (
     ARGUMENTS,
@@ -167,7 +167,7 @@ def _forward(model, *args, **kwargs):
         warnings.warn(f"the loss of {type(model).__name__} is the stock one: {why}", stacklevel=2)
         return stock(model, *args, **kwargs)
     running = Running(model)
-    outer = fuse(running)
+    outer, now.fused = now.fused, running
     try:
         output = stock(model, *args, **kwargs)
         if isinstance(output, tuple):
@@ -175,7 +175,7 @@ def _forward(model, *args, **kwargs):
         output.logits = None  # they were the hidden states
         return output
     finally:
-        fuse(outer)
+        now.fused = outer
 
 
 def _head(head, before, hidden):
@@ -265,6 +265,11 @@ _OF_TRL = "transformers.models.mixtral.modeling_mixtral"  # whose function TRL's
 _BALANCED_BY = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
+@functools.cache
+def _balance_patch(module_name) -> Patch:
+    return Patch(importlib.import_module(module_name), _BALANCE, _of_documents)
+
+
 class Balance:
     """Kept in a model, for as long as its modelling module has our function. Copies and pickles make a new one."""
 
@@ -275,11 +280,6 @@ class Balance:
 
     def __reduce__(self):
         return type(self), (self.module_name, self.by_document)
-
-
-@functools.cache
-def _balance_patch(module_name) -> Patch:
-    return Patch(importlib.import_module(module_name), _BALANCE, _of_documents)
 
 
 def _balanced(model) -> dict[PreTrainedModel, str]:

@@ -61,13 +61,25 @@ def _delta_rule(
     initial_state=None,
     output_final_state=False,
     use_qk_l2norm_in_kernel=False,
+    *,
+    stock=None,
 ):
-    """chunk_gated_delta_rule of transformers: query ``[batch, seqlen, heads, head_dim]``."""
-    tensors = [query, key, value.to(query.dtype), g, beta]
-    scan = functools.partial(gated_delta_rule, use_qk_l2norm=use_qk_l2norm_in_kernel)
-    state, dtype = (value.shape[2], query.shape[3], value.shape[3]), sum_dtype(query.dtype)
-    initial_state = None if initial_state is None else initial_state.float()
-    return _scanned(scan, tensors, documents, state, dtype, initial_state, output_final_state)
+    """chunk_gated_delta_rule of transformers: query ``[batch, seqlen, heads, head_dim]``.
+
+    stock: chunk_kimi_delta_attention, whose decay is of each channel: it runs, documents as rows.
+    """
+    tensors, dtype = [query, key, value.to(query.dtype), g, beta], sum_dtype(query.dtype)
+    state = value.shape[2], key.shape[3], value.shape[3]
+    if stock is None:
+        scan = functools.partial(gated_delta_rule, use_qk_l2norm=use_qk_l2norm_in_kernel)
+        initial_state = None if initial_state is None else initial_state.float()
+        return _scanned(scan, tensors, documents, state, dtype, initial_state, output_final_state)
+    tensors[2] = value
+    rule = functools.partial(stock, chunk_size=chunk_size, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    if documents is None:
+        return rule(*tensors, initial_state=initial_state, output_final_state=output_final_state)
+    scan = functools.partial(in_rows, rule)
+    return _scanned(scan, tensors, documents, state, torch.float32, initial_state, output_final_state)
 
 
 def _mamba2(
@@ -98,29 +110,6 @@ def _mamba2(
     given = initial_state, return_final_states, constants
     out, final = _scanned(scan, tensors, documents, state, of_state, *given)
     return (out, final) if return_final_states else out
-
-
-def _kimi_delta_rule(
-    documents,
-    query,
-    key,
-    value,
-    g,
-    beta,
-    chunk_size=64,
-    initial_state=None,
-    output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
-    *,
-    stock,
-):
-    """chunk_kimi_delta_attention of transformers, whose decay is of each channel: its function, documents as rows."""
-    rule = functools.partial(stock, chunk_size=chunk_size, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    tensors = [query, key, value, g, beta]
-    if documents is None:
-        return rule(*tensors, initial_state=initial_state, output_final_state=output_final_state)
-    scan, state = functools.partial(in_rows, rule), (value.shape[2], key.shape[3], value.shape[3])
-    return _scanned(scan, tensors, documents, state, torch.float32, initial_state, output_final_state)
 
 
 def _apart(documents, *args):
@@ -253,8 +242,9 @@ def _agrees(stock, ours, cases, in_rows) -> bool:
     stock = inspect.unwrap(stock)
     parameters = inspect.signature(stock).parameters
     wanted = [*inspect.signature(ours).parameters][2:]  # the first tensor goes by place
+    wanted = [name for name in wanted if name != "stock"]
     if in_rows:
-        return [*parameters][1 : len(wanted)] == wanted[:-1] and keeps_apart(stock)
+        return [*parameters][1 : len(wanted) + 1] == wanted and keeps_apart(stock)
     if cases is None:
         needed = [
             each for each in parameters.values() if each.default is each.empty and each.kind < each.VAR_POSITIONAL
@@ -330,7 +320,7 @@ class Rule(NamedTuple):
 _RULES = {
     "causal_conv1d_fn": Rule(_convolution, _convolutions),
     "torch_chunk_gated_delta_rule": Rule(_delta_rule, _delta_rules),
-    "chunk_kimi_delta_attention": Rule(_kimi_delta_rule, in_rows=True),
+    "chunk_kimi_delta_attention": Rule(_delta_rule, in_rows=True),
     "mamba2_chunk_scan": Rule(_mamba2, _mamba2_scans),
     "mamba2_split_conv1d_scan_combined": Rule(_apart),
 }

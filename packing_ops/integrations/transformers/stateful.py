@@ -131,23 +131,20 @@ def layers_of(module: torch.nn.Module, judged: bool = True) -> dict[torch.nn.Mod
     if isinstance(module, PreTrainedModel):
         judged = reads_text(type(module))
     found = {}
-    for child in module._modules.values():
-        if child is None:
-            continue
+    for child in module.children():
         kind, sees_inside = _kind_of(child)
-        if kind is StateKind.TOKENWISE:
-            if child._modules:  # not most modules: this runs in every call of a model
-                found.update(layers_of(child, judged and sees_inside))
-        elif kind is StateKind.UNKNOWN:
-            inside = layers_of(child, judged and sees_inside)
+        inside = layers_of(child, judged and sees_inside and kind is not StateKind.RECURRENT)
+        if kind is StateKind.UNKNOWN:
             # A block of attention and other layers: these count, its code passes tokens from one to the other.
             is_block = calls_attention_inside(child) or any(each is not kind for each in inside.values())
             found.update(inside if is_block or not judged else {child: kind})
-        else:
+        elif kind is not StateKind.TOKENWISE:
             # A decoder layer's code passes the state of what is inside on.
             passes_on = kind is StateKind.RECURRENT and not _holds_state(child) and calls_attention_inside(child)
-            inside = layers_of(child, False) if passes_on else {}
-            found.update(inside or {child: kind})
+            inside = (inside if passes_on else {}) or {child: kind}
+            found.update(inside)
+        else:
+            found.update(inside)
     return found
 
 

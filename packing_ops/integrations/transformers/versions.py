@@ -119,8 +119,8 @@ def source_of(code) -> str:
 @kept_with_class
 def code_has(code, pattern: str) -> bool:
     """Return whether the source of a function, or of a module's class and those it inherits from, has this pattern."""
-    bases = getattr(code, "__mro__", (code,))
-    parts = [each for each in bases if not (each.__module__ or "").startswith(("torch.", "builtins"))]
+    bases = [each for each in getattr(code, "__mro__", ()) if issubclass(each, torch.nn.Module)]
+    parts = [each for each in bases or [code] if not (each.__module__ or "").startswith("torch.")]
     return any(re.search(pattern, source_of(each), re.MULTILINE) for each in parts)
 
 
