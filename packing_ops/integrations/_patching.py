@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -301,10 +301,19 @@ def _revert_when_gone(patch) -> None:
     revert_left()
 
 
-def release(patches: Iterable[Patch], model: torch.nn.Module) -> None:
+def apply_all(patches: dict[str, Patch], user: object) -> None:
+    """Apply patches for this user where they are not: a copied or unpickled model is no user yet."""
+    revert_left()
+    for patch in patches.values():
+        # In a graph a user cannot be looked up in a WeakSet: an applied patch will do.
+        if not patch.is_applied or not (torch.compiler.is_compiling() or user in patch.users):
+            patch.apply(user)
+
+
+def release(patches: dict[str, Patch], model: torch.nn.Module) -> None:
     """Revert those of the patches that only modules of this model needed."""
     users = {*model.modules()}
-    for patch in patches:
+    for patch in patches.values():
         for user in users.intersection(patch.users):
             patch.revert(user)
     revert_left()

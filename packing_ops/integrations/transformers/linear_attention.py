@@ -23,7 +23,7 @@ from packing_ops.conv import causal_conv1d
 from packing_ops.integrations import _patching
 from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
-from packing_ops.integrations._walks import DOCUMENTS, SWAPPED, constant_of_model, kept_with_model
+from packing_ops.integrations._walks import DOCUMENTS, SWAPPED, kept_with_model
 from packing_ops.integrations.transformers.stateful_rows import in_rows, keeps_apart
 from packing_ops.integrations.transformers.versions import PreTrainedModel, unwrapped
 from packing_ops.scan import gated_delta_rule, mamba2_scan
@@ -403,41 +403,26 @@ def apply_to_model(model: torch.nn.Module) -> None:
     for layer, reason in layers_in(model).items():
         if reason is None:
             vars(layer)[SWAPPED] = True
-            _dispatch_for(layer)
+            _patching.apply_all(patches_of(unwrapped(type(layer)).__module__), model)
 
 
 def release(model: torch.nn.Module) -> None:
     """Put back the functions of modelling modules that only this model needed."""
     homes = {unwrapped(type(layer)).__module__ for layer in layers_in(model)}
-    _patching.release([patch for home in homes for patch in patches_of(home).values()], model)
-
-
-def _dispatch_for(layer: torch.nn.Module) -> None:
-    for patch in patches_of(unwrapped(type(layer)).__module__).values():
-        if not patch.is_applied or layer not in patch.users:
-            patch.apply(layer)
+    for home in homes:
+        _patching.release(patches_of(home), model)
 
 
 # --- a call of a model ---
 
 
-def _swapped_in(model) -> tuple[torch.nn.Module, ...]:
-    """Return the swapped layers in this model, without those in models inside of it."""
-    return tuple(layer for layer in _of(model) if is_swapped(layer))
-
-
-_kept_swapped_in = kept_with_model(_swapped_in)
-
-
-def _serve(layers) -> bool:
-    for layer in layers:
-        _dispatch_for(layer)  # a copied or unpickled model is no user yet
-    return bool(layers)
-
-
-@constant_of_model
-def _serve_in_graph(model) -> bool:
-    return _serve(_swapped_in(model))
+@kept_with_model
+def _homes(model) -> tuple[str, ...]:
+    """Return the modelling modules of the swapped layers in this model, without those in models inside of it."""
+    homes = dict.fromkeys(unwrapped(type(layer)).__module__ for layer in _of(model) if is_swapped(layer))
+    for home in homes:
+        _patching.apply_all(patches_of(home), model)  # in a graph
+    return tuple(homes)
 
 
 def _of(module):
@@ -449,8 +434,11 @@ def _of(module):
 
 def with_documents(model, call, kwargs):
     """Return the keyword arguments of a call, with DOCUMENTS where layers of this model read it."""
-    if not (_serve_in_graph(model) if torch.compiler.is_compiling() else _serve(_kept_swapped_in(call, model))):
+    homes = _homes(call, model)
+    if not homes:
         return kwargs
+    for home in homes if not torch.compiler.is_compiling() else ():
+        _patching.apply_all(patches_of(home), model)  # another library may have replaced them
     documents = call.row_documents
     if documents is not None and not documents.has_attention:  # these layers are where they have to arrive
         for each in (call, *call.outers):

@@ -117,12 +117,13 @@ def with_positions(model, call, args, kwargs):
             )
         call.position_ids = positions = _raised(call.position_ids, call.padding, first)
     elif call.needs_positions and call.segment_parents is None and _takes_positions(model, needs):
-        # Several axes are the model's to make, but those of text for which the first one is enough.
-        positions = None
-        if not has_axes or call.first_axis == SEQUENCE:
-            positions = _made(model, call, args, kwargs, needs, first)
+        # Several axes are the model's to make, but those of text, of which the first one says where documents are.
+        is_text = call.first_axis == SEQUENCE or (call.first_axis == TIME and call.cu_seqlens is not None)
+        positions = _made(model, call, args, kwargs, needs, first) if is_text or not has_axes else None
         if positions is None:
             return args, kwargs
+        if call.first_axis == TIME:
+            positions = positions.expand(4, *positions.shape)
         call.needs_positions, call.made_positions = False, positions
     else:
         return args, kwargs

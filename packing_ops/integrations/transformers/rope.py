@@ -19,7 +19,6 @@ from packing_ops.boundaries import position_ids_from_cu_seqlens
 from packing_ops.integrations import _patching
 from packing_ops.integrations._patching import Patch, kept_with_class, put_hook, revert_left, stock_of, take_out_hook
 from packing_ops.integrations._rope_trial import Rotation, rotation_of
-from packing_ops.integrations.transformers.call import NAMES
 from packing_ops.integrations.transformers.documents import TIME, first_axis
 
 # --- functions of a modelling module ---
@@ -86,11 +85,7 @@ def patches_of(module_name: str) -> dict[str, Patch]:
 
 def dispatch_for(user: torch.nn.Module) -> None:
     """Put dispatchers in place of the functions of its modelling module, until user dies or is reverted."""
-    revert_left()
-    for patch in patches_of(type(user).__module__).values():
-        # In a graph a user cannot be looked up in a WeakSet: an applied patch will do.
-        if not patch.is_applied or not (torch.compiler.is_compiling() or user in patch.users):
-            patch.apply(user)
+    _patching.apply_all(patches_of(type(user).__module__), user)
 
 
 def new_patch(module, name: str) -> Patch:
@@ -158,17 +153,6 @@ def give_position_ids(owner, args, kwargs):
     if tokens is None or tokens.shape[0] != 1:
         return None
     return args, {**kwargs, "position_ids": position_ids_from_cu_seqlens(cu_seqlens, tokens.shape[1])[None]}
-
-
-def give_axes(owner, args, kwargs):
-    """Give position_ids of text for all axes, as a hook, with a row in front for the mask of a multimodal model."""
-    if owner.config._attn_implementation not in NAMES:
-        return None  # with another attention Qwen2-VL lets such documents see each other
-    args, kwargs = give_position_ids(owner, args, kwargs) or (args, kwargs)
-    position_ids = kwargs.get("position_ids")
-    if position_ids is None or position_ids.dim() != 2:
-        return None
-    return args, {**kwargs, "position_ids": position_ids[None].expand(4, -1, -1)}
 
 
 # --- in a model ---
@@ -263,9 +247,9 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> None:
             put_hook(rotary, _ask_for_fp32, before=True)
         else:
             take_out_hook(rotary, _ask_for_fp32)
-        if "position_ids" in inspect.signature(owner.forward).parameters:
-            hook = give_axes if first_axis(type(owner)) == TIME else give_position_ids
-            put_hook(owner, hook, before=True, with_kwargs=True)
+        # With another attention Qwen2-VL lets documents of one axis see each other.
+        if "position_ids" in inspect.signature(owner.forward).parameters and first_axis(type(owner)) != TIME:
+            put_hook(owner, give_position_ids, before=True, with_kwargs=True)
     for module in towers(model):
         dispatch_for(module)
         put_hook(module, _tag_tower, before=True, with_kwargs=True)
@@ -273,7 +257,8 @@ def apply_to_model(model: torch.nn.Module, fp32_cos_sin: bool) -> None:
 
 def release(model: torch.nn.Module) -> None:
     """Release the dispatchers: the model does not need them any more."""
-    _patching.release([patch for patches in PATCHES.values() for patch in patches.values()], model)
+    for patches in PATCHES.values():
+        _patching.release(patches, model)
 
 
 def _tag(rotary, args, output):
