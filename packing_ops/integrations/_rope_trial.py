@@ -108,34 +108,26 @@ def rotation_of(stock) -> Rotation | str:
     with quiet():
         for kind, of_pairs, dim in itertools.product(tables, pairs, dims):
             rotation = Rotation(names, kind, *of_pairs, False, dim)
-            if all(_agrees(stock, rotation, case, errors) for case in _cases(names)):
-                if _in_a_model(stock, rotation):
-                    return _tried_on_parts(stock, rotation._replace(tokens=_without_batch(stock, rotation)))
+            if not all(_agrees(stock, rotation, case, errors) for case in _cases(names)):
+                continue
+            if not all(_agrees(stock, rotation, case) for case in _IN_MODELS):
                 return "it rotates otherwise in long rows, wide heads or float16, or has another gradient"
+            of_tokens = rotation._replace(tokens=True)
+            rotation = rotation._replace(tokens=all(_agrees(stock, of_tokens, case) for case in _OF_TOKENS))
+            # Tables for 8 of 24 elements: the first ones rotate, or the stock function raises, or it is not served.
+            partial, errors = rotation._replace(partial=True), []
+            cases = [case._replace(head_dim=24) for case in _cases(names)]
+            if all(_agrees(stock, partial, case, errors, any_error=True) for case in cases):
+                return partial
+            return rotation if errors else "it rotates another part of the head than its first elements"
     return f"it raises {errors[0]!r}" if errors else "it rotates by none of the formulas of apply_rotary_qk"
 
 
-def _tried_on_parts(stock, rotation) -> Rotation | str:
-    """Try tables for 8 of 24 elements: the stock function rotates the first ones, or raises, or is not served."""
-    partial, errors = rotation._replace(partial=True), []
-    cases = [case._replace(head_dim=24) for case in _cases(rotation.parameters)]
-    if all(_agrees(stock, partial, case, errors, any_error=True) for case in cases):
-        return partial
-    return rotation if errors else "it rotates another part of the head than its first elements"
-
-
-def _without_batch(stock, rotation) -> bool:
-    of_tokens = rotation._replace(tokens=True)
-    for dtype in (torch.float32, torch.bfloat16):
-        args, options = _arguments(rotation._replace(unsqueeze_dim=2), _Case(rows=1, dtype=dtype))
-        args = tuple(each.squeeze(0) for each in args)
-        if not _gives(of_tokens, args, options, attempt(stock, *args, **options)):
-            return False
-    return True
-
-
 class _Case(NamedTuple):
-    """Arguments of a trial. batch: of the tables; width: the elements of a head that rotate; heads: of q and k."""
+    """Arguments of a trial. batch: of the tables; width: the elements of a head that rotate; heads: of q and k.
+
+    in_model: large values, whose gradients agree too. tokens_alone: without a batch, as vision towers have them.
+    """
 
     head_dim: int = 8
     batch: int = 1
@@ -145,6 +137,8 @@ class _Case(NamedTuple):
     heads: tuple[int, int] = (4, 2)
     dtype: torch.dtype = torch.float32
     options: tuple = ()  # keywords, as (name, value)
+    in_model: bool = False
+    tokens_alone: bool = False
 
 
 def _cases(names) -> list[_Case]:
@@ -156,64 +150,52 @@ def _cases(names) -> list[_Case]:
     return cases
 
 
-def _agrees(stock, rotation, case, errors, any_error=False) -> bool:
+def _agrees(stock, rotation, case, errors=None, any_error=False) -> bool:
     """Return whether both give the same. errors: gets what the stock function raises; shapes that do not fit without
     any_error do not count, since another form may fit.
     """
     args, options = _arguments(rotation, case)
     copies = [each.clone() for each in args]
     wanted = attempt(stock, *args, **options)
-    if isinstance(wanted, Exception) and (any_error or not isinstance(wanted, (RuntimeError, ValueError))):
+    counts = any_error or not isinstance(wanted, (RuntimeError, ValueError))
+    if errors is not None and isinstance(wanted, Exception) and counts:
         errors.append(wanted)
     if not all(torch.equal(each, copy) for each, copy in zip(args, copies, strict=True)):
         return False  # it writes into its arguments
-    return _gives(rotation, args, options, wanted)
-
-
-def _gives(rotation, args, options, wanted) -> bool:
-    return alike(tensors_of(attempt(rotation.serve, _refuse, args, options)), tensors_of(wanted), 4)
+    if not case.in_model:
+        return alike(tensors_of(attempt(rotation.serve, _refuse, args, options)), tensors_of(wanted), 4)
+    inputs, tables = args[: 1 if rotation.takes_one else 2], args[1 if rotation.takes_one else 2 :]
+    found = with_gradients(lambda *heads: rotation.serve(_refuse, (*heads, *tables), options), inputs)
+    return alike(found, with_gradients(lambda *heads: stock(*heads, *tables, **options), inputs), 8)
 
 
 def _arguments(rotation, case):
     """Return (positional arguments of the stock function, keywords)."""
     rows, tokens, dtype, options = case.rows, case.tokens, case.dtype, dict(case.options)
-    dim = options.get("unsqueeze_dim", rotation.unsqueeze_dim)
+    dim = 2 if case.tokens_alone else options.get("unsqueeze_dim", rotation.unsqueeze_dim)
     shapes = [(rows, heads, tokens) if dim == 1 else (rows, tokens, heads) for heads in case.heads]
     q, k = (numbers(*shape, case.head_dim, dtype=dtype, start=i) for i, shape in enumerate(shapes))
+    q, k = (100.0 * q, 100.0 * k) if case.in_model else (q, k)
     entries = case.width if rotation.tables in ("elements", "first half") else case.width // 2
     axes = (3,) if _MROPE in rotation.parameters else ()
     cos, sin = (numbers(*axes, case.batch, tokens, entries, dtype=dtype, start=start) for start in (2.0, 3.0))
     if axes:
         options[_MROPE] = [each * case.width // 8 for each in _SECTIONS]
     if rotation.tables == "complex":
-        return (q, k, torch.complex(cos.float(), sin.float())), options
-    return ((q, cos, sin) if rotation.takes_one else (q, k, cos, sin)), options
+        args = q, k, torch.complex(cos.float(), sin.float())
+    else:
+        args = (q, cos, sin) if rotation.takes_one else (q, k, cos, sin)
+    return tuple(each.squeeze(0) for each in args) if case.tokens_alone else args, options
 
 
-_IN_MODELS = [  # a long row; a larger batch and wide heads; as many heads of q as of k
-    _Case(head_dim=64, width=64, rows=1, tokens=300),
-    _Case(head_dim=128, width=128, rows=3, batch=3, tokens=3, dtype=torch.float16),
-    _Case(head_dim=16, width=16, rows=3, batch=3, tokens=2, heads=(2, 2)),
+_IN_MODELS = [  # as models call it: a long row; a larger batch and wide heads; as many heads of q as of k
+    _Case(head_dim=64, width=64, rows=1, tokens=300, in_model=True),
+    _Case(head_dim=128, width=128, rows=3, batch=3, tokens=3, dtype=torch.float16, in_model=True),
+    _Case(head_dim=16, width=16, rows=3, batch=3, tokens=2, heads=(2, 2), in_model=True),
 ]
 
 
-def _in_a_model(stock, rotation) -> bool:
-    """Run as models call it: larger sizes and values, float16, gradients."""
-    for case in _IN_MODELS:
-        args, options = _arguments(rotation, case)
-        heads = len(args) - (1 if rotation.tables == "complex" else 2)
-        inputs, tables = [100.0 * x for x in args[:heads]], args[heads:]
-
-        def served(*heads, tables=tables, options=options):
-            return rotation.serve(_refuse, (*heads, *tables), options)
-
-        def by_stock(*heads, tables=tables, options=options):
-            return stock(*heads, *tables, **options)
-
-        wanted, found = with_gradients(by_stock, inputs), with_gradients(served, inputs)
-        if len(wanted) != 2 * heads or not alike(found, wanted, 8):
-            return False
-    return True
+_OF_TOKENS = [_Case(rows=1, dtype=dtype, tokens_alone=True) for dtype in (torch.float32, torch.bfloat16)]
 
 
 def _refuse(*_, **__):

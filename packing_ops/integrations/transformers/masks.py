@@ -162,10 +162,12 @@ def packing_ops_mask(
     if follows:
         padding = prepared.padding if prepared.numbers is None else prepared.numbers
         made = MaskPattern(*pattern, q_length, padding, prepared.position_ids, prepared.axes, blocks, batch_size)
+        # Whether what the layers get shows no more about documents than what is known here.
+        by_padding = prepared.padding is not None and call is not None and not call.has_positions()
         if call is not None and call.segment_parents is not None and made.causal:
             made.of_tree = True
             call.mark_consumed_by("segment_parents", call.cu_seqlens)
-        elif _tells_documents(prepared, call):
+        elif (call is None or not call.on_ranks) and (prepared.position_ids is not None or prepared.axes or by_padding):
             slots = torch.empty(batch_size, 1, q_length, dtype=torch.bool, device=kwargs.get("device"))
             made.find(slots, (None, None) if call is None else (call.cu_seqlens, call.cu_seqlens_k))
         return made
@@ -193,14 +195,6 @@ def packing_ops_mask(
     if by_document and mask is not None and call is not None and call.checked is not None:
         kept_with([mask], MADE_FOR, lambda: call.cu_seqlens, checked_by_kernel=True)
     return mask
-
-
-def _tells_documents(prepared, call) -> bool:
-    """Return whether what the layers get shows no more about documents than what is known here."""
-    if call is not None and call.on_ranks:
-        return False
-    by_padding = prepared.padding is not None and call is not None and not call.has_positions()
-    return prepared.position_ids is not None or prepared.axes or by_padding
 
 
 def _pattern_of(mask_function, kwargs):
@@ -292,23 +286,12 @@ def _with_positions(original):
     names = [] if original is None else list(inspect.signature(original).parameters)
     if not any(names[: len(known)] == known for known in _KNOWN):
         raise ImportError(refusal(version))
-    return functools.wraps(original)(_wrapped(original, names))
 
-
-def patch_of(owner) -> Patch:
-    return Patch(owner, "_preprocess_mask_arguments", _with_positions)
-
-
-PATCH = patch_of(masking_utils)
-
-
-def _wrapped(original, names):
-    cache_name = "cache" if "cache" in names else "past_key_values"
-
+    @functools.wraps(original)
     def prepare(*args, **kwargs):
         given = dict(zip(names, args, strict=False), **kwargs)
         config, inputs_embeds, attention_mask = given["config"], given["inputs_embeds"], given["attention_mask"]
-        cache, position_ids = given[cache_name], given["position_ids"]
+        cache, position_ids = given[names[3]], given["position_ids"]
         nested = now.preparing
 
         def transformers_own(mask, positions):
@@ -362,6 +345,13 @@ def _wrapped(original, names):
         return early, mask, *prepared
 
     return prepare
+
+
+def patch_of(owner) -> Patch:
+    return Patch(owner, "_preprocess_mask_arguments", _with_positions)
+
+
+PATCH = patch_of(masking_utils)
 
 
 def _row_positions(call, position_ids, slots, of_others):

@@ -106,11 +106,6 @@ def why_not(model: torch.nn.Module) -> str | None:
     return "; ".join(dict.fromkeys(reason for _, reason in found.values() if reason)) or None
 
 
-def fused(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the RMSNorm modules that run ours."""
-    return [module for module in _formulas(model) if _is_ours(_forward_of(module))]
-
-
 def counts(model: torch.nn.Module) -> tuple[int, int]:
     """Return (RMSNorm modules that run ours, those that can)."""
     found = _formulas(model)

@@ -67,7 +67,7 @@ def assert_same_training(found, wanted):
 def left_in_silence(model, row):
     """Classes of rotary embeddings, rotating attention and RMSNorm that are stock, with no reason in the row."""
     swapped = {id(module) for each in rope.find(model)[0] for module in (each.rotary, *each.attentions)}
-    swapped |= {id(module) for module in rms_norm.fused(model)}
+    swapped |= {id(module) for module in rms_norm._formulas(model) if rms_norm._is_ours(module.forward)}
     silent = set()
     for module in model.modules():
         cls = stock_of(type(module))
