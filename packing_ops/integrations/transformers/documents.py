@@ -358,13 +358,6 @@ def first_axis(cls: type) -> str | None:
     return next((axis for axis, code in _CODE.items() if code_has(cls.forward, code)), None)
 
 
-def are_axes(position_ids, axis) -> bool:
-    """Return whether positions have several axes and no text positions in front, which such a model takes apart
-    itself.
-    """
-    return is_tensor(position_ids, 3) and (position_ids.shape[0] == 3 or axis == SEQUENCE)
-
-
 def positions_from_axes(axes, padding):
     """Return each slot's distance to the start of its document: where all axes are 0, or where time falls to what it
     has passed.

@@ -22,7 +22,7 @@ from packing_ops._runtime.batch_cache import dense_cu_seqlens, kept_with
 from packing_ops.conv import causal_conv1d
 from packing_ops.integrations import _patching
 from packing_ops.integrations._patching import Patch, kept_with_class
-from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of, with_gradients
+from packing_ops.integrations._trial import alike, attempt, numbers, quiet, with_gradients
 from packing_ops.integrations._walks import DOCUMENTS, SWAPPED, kept_with_model
 from packing_ops.integrations.transformers.stateful_rows import in_rows, keeps_apart
 from packing_ops.integrations.transformers.versions import PreTrainedModel, unwrapped
@@ -257,11 +257,9 @@ def _agrees(stock, ours, cases, in_rows) -> bool:
             for inputs, options in cases():
                 inputs = [each.to(dtype) for each in inputs]
                 names = [name for name in wanted if name not in options]
-                both = (
-                    functools.partial(_results, each, names, options) for each in (functools.partial(ours, None), stock)
-                )
                 found, theirs = (
-                    [*tensors_of(call(*inputs)), *with_gradients(_first_of(call), inputs)] for call in both
+                    with_gradients(functools.partial(_results, each, names, options), inputs)
+                    for each in (functools.partial(ours, None), stock)
                 )
                 if not alike(found, theirs, 64):
                     return False
@@ -273,10 +271,6 @@ def _results(function, names, options, *inputs):
     result = attempt(function, inputs[0], **dict(zip(names, inputs[1:], strict=False)), **options)
     found = result if isinstance(result, tuple) else (result,)
     return tuple(each.to(inputs[0].dtype) for each in found if isinstance(each, torch.Tensor))
-
-
-def _first_of(call):
-    return lambda *inputs: call(*inputs)[:1]
 
 
 def _convolutions():

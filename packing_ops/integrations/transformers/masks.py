@@ -25,7 +25,7 @@ from packing_ops.integrations.transformers.call import (
     numbers_of,
 )
 from packing_ops.integrations.transformers.documents import (
-    are_axes,
+    SEQUENCE,
     cached_cast,
     can_read,
     each_document_alone,
@@ -358,7 +358,9 @@ def _row_positions(call, position_ids, slots, of_others):
     """Return (position_ids ``[batch or 1, q_length]`` that show documents, or None; whether layers get those of one
     axis of an image).
     """
-    axes = call is not None and are_axes(call.position_ids, call.first_axis)
+    # Several axes and no text positions in front, which such a model takes apart itself.
+    axes = call is not None and is_tensor(call.position_ids, 3)
+    axes = axes and (call.position_ids.shape[0] == 3 or call.first_axis == SEQUENCE)
     if axes or (position_ids is None and call is not None):  # of several axes, or the model does not pass them on
         position_ids = call.row_positions(*slots)
     if of_others or not is_tensor(position_ids, 2) or position_ids.shape[1] != slots[1]:
@@ -390,8 +392,14 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
     cached = cache.get_seq_length()
     if isinstance(cached, torch.Tensor) or cached > 0:
         _refuse_several(cache, cached, numbers)
-        if length == 1 and numbers is not None and can_read(numbers):
-            _refuse_numbers(cache, numbers)
+        # generate gives every step a mask of integers, and 1 to each new token: on CUDA only the first step waits for it.
+        is_new = numbers is not None and not (numbers.is_cuda and getattr(cache, _SEVERAL, None) is False)
+        if length == 1 and is_new and can_read(numbers):
+            if bool((numbers > 1).any()):
+                raise ValueError(
+                    "attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents"
+                )
+            setattr(cache, _SEVERAL, False)
     if length > 1:
         if padding is not None and padding.dim() == 2:  # of the keys; these are the last ones
             padding = padding[:, -length:]
@@ -413,14 +421,3 @@ def _refuse_several(cache, cached, numbers):
     refuse_where(several, _REFUSAL)
     if numbers is None and not torch.compiler.is_compiling():
         setattr(cache, _SEVERAL, None)
-
-
-def _refuse_numbers(cache, numbers):
-    """Raise ValueError for document numbers with a cache. generate gives every step a mask of integers, and 1 to
-    each new token: on CUDA only the first step waits for it.
-    """
-    if numbers.is_cuda and getattr(cache, _SEVERAL, None) is False:
-        return
-    if bool((numbers > 1).any()):
-        raise ValueError("attention_mask: expected 0 and 1 beside a KV cache, got the numbers of several documents")
-    setattr(cache, _SEVERAL, False)

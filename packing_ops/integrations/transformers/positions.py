@@ -69,7 +69,8 @@ def _found_in(model) -> tuple[str, str, str, bool, int]:
             reads = reads_text(cls)
             has_axes |= first_axis(cls) is not None or hasattr(cls, "get_rope_index")
         of_text |= dict.fromkeys(module.children(), reads)
-        embeds = any(_embeds_positions(name, type(child)) for name, child in module.named_children())
+        named = ((name, type(child).__name__) for name, child in module.named_children())
+        embeds = any(_EMBEDDING.search(name) and not _RELATIVE.search(f"{name} {of}") for name, of in named)
         if reads and (embeds or (not module._modules and _starts_at_zero(cls))):
             if any("position" in name for name in inspect.signature(cls.forward).parameters):
                 needs, first = needs or class_name(module), max(first, _first_position(module))
@@ -83,10 +84,6 @@ def _found_in(model) -> tuple[str, str, str, bool, int]:
         elif "Attention" in cls.__name__ and code_has(cls.forward, _ALONG_THE_ROW):
             put_around(module, "forward", _scaled_by_position)
     return takes_none, needs, by_length, has_axes, first
-
-
-def _embeds_positions(name, cls) -> bool:
-    return bool(_EMBEDDING.search(name)) and not _RELATIVE.search(f"{name} {cls.__name__}")
 
 
 def _starts_at_zero(cls) -> bool:

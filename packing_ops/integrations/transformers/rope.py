@@ -20,6 +20,7 @@ from packing_ops.integrations import _patching
 from packing_ops.integrations._patching import Patch, kept_with_class, put_hook, revert_left, stock_of, take_out_hook
 from packing_ops.integrations._rope_trial import Rotation, rotation_of
 from packing_ops.integrations.transformers.documents import TIME, first_axis
+from packing_ops.integrations.transformers.versions import parameters_of
 
 # --- functions of a modelling module ---
 
@@ -290,19 +291,14 @@ def towers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _served(cls: type) -> bool:
-    if not _takes_tables(cls, cls.forward):
+    if not cls.__module__.startswith(HOSTS) or cls.forward.__module__ != cls.__module__:
+        return False
+    names = parameters_of(cls.forward)
+    if names[:2] != ("hidden_states", "cu_seqlens") or "position_embeddings" not in names:
         return False
     patches = patches_of(cls.__module__)
     rotations = [rotation_in(patches[name].owner, name) if name in patches else None for name in functions_called(cls)]
     return bool(rotations) and all(getattr(rotation, "tokens", False) for rotation in rotations)
-
-
-@kept_with_class
-def _takes_tables(cls: type, forward) -> bool:
-    if not cls.__module__.startswith(HOSTS) or forward.__module__ != cls.__module__:
-        return False
-    parameters = [*inspect.signature(forward).parameters]
-    return parameters[1:3] == ["hidden_states", "cu_seqlens"] and "position_embeddings" in parameters
 
 
 def _tag_tower(module, args, kwargs):

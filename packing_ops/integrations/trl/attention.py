@@ -1,6 +1,7 @@
 """packing_ops attention in TRL's trainers."""
 
-from packing_ops.integrations.trl.imports import trl_data_utils
+from packing_ops import integrations
+from packing_ops.integrations.trl.packing import trl_data_utils
 
 
 def register(name: str = "packing_ops") -> None:
@@ -19,9 +20,7 @@ def register(name: str = "packing_ops") -> None:
         ImportError: TRL or transformers is not installed.
     """
     known = _known_to_trl()
-    from packing_ops.integrations import transformers
-
-    transformers.register(name)
+    integrations.transformers.register(name)
     known.add(name)
 
 
@@ -36,9 +35,7 @@ def revert_registration(name: str = "packing_ops") -> None:
         ImportError: TRL or transformers is not installed.
     """
     known = _known_to_trl()
-    from packing_ops.integrations import transformers
-
-    transformers.revert_registration(name)
+    integrations.transformers.revert_registration(name)
     known.discard(name)
 
 

@@ -2,10 +2,10 @@
 
 import inspect
 import warnings
+from types import ModuleType
 from typing import Any, Literal
 
 from packing_ops.integrations._patching import Patch
-from packing_ops.integrations.trl.imports import trl_data_utils
 from packing_ops.packing import Overlong
 
 Strategy = Literal["bfd", "bfd_split", "wrapped"]  # of TRL
@@ -107,6 +107,15 @@ def revert_pack_dataset() -> None:
     """Revert patch_pack_dataset."""
     while _applied:
         _applied.pop().revert()
+
+
+def trl_data_utils() -> ModuleType:
+    """Return trl.data_utils, imported when it is needed: nothing here needs it before."""
+    try:
+        import trl.data_utils
+    except ImportError as error:
+        raise ImportError("packing_ops.integrations.trl needs TRL: pip install 'trl>=1' datasets") from error
+    return trl.data_utils
 
 
 def _own_pack_dataset() -> Any:
