@@ -5,6 +5,7 @@ reached an attention. A document argument that nothing consumed raises after the
 """
 
 import inspect
+import operator
 import re
 import threading
 from typing import NamedTuple
@@ -71,14 +72,8 @@ class PackedCall:
         traits = _traits_of(type(model), type(model.config))
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
         positions = self.given("position_ids", args, kwargs)
-        if (
-            outer is None
-            and reads
-            and positions is not None
-            and not (is_tensor(positions, 2) or is_tensor(positions, 3))
-        ):
-            got = list(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__
-            raise ValueError(f"position_ids: expected a tensor [1 or batch, seqlen], or one of several axes, got {got}")
+        if outer is None and reads:
+            _check_form(positions)
         mask = self.given("attention_mask", args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
@@ -174,10 +169,8 @@ class PackedCall:
         if not given and cu_seqlens[0] is None and cu_seqlens[1] is None:
             position_ids = None  # made by the model, or by numbers: they tell no more
         shape, asked = (query.shape[0], query.shape[2]), (*cu_seqlens, padding, position_ids)
-        documents = None
-        for of_shape, before, answer in self.answers:
-            if of_shape == shape and all(a is b for a, b in zip(before, asked, strict=True)):
-                documents = answer
+        same = (found for of, before, found in self.answers if of == shape and all(map(operator.is_, before, asked)))
+        documents = next(same, None)
         if documents is None:
             documents = find_documents(query, cu_seqlens, padding, position_ids)
             self.answers.append((shape, asked, documents))
@@ -283,6 +276,13 @@ class PackedCall:
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
         why = why if self.guard is None else f"keeps its attention: {self.guard.why}"
         return one_each(lost, f"{self.name} {why}")
+
+
+def _check_form(positions) -> None:
+    """Raise ValueError for 1-D positions, which would fit tables of RoPE, and show no documents."""
+    if positions is not None and not (is_tensor(positions, 2) or is_tensor(positions, 3)):
+        got = list(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__
+        raise ValueError(f"position_ids: expected a tensor [1 or batch, seqlen], or one of several axes, got {got}")
 
 
 class LastForward(NamedTuple):

@@ -284,6 +284,11 @@ def can_read(tensor) -> bool:
     return not torch.compiler.is_compiling() and not is_captured(tensor)
 
 
+def tokens_of(args, kwargs):
+    """Return the input_ids or inputs_embeds that a model was called with; None without either."""
+    return next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
+
+
 def is_tensor(value, dim) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == dim
 

@@ -392,7 +392,7 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
     cached = cache.get_seq_length()
     if isinstance(cached, torch.Tensor) or cached > 0:
         _refuse_several(cache, cached, numbers)
-        # generate gives every step a mask of integers, and 1 to each new token: on CUDA only the first step waits for it.
+        # generate gives every step a mask of integers, and 1 to each new token: on CUDA the first step alone waits.
         is_new = numbers is not None and not (numbers.is_cuda and getattr(cache, _SEVERAL, None) is False)
         if length == 1 and is_new and can_read(numbers):
             if bool((numbers > 1).any()):

@@ -26,6 +26,7 @@ from packing_ops.integrations.transformers.documents import (
     one_each,
     refuse_where,
     several_in,
+    tokens_of,
 )
 from packing_ops.integrations.transformers.versions import (
     CACHE,
@@ -147,7 +148,7 @@ def _made(model, call, args, kwargs, needs, first):
     """Make position_ids ``[batch, seqlen]`` by cu_seqlens or the numbers of a mask; None where a row has one
     document.
     """
-    tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
+    tokens = tokens_of(args, kwargs)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
         return None
     (batch, seqlen), numbers = tokens.shape[:2], call.numbers

@@ -19,7 +19,7 @@ from packing_ops.boundaries import position_ids_from_cu_seqlens
 from packing_ops.integrations import _patching
 from packing_ops.integrations._patching import Patch, kept_with_class, put_hook, revert_left, stock_of, take_out_hook
 from packing_ops.integrations._rope_trial import Rotation, rotation_of
-from packing_ops.integrations.transformers.documents import TIME, first_axis
+from packing_ops.integrations.transformers.documents import TIME, first_axis, tokens_of
 from packing_ops.integrations.transformers.versions import parameters_of
 
 # --- functions of a modelling module ---
@@ -149,8 +149,7 @@ def give_position_ids(owner, args, kwargs):
     cu_seqlens = kwargs.get("cu_seq_lens_q")
     if cu_seqlens is None or len(args) > 2 or kwargs.get("position_ids") is not None:
         return None
-    tokens = args[0] if args else kwargs.get("input_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    tokens = tokens_of(args, kwargs)
     if tokens is None or tokens.shape[0] != 1:
         return None
     return args, {**kwargs, "position_ids": position_ids_from_cu_seqlens(cu_seqlens, tokens.shape[1])[None]}

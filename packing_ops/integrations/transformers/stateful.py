@@ -28,6 +28,7 @@ from packing_ops.integrations.transformers.documents import (
     refuse_one_result,
     refuse_packed_choices,
     refuse_where,
+    tokens_of,
 )
 from packing_ops.integrations.transformers.positions import refuse_own_positions
 from packing_ops.integrations.transformers.stateful_rows import (
@@ -246,7 +247,7 @@ def find_documents_of(model, call, args, kwargs) -> None:
     """Set ``call.row_documents`` if rows hold several documents and some of the model's layers have a state."""
     refuse_encoder_decoder(model, call, args, kwargs)
     # A call without a sequence, or inside one that has looked already.
-    tokens = next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
+    tokens = tokens_of(args, kwargs)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
         return
     refuse_packed_choices(model, call, tokens, kwargs)
