@@ -54,21 +54,24 @@ _ALONG_THE_ROW = r"torch\.arange\(hidden_states\.shape\[1\].*\) \+ past_seen_tok
 
 
 @kept_with_model
-def _found_in(model) -> tuple[str, str, str, bool, int]:
-    """Return (takes_none, needs, by_length, has_axes, first). What looks at the whole row runs by document from now on.
+def _found_in(model) -> tuple[str, str, str, bool, int, str | None]:
+    """Return (takes_none, needs, by_length, has_axes, first, axis). What looks at the whole row runs by document from
+    now on.
 
     takes_none: class of a module that counts along the row and takes no positions. needs: of one that counts where
     it is given no positions. by_length: of a rotary embedding whose angles depend on the largest position. has_axes:
-    whether the model makes positions of several axes. first: the position of a document's first token.
+    whether the model makes positions of several axes. first: the position of a document's first token. axis:
+    first_axis of the model, or of the text model in it.
     """
     takes_none = needs = by_length = ""
-    has_axes, first = False, 0
+    has_axes, first, axis = False, 0, None
     of_text: dict[torch.nn.Module, bool] = {}  # whether the model around a module reads text
     for module in model.modules():
         cls, reads = type(module), of_text.get(module, False)
         if isinstance(module, PreTrainedModel):
             reads = reads_text(cls)
-            has_axes |= first_axis(cls) is not None or hasattr(cls, "get_rope_index")
+            axis = axis or first_axis(cls)
+            has_axes |= axis is not None or hasattr(cls, "get_rope_index")
         of_text |= dict.fromkeys(module.children(), reads)
         named = ((name, type(child).__name__) for name, child in module.named_children())
         embeds = any(_EMBEDDING.search(name) and not _RELATIVE.search(f"{name} {of}") for name, of in named)
@@ -84,7 +87,7 @@ def _found_in(model) -> tuple[str, str, str, bool, int]:
             put_around(module, "forward", _by_length)
         elif "Attention" in cls.__name__ and code_has(cls.forward, _ALONG_THE_ROW):
             put_around(module, "forward", _scaled_by_position)
-    return takes_none, needs, by_length, has_axes, first
+    return takes_none, needs, by_length, has_axes, first, axis
 
 
 def _starts_at_zero(cls) -> bool:
@@ -107,7 +110,7 @@ def with_positions(model, call, args, kwargs):
     elsewhere.
     """
     call.counting = _found_in(call, model)
-    _, needs, _, has_axes, first = call.counting
+    _, needs, _, has_axes, first, _ = call.counting
     if call.outer is None and first and is_tensor(call.position_ids, 2):
         if sequence_group.of(model) is not None:
             raise ValueError(
@@ -202,7 +205,7 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
 
     Where position_ids would help, at the end of the call: documents that reach no attention are the first thing to say.
     """
-    takes_none, needs, by_length, has_axes, _ = call.counting
+    takes_none, needs, by_length, has_axes, *_ = call.counting
     if takes_none or (by_length and has_axes):
         why = f"{takes_none} counts positions along the row and takes none"
         if not takes_none:
@@ -230,7 +233,7 @@ def with_axes_of_images(model, call, args, kwargs):
     if call.has_cache or not hasattr(type(model), "get_rope_index"):
         return args, kwargs
     # Without positions a model counts along the row: mostly these are the same distances within a document.
-    axis = _axis_of_text(call, model)
+    axis = _found_in(call, model)[-1]
     of_first_image = axis == SEQUENCE and call.position_ids is None  # of the row: HunYuan numbers its images
     told = (
         is_tensor(call.position_ids, 2) or call.cu_seqlens is not None or (of_first_image and call.numbers is not None)
@@ -308,13 +311,6 @@ def _why_no_axes(model, call, given) -> str:
     if missing or "input_ids" not in given:
         return f" without {(missing or ['input_ids'])[0]}"
     return " in a graph of torch.compile" if call.traced else ""
-
-
-@kept_with_model
-def _axis_of_text(model) -> str | None:
-    """Return first_axis of the text model in a multimodal one."""
-    inside = (first_axis(type(each)) for each in model.modules() if isinstance(each, PreTrainedModel))
-    return next((axis for axis in inside if axis), None)
 
 
 # --- RoPE that scales with the length: dynamic NTK, longrope ---
