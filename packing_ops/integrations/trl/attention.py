@@ -1,6 +1,5 @@
 """packing_ops attention in TRL's trainers."""
 
-from packing_ops import integrations
 from packing_ops.integrations.trl.packing import trl_data_utils
 
 
@@ -20,7 +19,9 @@ def register(name: str = "packing_ops") -> None:
         ImportError: TRL or transformers is not installed.
     """
     known = _known_to_trl()
-    integrations.transformers.register(name)
+    from packing_ops.integrations import transformers
+
+    transformers.register(name)
     known.add(name)
 
 
@@ -35,7 +36,9 @@ def revert_registration(name: str = "packing_ops") -> None:
         ImportError: TRL or transformers is not installed.
     """
     known = _known_to_trl()
-    integrations.transformers.revert_registration(name)
+    from packing_ops.integrations import transformers
+
+    transformers.revert_registration(name)
     known.discard(name)
 
 
