@@ -205,15 +205,15 @@ def _of_tokens(stock):
     @functools.wraps(stock)
     def compute(logits, token_ids):
         of_tokens = functools.partial(torch.gather, dim=-1, index=token_ids.long())
-        found = of_tokens(logits).float() - log_sums_of(logits, logits.dtype)[:, None]
+        chosen = of_tokens(logits).float()
+        found = chosen - log_sums_of(logits, logits.dtype)[:, None]
         if PRIVATE + "of" not in vars(logits):
             return found
         head, temperature, rows = vars(logits)[PRIVATE + "of"]
-        hidden, scales = logits == -float("inf"), _scales(temperature[rows])
-        same = _log_probs(head.masked_fill(hidden, -float("inf")), head.dtype, scales)
+        given, scales = head.masked_fill(logits == -float("inf"), -float("inf")), _scales(temperature[rows])
+        same = of_tokens(given).float() * scales[:, None] - log_sums_of(given, given.dtype, scales)[:, None]
         # vLLM divides by the temperature. Where it did more, by penalties and the like, a trainer has other logits.
-        near = hidden | torch.isclose(logits, head.float() * scales[:, None], rtol=1e-5, atol=1e-6)
-        return torch.where(near.all(-1, keepdim=True), of_tokens(same), found)
+        return torch.where((found - same).abs() <= 1e-5 + 1e-6 * chosen.abs(), same, found)
 
     return compute
 

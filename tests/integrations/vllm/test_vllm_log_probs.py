@@ -45,7 +45,7 @@ def test_processed_log_probs_of_the_second_runner(patched, dtype, device):
         pytest.skip("a GPU's engine has half types")
     hidden, weight = torch.randn(40, 48, device=device).to(dtype), torch.randn(5000, 48, device=device).to(dtype)
     rows, temperature = torch.arange(19, -1, -1, device=device), torch.rand(20, device=device) + 0.5
-    temperature[3:6], temperature[7] = 1.0, 0.0
+    temperature[3:6], temperature[7], temperature[8] = 1.0, 0.0, 0.01
     head = types.SimpleNamespace(weight=torch.nn.Parameter(weight, requires_grad=False), org_vocab_size=5000)
     logits = patched.layers.UnquantizedEmbeddingMethod().apply(head, hidden[5:25])
     of_tokens = sys.modules["vllm.v1.worker.gpu.sample.logprob"].compute_token_logprobs
