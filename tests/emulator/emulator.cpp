@@ -49,7 +49,7 @@ struct Fiber {
   ucontext_t start;
   Place place;  // where it gave way
   std::unique_ptr<char[]> stack{new char[kStack]};
-  bool started = false;
+  bool started = false;  // once: each block's thread begins where the one before it ended
   bool done = false;
   std::vector<Copy> copies;
   int groups = 0;
@@ -94,13 +94,15 @@ Fiber& this_fiber() {
 }
 
 void begin() {
-  (*body)();
-  wait_for_copies(0);
-  Fiber& fiber = this_fiber();
-  if (!fiber.stores.empty() || !fiber.products.empty()) std::abort();  // nobody waited
-  fiber.done = true;
-  ++progress;
-  give_way();
+  for (;;) {
+    (*body)();
+    wait_for_copies(0);
+    Fiber& fiber = this_fiber();
+    if (!fiber.stores.empty() || !fiber.products.empty()) std::abort();  // nobody waited
+    fiber.done = true;
+    ++progress;
+    give_way();
+  }
 }
 
 // Until it gives way.
@@ -123,7 +125,7 @@ void perform(const Copy& copy) {
 
 void start_block(Block& block, unsigned index) {
   block.index = index;
-  block.fibers.resize(blockDim.x);
+  if (block.fibers.size() < blockDim.x) block.fibers.resize(blockDim.x);
   block.left.clear();
   block.warps.assign(blockDim.x / 32, {});
   block.some_lanes.clear();
@@ -132,13 +134,15 @@ void start_block(Block& block, unsigned index) {
   std::memset(block.memory->unfenced, 0, sizeof(block.memory->unfenced));
   for (int i = 0; i < static_cast<int>(blockDim.x); ++i) {
     Fiber& fiber = block.fibers[i];
-    fiber.started = fiber.done = false;
+    fiber.done = false;
     fiber.copies.clear();
     fiber.written.clear();
-    getcontext(&fiber.start);
-    fiber.start.uc_stack.ss_sp = fiber.stack.get();
-    fiber.start.uc_stack.ss_size = kStack - i % 128 * kStackStep;
-    makecontext(&fiber.start, begin, 0);
+    if (!fiber.started) {
+      getcontext(&fiber.start);
+      fiber.start.uc_stack.ss_sp = fiber.stack.get();
+      fiber.start.uc_stack.ss_size = kStack - i % 128 * kStackStep;
+      makecontext(&fiber.start, begin, 0);
+    }
     if (i % 32 == 0) block.left.emplace_back();
     block.left.back().push_back(i);
   }

@@ -43,9 +43,20 @@ inline void ldmatrix_trans(uint32_t (&out)[4], uint32_t address) {
   load_matrices(out, address, true);
 }
 
+inline float as_float(__nv_bfloat16 x) {
+  return emulator::bits_of<float>(static_cast<uint32_t>(emulator::bits_of<uint16_t>(x)) << 16);
+}
+// The header's own conversion is slow on the CPU.
+inline float as_float(__half x) {
+  const uint32_t bits = emulator::bits_of<uint16_t>(x);
+  const float scaled = emulator::bits_of<float>((bits & 0x7fff) << 13) * 0x1p112f;  // to float's exponent
+  const uint32_t size = emulator::bits_of<uint32_t>(scaled) | (scaled >= 65536 ? 0x7f800000 : 0);  // inf and NaN
+  return emulator::bits_of<float>(size | (bits & 0x8000) << 16);
+}
+
 template <class T>
 float element(uint32_t word, int i) {
-  return static_cast<float>(emulator::bits_of<T>(static_cast<uint16_t>(word >> 16 * i)));
+  return as_float(emulator::bits_of<T>(static_cast<uint16_t>(word >> 16 * i)));
 }
 
 using Four = float __attribute__((vector_size(16)));  // products and sums of each by itself

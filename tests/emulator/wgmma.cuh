@@ -34,22 +34,35 @@ template <int kCount>
 void fence_operands(float (&)[kCount]) {}
 inline void no_hoist(int32_t&) {}
 
-// f(k, element) for the 16 elements that the product sums over, in row or column `other`.
-template <class T, bool kTrans, class F>
-void for_each_element(uint64_t descriptor, int other, F&& f) {
+// Where the chunk of 16 bytes is that has an element. Columns are next to each other.
+inline const uint8_t* chunk_of(uint64_t descriptor, int row, int column) {
   const uint32_t start = (descriptor & 0x3fff) << 4;
   const uint32_t panel = (descriptor >> 16 & 0x3fff) << 4;
   const uint32_t eight_rows = (descriptor >> 32 & 0x3fff) << 4;
-  constexpr int kTogether = kTrans ? 1 : 8;  // elements next to each other: a chunk of 16 bytes
-  for (int first = 0; first < 16; first += kTogether) {
-    const int row = kTrans ? first : other;
-    const int column = kTrans ? other : first;
-    uint32_t address = start + row / 8 * eight_rows + row % 8 * 128 + column / 64 * panel + column % 64 * 2;
-    address ^= address >> 3 & 0x70;
-    emulator::check_fenced(address);
-    T elements[kTogether];
-    std::memcpy(elements, emulator::shared + address, sizeof(elements));
-    for (int i = 0; i < kTogether; ++i) f(first + i, static_cast<float>(elements[i]));
+  uint32_t address = start + row / 8 * eight_rows + row % 8 * 128 + column / 64 * panel + column % 64 / 8 * 16;
+  address ^= address >> 3 & 0x70;
+  emulator::check_fenced(address);
+  return emulator::shared + address;
+}
+
+// f(k, first, second) for the 16 elements that the product sums over, in two rows or columns: `other`, an even one
+// where elements are in columns, and `step` after it.
+template <class T, bool kTrans, int kStep, class F>
+void for_each_two(uint64_t descriptor, int other, F&& f) {
+  static_assert(!kTrans || kStep == 1 || kStep == 8);
+  for (int first = 0; first < 16; first += kTrans ? 1 : 8) {
+    T elements[2][8];
+    if constexpr (kTrans) {
+      const uint8_t* chunk = chunk_of(descriptor, first, other);
+      const uint8_t* next = kStep == 1 ? chunk + 2 : chunk_of(descriptor, first, other + kStep);
+      std::memcpy(&elements[0][0], chunk + other % 8 * 2, 2);
+      std::memcpy(&elements[1][0], next + other % 8 * 2, 2);
+      f(first, as_float(elements[0][0]), as_float(elements[1][0]));
+    } else {
+      std::memcpy(elements[0], chunk_of(descriptor, other, first), 16);
+      std::memcpy(elements[1], chunk_of(descriptor, other + kStep, first), 16);
+      for (int i = 0; i < 8; ++i) f(first + i, as_float(elements[0][i]), as_float(elements[1][i]));
+    }
   }
 }
 
@@ -61,13 +74,9 @@ template <class T, bool kTrans, int kCount>
 void multiply(float (&d)[kCount], const Operand& rows, uint64_t b, bool add) {
   const int quad_lane = emulator::lane() % 4;
   for (int block = 0; block < kCount / 4; ++block) {
-    Operand columns;
-    for (int i = 0; i < 2; ++i) {
-      for_each_element<T, kTrans>(b, 8 * block + 2 * quad_lane + i,
-                                  [&](int k, float x) { columns[k][i] = columns[k][2 + i] = x; });
-    }
     Four sums{};  // separate, so that results depend on which 16 terms an instruction has
-    for (int k = 0; k < 16; ++k) sums += rows[k] * columns[k];
+    for_each_two<T, kTrans, 1>(b, 8 * block + 2 * quad_lane,
+                               [&](int k, float x, float y) { sums += rows[k] * Four{x, y, x, y}; });
     for (int i = 0; i < 4; ++i) d[4 * block + i] = add ? d[4 * block + i] + sums[i] : sums[i];
   }
 }
@@ -77,10 +86,7 @@ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
   emulator::start_products([&d, a, b, add] {
     Operand rows;
     const int row = 16 * (threadIdx.x / 32 % 4) + emulator::lane() / 4;
-    for (int half = 0; half < 2; ++half) {
-      for_each_element<T, kTransA>(a, row + 8 * half,
-                                   [&](int k, float x) { rows[k][2 * half] = rows[k][2 * half + 1] = x; });
-    }
+    for_each_two<T, kTransA, 8>(a, row, [&](int k, float x, float y) { rows[k] = Four{x, x, y, y}; });
     multiply<T, kTrans>(d, rows, b, add);
   });
 }
