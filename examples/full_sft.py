@@ -85,9 +85,9 @@ def model_of(arguments):
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, use_cache=False)
     else:
         torch.manual_seed(arguments.seed)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(arguments.model, use_cache=False), dtype=dtype
-        )
+        config = AutoConfig.from_pretrained(arguments.model, use_cache=False)
+        with torch.device(arguments.device):  # on a GPU random weights take no time
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.to(arguments.device).train()
     applied = apply_packing_ops(model, fused_loss=True)
     layers, outer = model.get_decoder().layers, model
