@@ -56,19 +56,15 @@ def check_agreement(
         "keep_keys": keep_keys,
         "return_lse": return_lse,
         "scheme": scheme,
-        **options._replace(sinks=None)._asdict(),
+        **options._replace(sinks=None, window_size=(0, 0))._asdict(),
+        "window_size[0]": options.window_size[0],
+        "window_size[1]": options.window_size[1],
         "visible_end": visible_end is not None,
         "paths": paths is not None,
         "q, k or v requires_grad": recorded and (q.requires_grad or k.requires_grad or v.requires_grad),
         "sinks requires_grad": recorded and sinks is not None and sinks.requires_grad,
     }
-    left, right = options.window_size
-    call: dict[str, str] = {}
-    for name, value in given.items():
-        if name == "window_size":
-            call |= {"window_size[0]": _in_words(left), "window_size[1]": _in_words(right)}
-        else:
-            call[name] = value if name in ("attention", "scheme") else _in_words(value)
+    call = {name: value if name in ("attention", "scheme") else _in_words(value) for name, value in given.items()}
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         call[f"{name}.dtype"] = dtype_name(tensor.dtype)
         for dimension, size in zip(("rows", "heads", "head_dim"), tensor.shape, strict=True):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from packing_ops._runtime.arguments import at_least, check_cu_seqlens, check_cumulated, old_name
+from packing_ops._runtime.arguments import at_least, check_cu_seqlens, check_cumulated, old_name, one_of
 from packing_ops._runtime.batch_cache import is_real, kept_with
 from packing_ops._runtime.flops import visible_pairs
 from packing_ops.invariance import mode
@@ -16,7 +16,7 @@ from packing_ops.metadata import PackedMetadata
 from packing_ops.parallel.agreement import check_agreement
 from packing_ops.parallel.collectives import Group, process_group
 from packing_ops.parallel.gathered import attend_to_gathered
-from packing_ops.parallel.sharding import check_rows, check_scheme, check_window
+from packing_ops.parallel.sharding import SCHEMES, check_rows, check_window
 from packing_ops.parallel.ulysses import attend_by_heads, head_refusal
 from packing_ops.varlen.options import AttentionOptions, checked_options
 
@@ -76,7 +76,7 @@ def ulysses_attention(
     Gradients: of q, k, v and sinks, through lse too. No second derivative, no forward mode.
     """
     group = process_group(group)
-    scheme = check_scheme(scheme)
+    one_of(scheme, SCHEMES, "scheme")
     options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
     out, lse = attend_by_heads(q, k, v, cu_seqlens, group, scheme, options, return_lse=return_lse)
     return out if lse is None else (out, lse)
@@ -143,7 +143,7 @@ def gathered_attention(
     Gradients: of q, k, v and sinks, through lse too. No second derivative, no forward mode.
     """
     group = process_group(group)
-    scheme = check_scheme(scheme)
+    one_of(scheme, SCHEMES, "scheme")
     options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
     out, lse = attend_to_gathered(q, k, v, cu_seqlens, group, scheme, options, keep_keys=keep_keys)
     return (out, lse) if return_lse else out
@@ -208,20 +208,25 @@ def choose_attention(
     """
     counts = (ranks, "ranks", 1), (num_heads, "num_heads", 0), (num_kv_heads, "num_kv_heads", 0)
     ranks, num_heads, num_kv_heads = (at_least(*each) for each in counts)
-    scheme, window_size = check_scheme(scheme), check_window(window_size)
-    edges = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, PackedMetadata) else cu_seqlens
+    one_of(scheme, SCHEMES, "scheme")
+    window_size = check_window(window_size)
+    metadata = cu_seqlens if isinstance(cu_seqlens, PackedMetadata) else None
+    edges: Any = cu_seqlens if metadata is None else metadata.cu_seqlens
     check_cu_seqlens(edges)
     refused = head_refusal(num_heads, num_kv_heads, ranks)
-    not_gathered = _not_gathered(cu_seqlens, causal, window_size)
+    of_gathered = {
+        "cu_seqlens: expected no visible_end": metadata is not None and metadata.visible_end is not None,
+        "cu_seqlens: expected no prefix tree": metadata is not None and metadata.paths is not None,
+        "window_size: expected (-1, -1) without a causal mask": not causal and tuple(window_size) != (-1, -1),
+    }
+    not_gathered = next((f"{wanted} for gathered keys" for wanted, missed in of_gathered.items() if missed), "")
     if refused and not_gathered:
         raise ValueError(f"{refused}, and {not_gathered}")
     if refused:
         return Choice("gathered", refused)
-    cache = cu_seqlens._cache if isinstance(cu_seqlens, PackedMetadata) else None
     can_be_either = ranks > 1 and scheme == "contiguous" and not not_gathered
     if can_be_either and is_real(edges) and not mode.active():
-        total = cu_seqlens.total if isinstance(cu_seqlens, PackedMetadata) else 0
-        left = window_size[0]
+        total, left, cache = 0 if metadata is None else metadata.total, window_size[0], metadata and metadata._cache
 
         def make() -> tuple[float, float]:
             on_host = edges.cpu()
@@ -272,17 +277,6 @@ def _costs(
     return by_ulysses, float(by_gathered)
 
 
-def _not_gathered(documents: PackedMetadata | torch.Tensor, causal: bool, window_size: tuple[int, int]) -> str:
-    """Return why gathered_attention cannot serve these; empty if it can."""
-    if isinstance(documents, PackedMetadata) and documents.visible_end is not None:
-        return "cu_seqlens: expected no visible_end for gathered keys"
-    if isinstance(documents, PackedMetadata) and documents.paths is not None:
-        return "cu_seqlens: expected no prefix tree for gathered keys"
-    if not causal and tuple(window_size) != (-1, -1):
-        return "window_size: expected (-1, -1) without a causal mask for gathered keys"
-    return ""
-
-
 @old_name("documents")
 def varlen_attention_over(
     group: Group | None,
@@ -321,7 +315,8 @@ def varlen_attention_over(
     Memory: as the one that it picks.
     Gradients: as the one that it picks.
     """
-    group, scheme = process_group(group), check_scheme(scheme)
+    group = process_group(group)
+    one_of(scheme, SCHEMES, "scheme")
     options = checked_options(causal, softmax_scale, check_window(window_size), softcap, sinks)
     out, lse, choice = attend_over(q, k, v, cu_seqlens, group, scheme, options, return_lse=return_lse)
     found = (out, lse) if return_lse else out

@@ -1,10 +1,10 @@
 """Collectives of a sequence group: started at once, waited for where the result is needed. In a compiled graph torch's
 functional ones, which start and wait by themselves."""
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ def start_all_to_all(
     rows = dense(rows)
     of_ranks, to_ranks = (None if each is None else list(each) for each in (receive, send))
     if torch.compiler.is_compiling():
-        return _wait(functional.all_to_all_single(rows, of_ranks, to_ranks, group))
+        return partial(functional.wait_tensor, functional.all_to_all_single(rows, of_ranks, to_ranks, group))
     check_process(group)
     size = rows.shape[0] if receive is None else sum(receive)
     received = rows.new_empty(size, *rows.shape[1:])
@@ -139,7 +139,7 @@ def start_all_gather(rows: torch.Tensor, group: dist.ProcessGroup) -> Received:
     collective.
     """
     if torch.compiler.is_compiling():
-        return _wait(functional.all_gather_tensor(rows.contiguous(), 0, group))
+        return partial(functional.wait_tensor, functional.all_gather_tensor(rows.contiguous(), 0, group))
     check_process(group)
     size = rows.shape[0]
     gathered = rows.new_empty(group.size() * size, *rows.shape[1:])
@@ -172,7 +172,7 @@ def no_second_derivative(name: str) -> Callable[[Callable[..., Any]], Callable[.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(backward)
+        @wraps(backward)
         def first_alone(ctx: Any, *gradients: torch.Tensor | None) -> Any:
             with torch.no_grad():
                 found = backward(ctx, *gradients)
@@ -197,10 +197,6 @@ class _Refusal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise NotImplementedError(f"packing_ops.parallel.{ctx.name} has no second derivative")
-
-
-def _wait(tensor: torch.Tensor) -> Received:
-    return lambda: functional.wait_tensor(tensor)
 
 
 def _finish(work: dist.Work, received: torch.Tensor) -> Received:

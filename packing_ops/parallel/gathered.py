@@ -65,7 +65,13 @@ def attend_to_gathered(
         return attend(q, k, v, documents, documents, options)
     check_agreement("gathered_attention", scheme, q, k, v, documents, group, options, keep_keys=keep_keys)
     refuse_window(options)
-    _refuse_documents(documents)
+    if isinstance(documents, PackedMetadata):
+        for name, given in (("visible_end", documents.visible_end), ("prefix tree", documents.paths)):
+            if given is not None:
+                raise NotImplementedError(
+                    f"cu_seqlens: expected no {name} with gathered keys, got a PackedMetadata that has one "
+                    "(ulysses_attention takes it)"
+                )
     cu_seqlens = whole_row(documents, len(q), group.size())
     if len(q) == 0:
         return attend(q, k, v, documents, documents, options)
@@ -79,17 +85,6 @@ def refuse_window(options: AttentionOptions) -> None:
             "window_size: expected (-1, -1) without a causal mask under context parallelism, got "
             f"{options.window_size} (ulysses_attention takes it)"
         )
-
-
-def _refuse_documents(documents: PackedMetadata | torch.Tensor) -> None:
-    if not isinstance(documents, PackedMetadata):
-        return
-    for name, given in (("visible_end", documents.visible_end), ("prefix tree", documents.paths)):
-        if given is not None:
-            raise NotImplementedError(
-                f"cu_seqlens: expected no {name} with gathered keys, got a PackedMetadata that has one "
-                "(ulysses_attention takes it)"
-            )
 
 
 def layout_of(
@@ -150,7 +145,9 @@ class _Attention(torch.autograd.Function):
         """Return (out, lse). ``sinks`` are passed next to the options, for their gradient."""
         ctx.options = options
         options = options._replace(sinks=sinks)
-        parts = _parts(q, k, v, layout)
+        heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
+        count = gathered_parts(layout.received, q.shape[0], heads, q.element_size())
+        parts = list(zip(slices(q.shape[1], count), slices(k.shape[1], count), strict=True))  # heads of q and of k
         pending = [_start_keys(k[:, of_k], v[:, of_k], layout, group) for _, of_k in parts]
         documents, kept, found = (layout.cu_seqlens_q, layout.cu_seqlens_k), [], []
         for of_q, _ in parts:
@@ -190,13 +187,6 @@ class _Attention(torch.autograd.Function):
         dks, dvs = zip(*(received() for received in returning), strict=True)
         dk, dv = together(dks, 1), together(dvs, 1)
         return together(dqs, 1), dk, dv, None if sinks is None else together(dsinks, 0), None, None, None, None
-
-
-def _parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KeyLayout) -> list[tuple[slice, slice]]:
-    """Return the heads of q and of k of each part."""
-    heads = [(tensor.shape[1], tensor.shape[2]) for tensor in (q, k, v)]
-    parts = gathered_parts(layout.received, q.shape[0], heads, q.element_size())
-    return list(zip(slices(q.shape[1], parts), slices(k.shape[1], parts), strict=True))
 
 
 def _start_keys(

@@ -135,7 +135,9 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     slot_of_received, sent, received = gathered, None, (spans.ranks - 1) * spans.rows
     count = _most_keys(spans, len(key_first), rank)
     if exchange:
-        needed = needed_rows(spans, *of_ranks, gathered)
+        document = _document_of(spans, gathered)
+        position, (firsts, lasts) = gathered - spans.starts[document], of_ranks
+        needed = ((position >= firsts[:, :, document]) & (position < lasts[:, :, document])).any(1)  # [ranks, slots]
         counts = _counts(spans, needed, cu_seqlens_k, rank)
         count = counts.keys
         most = max(sum(counts.from_to[s][r] for s in range(spans.ranks) if s != r) for r in range(spans.ranks))
@@ -163,13 +165,6 @@ def key_layout(spans: RowSpans, rank: int, *, causal: bool, left: int = -1, exch
     outside = (position < first) | (position >= last)
     key_positions = (first_key[:, document] + position - first).masked_fill(outside, count)
     return KeyLayout(cu_seqlens_q, cu_seqlens_k, key_index, key_positions, received, sent)
-
-
-def needed_rows(spans: RowSpans, key_first: torch.Tensor, key_last: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return bool ``[ranks, slots]``: which of these slots of the row each rank's queries see."""
-    document = _document_of(spans, slots)
-    position = slots - spans.starts[document]
-    return ((position >= key_first[:, :, document]) & (position < key_last[:, :, document])).any(1)
 
 
 class _Counts(NamedTuple):

@@ -18,6 +18,7 @@ from packing_ops._runtime.arguments import (
     int32_cu_seqlens,
     integer,
     old_name,
+    one_of,
     window_sides,
     wrong_type,
 )
@@ -130,15 +131,27 @@ def shard_of(
     Memory: as shard_packed.
     Gradients: of floating tensors, by torch's indexing.
     """
-    check_scheme(scheme)
+    one_of(scheme, SCHEMES, "scheme")
     if not 0 <= rank < at_least(ranks, "ranks", 1):
         raise ValueError(f"rank: expected 0 to ranks - 1 = {ranks - 1}, got {rank}")
     total = _total_of(batch)
     documents = _documents_of(batch, total)
-    padded = -(-total // ranks) * ranks
-    whole = _padded(documents, padded)
+    # The same documents in a row that the ranks divide
+    padded, visible_end, paths = -(-total // ranks) * ranks, documents.visible_end, documents.paths
+    visible_end = None if visible_end is None else F.pad(visible_end, (0, padded - documents.total))
+    paths = None if paths is None else paths.padded(padded)
+    whole = dataclasses.replace(documents, total=padded, indices=None, visible_end=visible_end, paths=paths)
     own = shard_indices(whole, ranks, rank, scheme=scheme)
-    row = _of_row(batch, total)
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    row = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in _OF_DOCUMENTS and (tensor.shape == (total,) or tensor.shape[:2] == (1, total))
+    }
+    if misfit := next((name for name in _PER_SLOT if name in tensors and name not in row), None):
+        raise ValueError(
+            f"{misfit}: expected [total={total}] or [1, total] of the row, got {described(tensors[misfit])}"
+        )
     of_labels = [name for name in ("labels", "shift_labels") if name in row]
     if documents.paths is not None and of_labels:
         raise ValueError(
@@ -149,12 +162,20 @@ def shard_of(
         row["shift_labels"] = shift_labels(row["labels"], documents.cu_seqlens, ignore_index=ignore_index)
     if "shift_labels" in row:
         row["labels"] = row["shift_labels"]
-    fill = {"input_ids": pad_token_id, "labels": ignore_index, "shift_labels": ignore_index}
-    fill["seq_idx"] = documents.num_documents
-    fill["routed_experts"] = -1  # of no token
+    fill = {
+        "input_ids": pad_token_id,
+        "labels": ignore_index,
+        "shift_labels": ignore_index,
+        "seq_idx": documents.num_documents,
+        "routed_experts": -1,  # of no token
+    }
     shard = dict(batch)
     for name, value in row.items():
-        shard[name] = _cut(value, padded - total, own, fill.get(name, 0))
+        dim = 0 if value.dim() == 1 else 1
+        if padded > total:
+            beside = (0, 0) * (value.dim() - 1 - dim)
+            value = F.pad(value, (*beside, 0, padded - total), value=fill.get(name, 0))
+        shard[name] = value.index_select(dim, own.to(value.device))
     if "position_ids" not in row:
         flat = all(value.dim() == 1 for value in row.values())
         shard["position_ids"] = whole.position_ids[own] if flat else whole.position_ids[own][None]
@@ -197,7 +218,7 @@ def shard_indices(
     Memory: the result and some integers per slot.
     Gradients: none: integers.
     """
-    check_scheme(scheme)
+    one_of(scheme, SCHEMES, "scheme")
     if total is None:
         if not isinstance(cu_seqlens, PackedMetadata):
             raise ValueError("total: expected the slots of the row beside cu_seqlens, got None")
@@ -345,12 +366,6 @@ def sharded_loss(
 # --- what every attention over a group is given ---
 
 
-def check_scheme(scheme: str) -> str:
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme: expected 'contiguous' or 'zigzag', got {scheme!r}")
-    return scheme
-
-
 def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
     """Check the window before ranks compare it."""
     left, right = window_sides(window_size)
@@ -378,36 +393,10 @@ def whole_row(documents: PackedMetadata | torch.Tensor, rows: int, ranks: int) -
     if cu_seqlens.dtype == torch.int32:
         return cu_seqlens
     # The same tensor in every layer: what is made of it is kept with it.
-    kept: torch.Tensor = kept_with((cu_seqlens,), ("int32",), lambda: int32_cu_seqlens(cu_seqlens))
-    return kept
+    return kept_with((cu_seqlens,), ("int32",), lambda: int32_cu_seqlens(cu_seqlens))
 
 
 # --- parts of shard_of ---
-
-
-def _of_row(batch: Mapping[str, Any], total: int) -> dict[str, torch.Tensor]:
-    """Return the tensors with a value for each slot."""
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    row = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name not in _OF_DOCUMENTS and (tensor.shape == (total,) or tensor.shape[:2] == (1, total))
-    }
-    for name in _PER_SLOT:
-        if name in tensors and name not in row:
-            raise ValueError(
-                f"{name}: expected [total={total}] or [1, total] of the row, got {described(tensors[name])}"
-            )
-    return row
-
-
-def _padded(documents: PackedMetadata, total: int) -> PackedMetadata:
-    """Return the same documents in a row of ``total`` slots, or more than it had."""
-    visible_end = documents.visible_end
-    if visible_end is not None:
-        visible_end = F.pad(visible_end, (0, total - documents.total))
-    paths = None if documents.paths is None else documents.paths.padded(total)
-    return dataclasses.replace(documents, total=total, indices=None, visible_end=visible_end, paths=paths)
 
 
 def _total_of(batch: Mapping[str, Any]) -> int:
@@ -440,11 +429,3 @@ def _documents_of(batch: Mapping[str, Any], total: int) -> PackedMetadata:
     if positions is None:
         raise ValueError("batch: expected a PackedMetadata, cu_seq_lens_q or position_ids, got none of them")
     return PackedMetadata.from_position_ids(positions)
-
-
-def _cut(value: torch.Tensor, padding: int, own: torch.Tensor, fill: int) -> torch.Tensor:
-    """Return this rank's slots of a tensor of the row, which is padded only if it must be."""
-    dim = 0 if value.dim() == 1 else 1
-    if padding:
-        value = F.pad(value, (0, 0) * (value.dim() - 1 - dim) + (0, padding), value=fill)
-    return value.index_select(dim, own.to(value.device))

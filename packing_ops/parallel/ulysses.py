@@ -213,19 +213,15 @@ def _in_row_order(gathered: torch.Tensor, order: Order | None) -> torch.Tensor:
 
 
 def _whole(parts: Sequence[Sequence[Received]], num_heads: Sequence[int]) -> list[torch.Tensor]:
-    """Return what the ranks gave, for all parts of each tensor."""
-    return [
-        _heads_together([received() for received in of_tensor], heads)
-        for of_tensor, heads in zip(zip(*parts, strict=True), num_heads, strict=True)
-    ]
-
-
-def _heads_together(parts: Sequence[torch.Tensor], heads: int) -> torch.Tensor:
-    """Return ``[rows, heads, ...]`` of ``[ranks, rows, heads of that rank, ...]``; gradients of repeated heads are
-    summed.
+    """Return ``[rows, heads, ...]`` of each tensor, of ``[ranks, rows, heads of that rank, ...]`` for all its parts;
+    gradients of repeated heads are summed.
     """
-    ranks, received = parts[0].shape[0], parts
-    if heads < ranks:
-        received = [part.unflatten(0, (heads, ranks // heads)).sum(1) for part in parts]
-    by_row = torch.stack([as_16_byte_elements(part).transpose(0, 1) for part in received], 2)
-    return by_row.view(parts[0].dtype).flatten(1, 3)
+    found = []
+    for of_tensor, heads in zip(zip(*parts, strict=True), num_heads, strict=True):
+        received = [each() for each in of_tensor]
+        ranks, dtype = len(received[0]), received[0].dtype
+        if heads < ranks:
+            received = [part.unflatten(0, (heads, ranks // heads)).sum(1) for part in received]
+        by_row = torch.stack([as_16_byte_elements(part).transpose(0, 1) for part in received], 2)
+        found.append(by_row.view(dtype).flatten(1, 3))
+    return found

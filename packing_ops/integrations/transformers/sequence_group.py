@@ -4,8 +4,9 @@ rank.
 
 import torch
 
-from packing_ops._runtime.arguments import check_cu_seqlens
+from packing_ops._runtime.arguments import check_cu_seqlens, one_of
 from packing_ops._runtime.batch_cache import kept_with
+from packing_ops.data.context_parallel import SCHEMES
 from packing_ops.integrations.transformers.documents import can_read, refuse_where
 from packing_ops.integrations.transformers.versions import models_in
 
@@ -21,10 +22,10 @@ class SequenceGroup:
         # traces no import inside a forward.
         from packing_ops.parallel.choose import attend_over
         from packing_ops.parallel.collectives import planned, process_group
-        from packing_ops.parallel.sharding import check_scheme
         from packing_ops.parallel.states import documents_on_rank
 
-        self._group, self.scheme = process_group(group), check_scheme(scheme)
+        one_of(scheme, SCHEMES, "scheme")
+        self._group, self.scheme = process_group(group), scheme
         self.attend_over, self._planned, self._documents = attend_over, planned, documents_on_rank
 
     @property
