@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from packing_ops._runtime.library import NOT_LOADED, VERSION
 from packing_ops.invariance import table as _invariance_table
@@ -132,58 +133,46 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def show_invariance(arguments: argparse.Namespace) -> int:
-    try:
-        from packing_ops.integrations.transformers import apply_packing_ops
+def show_invariance(json: Path | None, **options: Any) -> int:
+    from packing_ops.integrations.transformers import apply_packing_ops
 
-        found = _invariance_table.check(arguments, apply_packing_ops)
-        _invariance_table.show(found)
-        if arguments.json:
-            _invariance_table.save(found, arguments.json)
-    except BrokenPipeError:
-        raise
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        print("error: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
-        return 2
+    found = _invariance_table.check(argparse.Namespace(json=json, **options), apply_packing_ops)
+    _invariance_table.show(found)
+    if json:
+        _invariance_table.save(found, json)
     return 0 if found.packs else 1
 
 
+def show_info() -> int:
+    print(describe_environment())
+    return 1 if NOT_LOADED else 0
+
+
+def report(files: list[Path], json: Path | None, plot: Path | None, **options: Any) -> int:
+    if plot:
+        from packing_ops.report.picture import save_picture
+    found = make_report(files, **options)
+    show_report(found)
+    if json:
+        save_json(found, json)
+    if plot:
+        save_picture(found, plot)
+    if found["unreadable"]:
+        return 1
+    return 0 if found["examples"]["documents"] else 2
+
+
 def run(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
-    if arguments.command == "invariance":
-        return show_invariance(arguments)
-    if arguments.command == "info":
-        print(describe_environment())
-        return 1 if NOT_LOADED else 0
+    arguments = vars(parse(argv))
+    command = {"report": report, "invariance": show_invariance, "info": show_info}[arguments.pop("command")]
+    expected = (ImportError, OSError, ValueError, *([RuntimeError] if command is show_invariance else []))
     try:
-        if arguments.plot:
-            from packing_ops.report.picture import save_picture
-        report = make_report(
-            arguments.files,
-            tokenizer=arguments.tokenizer,
-            columns=arguments.columns,
-            capacity=arguments.capacity,
-            batch_size=arguments.batch_size,
-            dp=arguments.dp,
-            overlong=arguments.overlong,
-            hidden_size=arguments.hidden_size,
-            prefix_trees=arguments.prefix_trees,
-            group_by=arguments.group_by,
-            buffer=arguments.buffer,
-        )
-        show_report(report)
-        if arguments.json:
-            save_json(report, arguments.json)
-        if arguments.plot:
-            save_picture(report, arguments.plot)
+        return command(**arguments)
     except BrokenPipeError:
         raise
-    except (ImportError, OSError, ValueError) as error:
+    except expected as error:
         print("error: " + "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         return 2
-    if report["unreadable"]:
-        return 1
-    return 0 if report["examples"]["documents"] else 2
 
 
 if __name__ == "__main__":

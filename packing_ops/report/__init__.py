@@ -1,12 +1,11 @@
 """What packing would save on a user's data (``python -m packing_ops report``), and what is installed (``info``).
 
-readers.py      JSON lines and arrays, Parquet, saved datasets -> records (json_array.py)
+readers.py      JSON lines and arrays, Parquet, saved datasets -> records
 examples.py     a record -> the texts or tokens of its documents, or why it cannot be read (chats.py)
 tokenizers.py   examples -> tokens
 corpus.py       files -> lengths or tokens, and what was wrong with which line
-statistics.py   lengths -> histogram, layouts, estimated time
-prefix_trees.py tokens -> what computing shared prefixes once would save
-tables.py, picture.py, progress.py, info.py
+statistics.py   lengths -> histogram, layouts, estimated time; tokens -> what prefix trees would save
+tables.py, picture.py, info.py
 """
 
 import json
@@ -17,8 +16,7 @@ from typing import Any
 from packing_ops._runtime.arguments import at_least
 from packing_ops.packing import Overlong
 from packing_ops.report.corpus import read_corpus
-from packing_ops.report.prefix_trees import savings
-from packing_ops.report.statistics import layouts, length_statistics
+from packing_ops.report.statistics import layouts, length_statistics, savings
 
 
 def make_report(

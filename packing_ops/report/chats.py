@@ -41,7 +41,13 @@ def texts_of(messages: object, name: str) -> tuple[list[str], bool]:
         if role is None or not {"content", "value", "tool_calls"} & message.keys():
             keys = ", ".join(message) or "nothing"
             raise Unreadable("missing keys", f"{name}[{i}]: expected role and content, or from and value, got {keys}")
-        texts.append(_text_of(message, f"{name}[{i}]"))
+        # The content, whole or in parts, and calls of tools as JSON
+        content = _content(message)
+        if isinstance(content, list):
+            text = "".join(_checked_part(part, f"{name}[{i}].content[{j}]") for j, part in enumerate(content))
+        else:
+            text = "" if content is None else checked_text(content, f"{name}[{i}].content")
+        texts.append(text + as_json(message["tool_calls"]) if message.get("tool_calls") else text)
         has_target = has_target or (role == "assistant" and bool(texts[-1]))
     return texts, has_target
 
@@ -56,16 +62,6 @@ def role_of(message: Mapping[str, Any]) -> Any:
 
 def _content(message: Mapping[str, Any]) -> Any:
     return message.get("value") if message.get("content") is None else message["content"]
-
-
-def _text_of(message: Mapping[str, Any], name: str) -> str:
-    """Return the content, whole or in parts, and calls of tools as JSON."""
-    content = _content(message)
-    if isinstance(content, list):
-        text = "".join(_checked_part(part, f"{name}.content[{i}]") for i, part in enumerate(content))
-    else:
-        text = "" if content is None else checked_text(content, f"{name}.content")
-    return text + as_json(message["tool_calls"]) if message.get("tool_calls") else text
 
 
 def _checked_part(part: Any, name: str) -> str:

@@ -14,9 +14,8 @@ import torch
 from packing_ops._runtime.arguments import buffer_tensor
 from packing_ops.report.chats import Unreadable, as_json
 from packing_ops.report.examples import KEYS, Example, FormReader
-from packing_ops.report.progress import progress
 from packing_ops.report.readers import ROWS, STDIN, records
-from packing_ops.report.tables import printable
+from packing_ops.report.tables import printable, progress
 from packing_ops.report.tokenizers import Counter, Ids, token_counter
 
 NAMED = 100  # places, and different errors, that are listed per kind; all are counted
@@ -70,18 +69,18 @@ def read_corpus(
     files, columns = [Path(file) for file in files], columns or {}
     if unknown := [key for key in columns if key not in KEYS]:
         raise ValueError(f"columns: expected {', '.join(KEYS)} to the left of =, got {unknown[0]!r}")
-    sizes = [_size(file) for file in files]  # every file is there before the first is read
+    # Every file is there before the first is read.
+    sizes = [
+        0 if file == STDIN else sum(each.stat().st_size for each in (file.rglob("*") if file.is_dir() else [file]))
+        for file in files
+    ]
     counter = token_counter(tokenizer, keep_ids=keep_ids)
     reader = _Reader(counter, columns, tokenizer == "bytes", group_by=group_by)
     names = reader.forms.keys.keys() | ({group_by} if group_by is not None else set())
     try:
         with progress(sum(sizes)) as advance:
             for file, size in zip(files, sizes, strict=True):
-
-                def advance_by(part: float, size: int = size) -> None:
-                    advance(part * size)
-
-                found = records(file, advance_by, names)
+                found = records(file, lambda part, size=size: advance(part * size), names)  # type: ignore[misc]
                 while batch := list(itertools.islice(found, ROWS)):
                     reader.add(batch)
     finally:
@@ -111,7 +110,14 @@ class _Reader:
             try:
                 if isinstance(record, Unreadable):
                     raise record
-                found.append((place, self.forms.examples_of(record), self._group_of(record)))
+                examples, group = self.forms.examples_of(record), 0
+                if self.group_by is not None:
+                    value = record.get(self.group_by)  # type: ignore[attr-defined]  # a dict, as it was read
+                    if value is None:
+                        got = ", ".join(map(str, record))  # type: ignore[call-overload]
+                        raise Unreadable("missing keys", f"expected {self.group_by} (--group-by), got {got}")
+                    group = self.group_numbers.setdefault(as_json(value), len(self.group_numbers))
+                found.append((place, examples, group))
             except Unreadable as error:
                 self._refuse(error, place)
             except RecursionError as error:  # brackets in brackets that the JSON decoder has let pass
@@ -120,32 +126,18 @@ class _Reader:
         for place, examples, group in found:
             self._add(place, examples, list(itertools.islice(counts, len(examples))), group)
 
-    def _group_of(self, record: Any) -> int:
-        """Return the number of the record's value under group_by; 0 without it."""
-        if self.group_by is None:
-            return 0
-        if record.get(self.group_by) is None:
-            raise Unreadable(
-                "missing keys", f"expected {self.group_by} (--group-by), got {', '.join(map(str, record))}"
-            )
-        return self.group_numbers.setdefault(as_json(record[self.group_by]), len(self.group_numbers))
-
     def _add(self, place: str, examples: list[Example], counts: list[int | Ids | Unreadable], group: int) -> None:
         """Add the documents of a record: all of them or nothing."""
-        lengths: list[int] = []
-        ids: list[Ids] = []
-        for tokens in counts:
-            if isinstance(tokens, Unreadable):
-                self._refuse(tokens, place)
-                return
-            lengths.append(tokens if isinstance(tokens, int) else len(tokens))
-            ids += [] if isinstance(tokens, int) else [tokens]
+        if refused := next((tokens for tokens in counts if isinstance(tokens, Unreadable)), None):
+            self._refuse(refused, place)
+            return
+        lengths = [tokens if isinstance(tokens, int) else len(tokens) for tokens in counts]  # type: ignore[arg-type]
         if not all(lengths):
             _note(self.corpus.noted, "empty", place)
             return
         self.lengths.extend(lengths)
-        for each in ids:
-            self.tokens.extend(each)
+        for tokens in counts:
+            self.tokens.extend(() if isinstance(tokens, int) else tokens)  # type: ignore[arg-type]
         if self.group_by is not None:
             self.groups.extend([group] * len(lengths))
         self.corpus.num_bytes += sum(self.in_bytes and example.num_tokens is None for example in examples)
@@ -180,9 +172,3 @@ def _print_errors(unreadable: Problems) -> None:
         others = problem["count"] - sum(error["count"] for error in problem["errors"])
         if others:
             print(f"{kind}: {others:,} others are counted, not named", file=sys.stderr)
-
-
-def _size(path: Path) -> int:
-    if path == STDIN:
-        return 0
-    return sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size

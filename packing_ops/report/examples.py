@@ -64,21 +64,26 @@ class FormReader:
             raise Unreadable("corrupt", f"expected an object, got {type(record).__name__}")
         keys = self.keys
         given = {keys[name]: value for name, value in record.items() if value is not None and name in keys}
-        for form in self.forms:
-            if form[0] in given and form[-1] in given:
-                return self._read(form, given)
+        if form := next((form for form in self.forms if form[0] in given and form[-1] in given), None):
+            found = _READ[form](given)
+            if "tools" not in given and "chat_template_kwargs" not in given:
+                return found
+            tools, options = _tools(given), given.get("chat_template_kwargs", {})
+            if not isinstance(options, Mapping):
+                raise Unreadable(
+                    "wrong type", f"chat_template_kwargs: expected an object, got {type(options).__name__}"
+                )
+            found = [example._replace(template_options=without_none(options)) for example in found]
+            # Tools are of a chat; they are text too, if no template writes them.
+            return [
+                example._replace(tools=tools, texts=[*example.texts, as_json(tools)])
+                if tools and example.messages is not None and any(example.texts)
+                else example
+                for example in found
+            ]
         expected = ", or ".join(" and ".join(self.names[key] for key in form) for form in self.forms)
         got = ", ".join(f"{key} (null)" if key in keys and record[key] is None else str(key) for key in record)
         raise Unreadable("missing keys", f"expected {expected} (or --columns), got {got or 'nothing'}")
-
-    def _read(self, form: tuple[str, ...], given: Record) -> list[Example]:
-        if form == ("input_ids",):
-            return [_tokenized(given)]
-        found = _READ[form](given)
-        if "tools" not in given and "chat_template_kwargs" not in given:
-            return found
-        tools, options = _tools(given), _template_options(given)
-        return [_with_tools(example, tools)._replace(template_options=options) for example in found]
 
 
 def _chat(messages: Any, name: str) -> Example:
@@ -130,6 +135,7 @@ def _with_system(given: Record, messages: Any) -> Any:
 
 
 _READ = {
+    ("input_ids",): lambda given: [_tokenized(given)],
     ("messages",): lambda given: [_chat(given["messages"], "messages")],
     ("conversations",): lambda given: [_chat(_with_system(given, given["conversations"]), "conversations")],
     ("chosen", "rejected"): _preference,
@@ -149,20 +155,6 @@ def _tools(given: Record) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list):
         raise Unreadable("wrong type", f"tools: expected a list, or a list as JSON, got {type(tools).__name__}")
     return without_none(tools) or None
-
-
-def _with_tools(example: Example, tools: list[Any] | None) -> Example:
-    """Return the tools of a chat; they are text too, if no template writes them."""
-    if not tools or example.messages is None or not any(example.texts):
-        return example
-    return example._replace(tools=tools, texts=[*example.texts, as_json(tools)])
-
-
-def _template_options(given: Record) -> Mapping[str, Any]:
-    options = given.get("chat_template_kwargs", {})
-    if not isinstance(options, Mapping):
-        raise Unreadable("wrong type", f"chat_template_kwargs: expected an object, got {type(options).__name__}")
-    return without_none(options)
 
 
 def _tokenized(given: Record) -> Example:

@@ -54,7 +54,11 @@ def _draw_slots(axis: Axes, report: dict[str, Any]) -> None:
     padding = [layout["slots"] - real for layout, real in zip(layouts, tokens, strict=True)]
     axis.barh(y, tokens, color="#0072B2", label=unit_of(report))
     bars = axis.barh(y, padding, left=tokens, color="lightgray", label="padding")
-    axis.bar_label(bars, [_label(layout) for layout in layouts], padding=3, fontsize=8)
+    labels = []
+    for layout in layouts:
+        low, high = (f"{ratio:.1f}" for ratio in sorted(layout["epoch_time_ratio"].values()))
+        labels.append(f"{1 - layout['fill']:.1%} padding, {low if low == high else f'{low} to {high}'}x")
+    axis.bar_label(bars, labels, padding=3, fontsize=8)
     axis.set_yticks(y, names, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.5 * max(layout["slots"] for layout in layouts))  # room for the labels at the ends of the bars
@@ -67,8 +71,3 @@ def _draw_slots(axis: Axes, report: dict[str, Any]) -> None:
     where = f" on {dp} ranks" if dp > 1 else ""
     axis.set_xlabel(f"slots; times as fast as the first{where}, estimated", fontsize=9)
     axis.legend(loc="lower right", fontsize=8)
-
-
-def _label(layout: dict[str, Any]) -> str:
-    low, high = (f"{ratio:.1f}" for ratio in sorted(layout["epoch_time_ratio"].values()))
-    return f"{1 - layout['fill']:.1%} padding, {low if low == high else f'{low} to {high}'}x"

@@ -1,9 +1,11 @@
 """The records of a file, one after the other, each with its place (file and line, element or row)."""
 
+import codecs
 import gzip
 import io
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -12,7 +14,6 @@ from typing import Any, BinaryIO
 
 from packing_ops.report.chats import Unreadable
 from packing_ops.report.examples import KEYS
-from packing_ops.report.json_array import elements
 
 ROWS = 1024  # read at a time
 LONGEST = 2**26  # bytes of a line, characters of an element: no example has as many
@@ -97,29 +98,23 @@ def _progress_of(source: BinaryIO, advance: Advance) -> Callable[[], None]:
 
 
 def _json_lines(name: str, file: io.BufferedReader, tick: Callable[[], None]) -> Records:
-    for number, line in enumerate(_lines(file), start=1):
+    number = 0
+    while line := file.readline(LONGEST + 1):
+        number += 1
         if number % ROWS == 0:
             tick()
-        if line is not None and not line.strip():
+        too_long = len(line) > LONGEST and not line.endswith(b"\n")
+        while too_long and line and not line.endswith(b"\n"):  # no more of it is in memory at once
+            line = file.readline(LONGEST + 1)
+        if not too_long and not line.strip():
             continue
         try:
-            if line is None:
+            if too_long:
                 raise ValueError(f"expected a line of at most {LONGEST:,} bytes, got more")
             record = json.loads(line)
         except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, thousands of brackets
             record = Unreadable("corrupt", str(error))
         yield f"{name}, line {number}", record
-
-
-def _lines(file: io.BufferedReader) -> Iterator[bytes | None]:
-    """Yield every line; None for one over LONGEST, of which no more is in memory at once."""
-    while line := file.readline(LONGEST + 1):
-        if len(line) <= LONGEST or line.endswith(b"\n"):
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(LONGEST + 1)
-        yield None
 
 
 def _json_array(name: str, file: io.BufferedReader, tick: Callable[[], None]) -> Records:
@@ -142,14 +137,9 @@ def _parquet(path: Path, advance: Advance, columns: Collection[str]) -> Records:
     try:
         with pa.parquet.ParquetFile(path) as table:
             num_rows, names = table.metadata.num_rows, table.schema_arrow.names
-            yield from _rows(
-                str(path),
-                names,
-                columns,
-                num_rows,
-                lambda known: table.iter_batches(batch_size=ROWS, columns=known),
-                lambda rows: advance(rows / num_rows),
-            )
+            known = [name for name in names if name in columns]
+            batches = table.iter_batches(batch_size=ROWS, columns=known) if known else ()
+            yield from _rows(path, names, num_rows, batches, advance, 1 / max(num_rows, 1))
     except (pa.ArrowException, OSError) as error:  # no Parquet, or damaged further on
         raise ValueError(f"{path}: {error}") from error
 
@@ -166,43 +156,26 @@ def _saved_dataset(path: Path, advance: Advance, columns: Collection[str]) -> Re
     splits = {"": loaded} if isinstance(loaded, datasets.Dataset) else loaded
     num_rows = sum(split.num_rows for split in splits.values())
     for split_name, split in splits.items():
-
-        def read(known: list[str], split: Any = split) -> Any:
-            return split.select_columns(known).with_format("arrow").iter(ROWS)
-
-        yield from _rows(
-            str(path / split_name),
-            split.column_names,
-            columns,
-            split.num_rows,
-            read,
-            lambda rows: advance(rows / num_rows),
-        )
+        known = [name for name in split.column_names if name in columns]
+        batches = split.select_columns(known).with_format("arrow").iter(ROWS) if known else ()
+        yield from _rows(path / split_name, split.column_names, split.num_rows, batches, advance, 1 / max(num_rows, 1))
 
 
 def _rows(
-    path: str,
-    names: list[str],
-    columns: Collection[str],
-    num_rows: int,
-    read: Callable[[list[str]], Any],
-    advance: Advance,
+    path: Path, names: list[str], num_rows: int, batches: Any, advance: Advance, part: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield rows of the batches of Arrow columns that ``read`` gives: of ``names`` those that are in ``columns``."""
-    if not num_rows:
-        return
-    known = [name for name in names if name in columns]
-    if not known:  # batches without columns have no rows
-        yield from ((f"{path}, row {row}", dict.fromkeys(names)) for row in range(num_rows))
-        advance(num_rows)
-        return
-    first, unread = 0, dict.fromkeys(names)
-    for batch in read(known):
-        values_of = [_values(column) for column in batch.columns]
-        for row, values in enumerate(zip(*values_of, strict=True), start=first):
+    """Yield the rows of batches of Arrow columns, which have some of ``names`` or none, and so no rows. part: of the
+    file, that a row is.
+    """
+    row, unread = 0, dict.fromkeys(names)
+    for batch in batches if num_rows else ():
+        for values in zip(*map(_values, batch.columns), strict=True):
             yield f"{path}, row {row}", unread | dict(zip(batch.schema.names, values, strict=True))
-        first += batch.num_rows
-        advance(batch.num_rows)
+            row += 1
+        advance(batch.num_rows * part)
+    if row < num_rows:
+        yield from ((f"{path}, row {row}", dict(unread)) for row in range(num_rows))
+        advance(num_rows * part)
 
 
 def _values(column: Any) -> list[Any]:
@@ -215,3 +188,80 @@ def _values(column: Any) -> list[Any]:
     if numbers and not pa.compute.list_flatten(column).null_count:  # one null would make floats of all rows' numbers
         return list(column.to_numpy(zero_copy_only=False))
     return column.to_pylist()
+
+
+# --- the elements of a JSON array, one after the other ---
+
+
+CHUNK = 1 << 20  # bytes read at a time, at first
+BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+class _Text:
+    """What is read of a file and not yet used: ``text[at:]``."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.decoder = file, codecs.getincrementaldecoder("utf-8-sig")()
+        self.text, self.at, self.ended = "", 0, False
+
+    def more(self, size: int = 0) -> bool:
+        """Read on; return False at the end of the file."""
+        data = b"" if self.ended else self.file.read(size or CHUNK)
+        self.ended = not data
+        self.text, self.at = self.text[self.at :] + self.decoder.decode(data, final=not data), 0
+        return not self.ended
+
+    def next(self) -> str:
+        """Return the next character that is no blank, which stays; "" at the end."""
+        while True:
+            self.at = BLANKS.match(self.text, self.at).end()  # type: ignore[union-attr]  # none is a match too
+            if self.at < len(self.text) or not self.more():
+                return self.text[self.at : self.at + 1]
+
+    def expect(self, wanted: str) -> str:
+        """Take the next character, which is one of ``wanted``."""
+        found = self.next()
+        if not found or found not in wanted:
+            raise ValueError(f"expected {' or '.join(wanted)}, got {self.text[self.at : self.at + 20] or 'the end'!r}")
+        self.at += 1
+        return found
+
+
+def elements(file: BinaryIO, longest: int) -> Iterator[object]:
+    """Yield every element of the array that ``file`` (bytes, UTF-8) is, decoded.
+
+    Example:
+        >>> import io
+        >>> list(elements(io.BytesIO(b'[{"text": "a"}, 2]'), 100))
+        [{'text': 'a'}, 2]
+
+    Raises:
+        ValueError: no JSON, more behind the array, an element of more than ``longest`` characters.
+        RecursionError: brackets in brackets, thousands of them.
+    """
+    text, decode = _Text(file), json.JSONDecoder().raw_decode
+    text.expect("[")
+    after = text.expect("]") if text.next() == "]" else ","
+    while after == ",":
+        text.next()
+        size = CHUNK
+        while True:  # read on until it can be decoded and something follows: 12 may be the beginning of 123
+            record, error = None, ""
+            try:
+                record, end = decode(text.text, text.at)
+            except json.JSONDecodeError as failed:
+                error, end = f"{failed.msg}, got {text.text[failed.pos : failed.pos + 20]!r}", len(text.text)
+            if end - text.at > longest:
+                raise ValueError(
+                    f"expected an element of at most {longest:,} characters, got more ({error or 'it is complete'})"
+                )
+            if (not error and end < len(text.text)) or not text.more(size):
+                break
+            size *= 2  # of a long element, so that decoding it anew takes no longer than reading it
+        if error:
+            raise ValueError(error)
+        text.at = end
+        yield record
+        after = text.expect(",]")
+    if text.next():
+        raise ValueError(f"expected nothing behind the array, got {text.text[text.at : text.at + 20]!r}")

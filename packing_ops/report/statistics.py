@@ -1,8 +1,10 @@
-"""What packing would save, from lengths: the same documents as padded batches, padding-free and as packed rows."""
+"""What packing would save, from lengths: the same documents as padded batches, padding-free and as packed rows. And
+what prefix trees would: documents that begin alike, with what they share computed once.
+"""
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,11 +16,8 @@ STRATEGIES: tuple[Strategy, ...] = ("next_fit", "first_fit", "ffd", "bfd", "bala
 OVERLONG = ("truncate", "split", "own", "drop", "error")
 
 
-class _Units(NamedTuple):
-    """What one rank computes at once, a batch or a row: float64 ``[num_units]``, in the order of the epoch."""
-
-    slots: torch.Tensor
-    flops: torch.Tensor
+# What one rank computes at once, a batch or a row: slots and flops, float64 [num_units], in the order of the epoch.
+_Units = tuple[torch.Tensor, torch.Tensor]
 
 
 def length_statistics(lengths: torch.Tensor) -> dict[str, Any]:
@@ -122,18 +121,18 @@ def layouts(
 
     # Slots and FLOPs of each unit of work
     batches = _filled_rows(pieces, batch_size)
-    padding_free = _Units(batches.sum(1), flops(batches).sum(1))
+    padding_free = (batches.sum(1), flops(batches).sum(1))
 
     def padded_units(documents: torch.Tensor) -> _Units:
         rows = _filled_rows(documents, batch_size)
         width, real = rows.amax(1, keepdim=True), rows > 0
-        return _Units((real * width).sum(1), (real * flops(width)).sum(1))
+        return ((real * width).sum(1), (real * flops(width)).sum(1))
 
     def units_of(documents: torch.Tensor, offsets: torch.Tensor) -> _Units:
         """Return the units of rows; the padding at the end of a row attends to itself, like a document."""
         tokens = po.segment_sum(documents, offsets)
         slots = tokens.clamp(min=capacity)
-        return _Units(slots, po.segment_sum(flops(documents), offsets) + flops(slots - tokens))
+        return (slots, po.segment_sum(flops(documents), offsets) + flops(slots - tokens))
 
     def rows_of(packing: po.Packing) -> _Units:
         return units_of(packing.lengths.double(), packing.bin_offsets.int())
@@ -149,10 +148,13 @@ def layouts(
         dealt = rows_for_ranks(strategy, balance=("flops", a, b))
         found[strategy] = _layout(dealt.num_bins, num_tokens, rows_of(dealt), dp, today)
         as_packed = rows_for_ranks(strategy)
-        found[strategy]["flop_balance_as_packed"] = _epoch(rows_of(as_packed), dp).balance
+        found[strategy]["flop_balance_as_packed"] = _epoch(rows_of(as_packed), dp)["balance"]
     if buffer is not None:
-        rows = units_of(*_streamed(in_order.lengths, capacity, buffer))
-        found["stream"] = _layout(rows.slots.numel(), num_tokens, rows, dp, today)
+        stream = PackedStream(_Documents(in_order.lengths), capacity, buffer=buffer, overlong="own")
+        of_rows = [[len(example["input_ids"]) for example in row] for row in stream]
+        offsets = torch.tensor([0, *map(len, of_rows)], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+        rows = units_of(torch.tensor([*chain(*of_rows)], dtype=torch.float64, device="cpu"), offsets)
+        found["stream"] = _layout(rows[0].numel(), num_tokens, rows, dp, today)
     return result
 
 
@@ -164,14 +166,6 @@ class _Documents:
 
     def __iter__(self) -> Iterator[dict[str, range]]:
         return ({"input_ids": range(length)} for length in self.lengths.tolist())
-
-
-def _streamed(lengths: torch.Tensor, capacity: int, buffer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return lengths of the documents in the order of the rows of a PackedStream, and where its rows begin and end."""
-    stream = PackedStream(_Documents(lengths), capacity, buffer=buffer, overlong="own")
-    rows = [[len(example["input_ids"]) for example in row] for row in stream]
-    offsets = torch.tensor([0, *map(len, rows)], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
-    return torch.tensor([*chain(*rows)], dtype=torch.float64, device="cpu"), offsets
 
 
 def _grouped_by_length(values: torch.Tensor, step: int) -> torch.Tensor:
@@ -187,31 +181,65 @@ def _filled_rows(values: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(values, (0, -values.numel() % size)).view(-1, size)
 
 
-class _Epoch(NamedTuple):
-    steps: int
-    tokens: float  # slots of the slowest rank, summed over the steps
-    flops: float
-    balance: float
-
-
-def _epoch(units: _Units, dp: int) -> _Epoch:
-    """Return an epoch's time. Step ``s`` is units ``s * dp`` to ``s * dp + dp - 1``, one per rank; ranks without one
-    wait.
+def _epoch(units: _Units, dp: int) -> dict[str, float]:
+    """Return an epoch's steps, its times (slots and flops of the slowest rank, summed over the steps) and balance. Step
+    ``s`` is units ``s * dp`` to ``s * dp + dp - 1``, one per rank; ranks without one wait.
     """
     slots, flops = (_filled_rows(each, dp) for each in units)
     slowest = float(flops.amax(1).sum())
-    return _Epoch(slots.shape[0], float(slots.amax(1).sum()), slowest, float(flops.sum()) / (dp * slowest))
+    times = {"tokens": float(slots.amax(1).sum()), "flops": slowest}
+    return {"steps": slots.shape[0], **times, "balance": float(flops.sum()) / (dp * slowest)}
 
 
-def _layout(rows: int, num_tokens: int, units: _Units, dp: int, today: _Epoch) -> dict[str, Any]:
-    epoch, slots = _epoch(units, dp), int(units.slots.sum())
-    ratios = {name: getattr(today, name) / getattr(epoch, name) for name in ("tokens", "flops")}
+def _layout(rows: int, num_tokens: int, units: _Units, dp: int, today: dict[str, float]) -> dict[str, Any]:
+    epoch, slots = _epoch(units, dp), int(units[0].sum())
+    ratios = {name: today[name] / epoch[name] for name in ("tokens", "flops")}
     return {
         "rows": rows,
-        "steps": epoch.steps,
+        "steps": epoch["steps"],
         "slots": slots,
         "fill": num_tokens / slots,
-        "flop_balance": epoch.balance,
-        "step_time_ratio": {name: ratio * epoch.steps / today.steps for name, ratio in ratios.items()},
+        "flop_balance": epoch["balance"],
+        "step_time_ratio": {name: ratio * epoch["steps"] / today["steps"] for name, ratio in ratios.items()},
         "epoch_time_ratio": ratios,
+    }
+
+
+# --- prefix trees ---
+
+
+def savings(
+    tokens: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor | None, *, capacity: int, overlong: Overlong
+) -> dict[str, Any]:
+    """Count tokens, rows and visible pairs of query and key, of separate documents and as the trees of
+    pack_prefix_tree.
+
+    Args:
+        tokens: int64 ``[total]``, the documents end to end.
+        lengths: int64 ``[num_documents]``.
+        groups: int64 ``[num_documents]``: only documents of one number are compared. None: all are.
+        capacity: tokens of a row. Longer documents are cut to it, or left out with ``overlong="drop"``.
+
+    Example:
+        >>> found = savings(torch.zeros(400).long(), torch.tensor([200, 200]), None, capacity=256, overlong="truncate")
+        >>> found["tokens"], found["rows"]
+        ({'alone': 400, 'shared': 200}, {'alone': 2, 'shared': 1})
+    """
+    kept = torch.where(lengths > capacity, 0 if overlong == "drop" else capacity, lengths)
+    position_ids = po.position_ids_from_cu_seqlens(po.cu_seqlens_from_lengths(lengths), tokens.numel())
+    tokens = tokens[position_ids < kept.repeat_interleave(lengths)]
+    groups, lengths = None if groups is None else groups[kept > 0], kept[kept > 0]
+    tree = po.pack_prefix_tree(tokens, po.cu_seqlens_from_lengths(lengths), groups=groups, capacity=capacity)
+    pairs = {"alone": int((lengths * (lengths + 1) // 2).sum()), "shared": int((tree.position_ids + 1).sum())}
+    return {
+        "documents": lengths.numel(),
+        "groups": None if groups is None else groups.unique().numel(),
+        "tokens": {"alone": tree.num_tokens, "shared": tree.num_slots},
+        "rows": {
+            "alone": po.pack_sequences(lengths, capacity).num_bins,
+            "shared": tree.num_bins if tree.num_slots else 0,
+        },
+        "pairs": pairs,
+        "repeated_at_forks": tree.repeated_at_forks,
+        "repeated_by_cuts": tree.repeated_by_cuts,
     }

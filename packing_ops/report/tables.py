@@ -1,6 +1,9 @@
-"""The report as tables: drawn by rich where rich is installed, otherwise plain."""
+"""The report as tables: drawn by rich where rich is installed, otherwise plain; and the progress of reading."""
 
 import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 WIDTH = 110  # of a terminal, or a file
@@ -24,8 +27,13 @@ def show_report(report: dict[str, Any]) -> None:
     """Print a make_report result to stdout: what follows from it, then every table."""
     settings, examples = report["settings"], report["examples"]
     _heading(conclusion(report), "bold")
-    if report["in_bytes"]:
-        _heading(_warning(report), "bold red")
+    if in_bytes := report["in_bytes"]:
+        which = "" if in_bytes == examples["documents"] else f" OF {in_bytes:,} OF {examples['documents']:,} DOCUMENTS"
+        _heading(
+            f"LENGTHS{which} ARE BYTES, NOT TOKENS, and the capacity of {settings['capacity']:,} is too: --tokenizer "
+            "counts tokens.",
+            "bold red",
+        )
     print()
     _table(
         f"Examples: {', '.join(map(printable, settings['files']))}",
@@ -40,7 +48,23 @@ def show_report(report: dict[str, Any]) -> None:
     )
     if not examples["documents"]:
         return
-    _lengths(report)
+    lengths = report["lengths"]
+    most = max(bucket["documents"] for bucket in lengths["histogram"])
+    quantiles = ", ".join(f"{name} {lengths[name]:,}" for name in ("p10", "p50", "p90", "p99", "max"))
+    _table(
+        f"{length_label(report)}: {examples['tokens']:,} in all, mean {lengths['mean']:,.1f}, {quantiles}",
+        ["length", "documents", "of the documents", f"of the {unit_of(report)}", ""],
+        [
+            [
+                f"{bucket['from']:,} to {bucket['to']:,}",
+                f"{bucket['documents']:,}",
+                f"{bucket['documents'] / examples['documents']:.1%}",
+                f"{bucket['tokens'] / examples['tokens']:.1%}",
+                "#" * math.ceil(30 * bucket["documents"] / most),
+            ]
+            for bucket in lengths["histogram"]
+        ],
+    )
     if report["layouts"]:
         _layouts(report)
     if report.get("prefix_trees"):
@@ -84,15 +108,6 @@ def _as_fast(layout: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{low} times" if low == high else f"{low} to {high} times"
 
 
-def _warning(report: dict[str, Any]) -> str:
-    documents, in_bytes = report["examples"]["documents"], report["in_bytes"]
-    which = "" if in_bytes == documents else f" OF {in_bytes:,} OF {documents:,} DOCUMENTS"
-    return (
-        f"LENGTHS{which} ARE BYTES, NOT TOKENS, and the capacity of {report['settings']['capacity']:,} is too: "
-        "--tokenizer counts tokens."
-    )
-
-
 def _overlong_rows(report: dict[str, Any]) -> list[list[str]]:
     overlong, capacity = report["overlong"], report["settings"]["capacity"]
     if not overlong["documents"]:
@@ -102,26 +117,6 @@ def _overlong_rows(report: dict[str, Any]) -> list[list[str]]:
     unit = unit_of(report)
     lost = f"; {unit} lost: {overlong['lost_tokens']:,}" if overlong["lost_tokens"] else ""
     return [[f"over {capacity:,} {unit}, {fate}{lost}", f"{overlong['documents']:,}"]]
-
-
-def _lengths(report: dict[str, Any]) -> None:
-    lengths, examples = report["lengths"], report["examples"]
-    most = max(bucket["documents"] for bucket in lengths["histogram"])
-    quantiles = ", ".join(f"{name} {lengths[name]:,}" for name in ("p10", "p50", "p90", "p99", "max"))
-    _table(
-        f"{length_label(report)}: {examples['tokens']:,} in all, mean {lengths['mean']:,.1f}, {quantiles}",
-        ["length", "documents", "of the documents", f"of the {unit_of(report)}", ""],
-        [
-            [
-                f"{bucket['from']:,} to {bucket['to']:,}",
-                f"{bucket['documents']:,}",
-                f"{bucket['documents'] / examples['documents']:.1%}",
-                f"{bucket['tokens'] / examples['tokens']:.1%}",
-                "#" * math.ceil(30 * bucket["documents"] / most),
-            ]
-            for bucket in lengths["histogram"]
-        ],
-    )
 
 
 def unit_of(report: dict[str, Any]) -> str:
@@ -157,8 +152,8 @@ def _layouts(report: dict[str, Any]) -> None:
     if parallel:
         header += ["FLOP balance", "as packed"]
         for row, (_, layout) in zip(rows, named, strict=True):
-            as_packed = layout.get("flop_balance_as_packed", layout["flop_balance"])
-            row += [f"{layout['flop_balance']:.1%}", f"{as_packed:.1%}"]
+            balance = layout["flop_balance"]
+            row += [f"{each:.1%}" for each in (balance, layout.get("flop_balance_as_packed", balance))]
     _table(f"Layouts: packed rows of {settings['capacity']:,} slots; a step is {step}", header, rows)
     _table(
         "Estimated speed relative to the padded batches (above 1: faster)",
@@ -243,3 +238,22 @@ def _table(title: str, header: list[str], rows: list[list[str]]) -> None:
         ]
         print("  ".join(cells).rstrip())
     print()
+
+
+# --- while a report is made ---
+
+
+@contextmanager
+def progress(total: float, what: str = "reading") -> Iterator[Callable[[float], None]]:
+    """Show progress on stderr: rich's bar where rich is installed and stderr is a terminal, else nothing. Yields a
+    function to call with how much more of ``total`` is done.
+    """
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda amount: None
+        return
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda amount: bar.advance(task, amount)

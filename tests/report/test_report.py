@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 import packing_ops as po
 from packing_ops.__main__ import main
 from packing_ops.report import make_report
-from packing_ops.report.progress import progress
 from packing_ops.report.statistics import STRATEGIES, layouts, length_statistics
-from packing_ops.report.tables import show_report
+from packing_ops.report.tables import progress, show_report
 
 # --- figures ---
 

@@ -14,7 +14,7 @@ from helpers import fresh_process
 from helpers.report_case import CHAT, LENGTHS, RECORDS, write_lines
 
 from packing_ops.__main__ import main
-from packing_ops.report import json_array, readers
+from packing_ops.report import readers
 from packing_ops.report.corpus import NAMED, read_corpus
 from packing_ops.report.readers import ROWS, records
 
@@ -300,7 +300,7 @@ ARRAYS = {
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_a_json_array(tmp_path, monkeypatch, kind, chunk):
-    monkeypatch.setattr(json_array, "CHUNK", chunk)
+    monkeypatch.setattr(readers, "CHUNK", chunk)
     (tmp_path / "a.json").write_text(ARRAYS[kind])
     corpus = read_corpus([tmp_path / "a.json"])
     assert (corpus.lengths.tolist(), corpus.num_read, corpus.unreadable) == (LENGTHS, 3, {})
@@ -309,9 +309,9 @@ def test_a_json_array(tmp_path, monkeypatch, kind, chunk):
 
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
 def test_elements_are_those_of_json(monkeypatch, chunk):
-    monkeypatch.setattr(json_array, "CHUNK", chunk)
+    monkeypatch.setattr(readers, "CHUNK", chunk)
     for text in ("[]", " [ ] ", "[1, 23, -4.5e6, null]", '["], [", {"a": [1, {}]}, []]', '["\\ud800\\u00fc", "ü"]'):
-        assert list(json_array.elements(io.BytesIO(text.encode()), 100)) == json.loads(text)
+        assert list(readers.elements(io.BytesIO(text.encode()), 100)) == json.loads(text)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_elements_are_those_of_json(monkeypatch, chunk):
 )
 def test_a_damaged_json_array_is_named(tmp_path, monkeypatch, capsys, text, message):
     monkeypatch.setattr(readers, "LONGEST", 1000)
-    monkeypatch.setattr(json_array, "CHUNK", 500)
+    monkeypatch.setattr(readers, "CHUNK", 500)
     (tmp_path / "a.json").write_text(text)
     assert main(["report", str(tmp_path / "a.json")]) == 2
     assert (
