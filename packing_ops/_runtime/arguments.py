@@ -318,6 +318,20 @@ def at_least(value, name: str, least: int, unit: str = "") -> int:
     return number
 
 
+def place_in(value, name: str, size: int, of: str) -> int:
+    """Return ``integer(value, name)``, checked to be a place among ``size``, an argument called ``of``.
+
+    Example:
+        >>> place_in(2, "dp_rank", 2, "dp_size")
+        Traceback (most recent call last):
+        ValueError: dp_rank: expected 0 to 1 for dp_size=2, got 2
+    """
+    place = integer(value, name)
+    if not 0 <= place < size:
+        raise ValueError(f"{name}: expected 0 to {size - 1} for {of}={size}, got {value}")
+    return place
+
+
 def one_of(value: object, choices: Sequence[str], name: str) -> None:
     """Raise ValueError unless value is one of the names.
 

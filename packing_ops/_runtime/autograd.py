@@ -6,6 +6,7 @@ refuses torch.func; here every derivative is right or refused under the op's nam
 """
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch.autograd import forward_ad
@@ -27,12 +28,7 @@ _PARTS = (
 
 
 def _found(path: str) -> bool:
-    where = torch
-    for part in path.split(".")[1:]:
-        if not hasattr(where, part):
-            return False
-        where = getattr(where, part)
-    return True
+    return reduce(lambda at, name: getattr(at, name, None), path.split(".")[1:], torch) is not None
 
 
 OWN = all(map(_found, _PARTS))

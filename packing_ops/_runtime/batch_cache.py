@@ -18,6 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from packing_ops._runtime import gate
 
+# The dispatch modes that make results fake. Those that only observe, such as profilers, do not.
+_KEYS = torch._C._TorchDispatchModeKey
+_FAKING = _KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL
+
 
 def is_real(tensor: torch.Tensor) -> bool:
     """Return whether results may be cached. False in a trace, for fake tensors and those of torch.func, and while a
@@ -26,7 +30,7 @@ def is_real(tensor: torch.Tensor) -> bool:
     return not (
         torch.compiler.is_compiling()
         or type(tensor) is not torch.Tensor
-        or (torch._C._len_torch_dispatch_stack() and _traced())
+        or (torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _FAKING)))
         or torch._C._functorch.peek_interpreter_stack() is not None
         or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())  # is_captured, without a call: each layer asks
     )
@@ -35,12 +39,6 @@ def is_real(tensor: torch.Tensor) -> bool:
 def is_captured(tensor: torch.Tensor) -> bool:
     """Return whether a CUDA graph is being captured: the host can read no values then."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _traced() -> bool:
-    """Return whether a dispatch mode makes results fake. Modes that only observe, such as profilers, do not count."""
-    keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
 
 
 def unseen() -> AbstractContextManager[None]:
@@ -126,13 +124,6 @@ _tensor_caches: dict[int, _TensorCache] = {}  # by id of the tensor
 _forgotten = 0  # how often forget() was called
 
 
-def _cache_of(first: torch.Tensor) -> BatchCache:
-    cache = _tensor_caches.get(id(first))
-    if cache is None or cache.first() is not first:
-        cache = _tensor_caches[id(first)] = _TensorCache(first)
-    return cache
-
-
 class _Entry:
     __slots__ = ("forward", "made", "others", "state", "values", "version")
 
@@ -183,7 +174,11 @@ def kept_with(
         if tensor.is_inference():  # it has no version
             return make()
     asks = None if forward is None else weakref.ref(forward)
-    entries = (_cache_of(first) if cache is None else cache).entries_at(first._version)
+    if cache is None:
+        cache = _tensor_caches.get(id(first))
+        if cache is None or cache.first() is not first:
+            cache = _tensor_caches[id(first)] = _TensorCache(first)
+    entries = cache.entries_at(first._version)
     state = [tensor._version for tensor in others]
     if first.is_cuda:
         state.append(_stream(first))

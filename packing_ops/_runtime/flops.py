@@ -67,20 +67,17 @@ def _pairs_before_ends(lengths_q, lengths_k, left, visible_end):
     return pairs
 
 
-def _lengths_of(a, total_q):
-    """Return the number of queries and of keys of each document."""
-    if hasattr(a, "path_cu_seqlens"):
-        return _lengths(a.cu_seqlens, total_q), _lengths(a.path_cu_seqlens, a.row_of_key.shape[0])
-    queries = _lengths(a.cu_seqlens_q, total_q)
-    if not hasattr(a, "seqused_k"):
-        return queries, _lengths(a.cu_seqlens_k, a.k.shape[-2 if a.k.dim() == 4 else 0])
-    return queries, a.seqused_k.tolist() if _has_values(a.seqused_k) else [a.block_table.shape[1] * a.k.shape[1]]
-
-
 def _multiplied(a, lse):
     """Count the operations of a product for each of its columns."""
     (num_heads, total_q), visible_end = lse.shape, getattr(a, "visible_end", None)
-    lengths = _lengths_of(a, total_q)
+    # Queries and keys of each document
+    if hasattr(a, "path_cu_seqlens"):
+        lengths = _lengths(a.cu_seqlens, total_q), _lengths(a.path_cu_seqlens, a.row_of_key.shape[0])
+    elif hasattr(a, "seqused_k"):
+        used = a.seqused_k.tolist() if _has_values(a.seqused_k) else [a.block_table.shape[1] * a.k.shape[1]]
+        lengths = _lengths(a.cu_seqlens_q, total_q), used
+    else:
+        lengths = _lengths(a.cu_seqlens_q, total_q), _lengths(a.cu_seqlens_k, a.k.shape[-2 if a.k.dim() == 4 else 0])
     causal = getattr(a, "causal", True)  # a prefix tree is
     left, right = a.window_left, 0 if causal else a.window_right
     if visible_end is None:
@@ -108,37 +105,15 @@ def _product_of_head(a, head=""):
     return 2 * rows * getattr(a, f"{head}weight").numel()
 
 
-def _not_kept(product, columns, weight):
-    """Return the fraction of a product that is left after the columns that were kept."""
-    vocab = weight.shape[0]
-    return product * max(vocab - columns, 0) // vocab
-
-
-def _logps_backward(a, _):
-    """Count a product for each gradient, and the logits once more unless they were kept."""
-    product = _product_of_head(a)
-    again = _not_kept(product, a.logits.shape[0] * a.logits.shape[2], a.weight)
+def _head_backward(a, chunks, columns, teacher=0):
+    """Count a product for each gradient, and the logits of all heads once more for what was not kept."""
+    product, vocab = _product_of_head(a), a.weight.shape[0]
+    again = (product + teacher) * max(vocab - chunks * columns, 0) // vocab
     return product * (a.need_hidden + a.need_weight) + again
 
 
-def _kl_backward(a, _):
-    """Count a product for each gradient, and the logits of both heads once more for what was not kept."""
-    student, teacher = _product_of_head(a), _product_of_head(a, "teacher_")
-    _, chunks, columns = a.kept_dz.shape
-    again = _not_kept(student + teacher, chunks * columns, a.weight)
-    return student * (a.need_hidden + a.need_weight) + again
-
-
-def _convolution(a):
-    return 2 * a.x.numel() * a.weight.shape[1]
-
-
-def _delta_rule(a):
-    return 2 * a.v.numel() * a.q.shape[-1]
-
-
-def _mamba(a):
-    return 2 * a.x.numel() * a.B.shape[-1]
+def _logps_backward(a, _):
+    return _head_backward(a, *a.logits.shape[::2])
 
 
 # Of an op's arguments, by their names, and of its results.
@@ -148,17 +123,18 @@ _FORMULAS = {
     "paged_attention": _attention,
     "varlen_attention_backward": _attention_backward,
     "prefix_attention_backward": _attention_backward,
-    "causal_conv1d": lambda a, _: _convolution(a),
-    "causal_conv1d_backward": lambda a, _: (2 + a.silu) * _convolution(a),  # dx, dweight; the activation's argument
-    "gated_delta_rule": lambda a, _: 3 * _delta_rule(a),
-    "gated_delta_rule_backward": lambda a, _: 8 * _delta_rule(a),
-    "mamba2_scan": lambda a, _: 2 * _mamba(a),
-    "mamba2_scan_backward": lambda a, _: 5 * _mamba(a),
+    "causal_conv1d": lambda a, _: 2 * a.x.numel() * a.weight.shape[1],
+    # dx, dweight; the activation's argument
+    "causal_conv1d_backward": lambda a, _: (2 + a.silu) * 2 * a.x.numel() * a.weight.shape[1],
+    "gated_delta_rule": lambda a, _: 3 * 2 * a.v.numel() * a.q.shape[-1],
+    "gated_delta_rule_backward": lambda a, _: 8 * 2 * a.v.numel() * a.q.shape[-1],
+    "mamba2_scan": lambda a, _: 2 * 2 * a.x.numel() * a.B.shape[-1],
+    "mamba2_scan_backward": lambda a, _: 5 * 2 * a.x.numel() * a.B.shape[-1],
     "token_logps": lambda a, _: _product_of_head(a),
     "token_logps_backward": _logps_backward,
     "token_logps_backward_": _logps_backward,
     "token_kl": lambda a, _: _product_of_head(a) + _product_of_head(a, "teacher_"),
-    "token_kl_backward": _kl_backward,
+    "token_kl_backward": lambda a, _: _head_backward(a, *a.kept_dz.shape[1:], _product_of_head(a, "teacher_")),
 }
 
 

@@ -12,8 +12,10 @@ Without a compiled library ``gate.shift_labels`` is the one of _runtime/plain.py
 ImportError.
 """
 
+import operator
 import re
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,13 @@ from packing_ops._runtime.arguments import integer, number, plain, wrong_type
 
 _MISTAKE = re.compile(r"[A-Za-z]\w*(, [A-Za-z]\w*)*: expected ")
 _NO_MATCH = re.compile(r"packing_ops::\w+\(\) ")
+# Of a schema's type: the class of its values, and what an error calls it.
+_KINDS = {
+    "Tensor": (torch.Tensor, "a tensor"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a name"),
+    "ScalarType": (torch.dtype, "a torch.dtype"),
+}
 
 
 def _gate(op: torch._ops.OpOverload) -> Callable:
@@ -37,9 +46,11 @@ def _gate(op: torch._ops.OpOverload) -> Callable:
                 raise
             if _MISTAKE.match(str(error)):
                 raise ValueError(str(error)) from None
-            no_match = _NO_MATCH.match(str(error)) or _lacks_a_tensor(op, args)
-            taken = _taken(op, args) if no_match else None
-            if taken is None:
+            # Arguments with a default may be left out. None for a tensor passes the dispatcher and fails in the kernel.
+            given = [(str(a.real_type), value, a.name) for a, value in zip(op._schema.arguments, args, strict=False)]
+            no_match = _NO_MATCH.match(str(error)) or any(each[:2] == ("Tensor", None) for each in given)
+            taken = [_as(*each) for each in given] if no_match else args
+            if all(map(operator.is_, taken, args)):  # there was nothing to convert
                 raise
         return call(*taken)  # the same errors: what is converted needs no third attempt
 
@@ -49,23 +60,8 @@ def _gate(op: torch._ops.OpOverload) -> Callable:
     return call
 
 
-def _lacks_a_tensor(op, args) -> bool:
-    """Return whether None was given for a tensor, which passes the dispatcher and fails in the kernel."""
-    pairs = zip(op._schema.arguments, args, strict=False)  # arguments with a default may be left out
-    return any(value is None and str(argument.real_type) == "Tensor" for argument, value in pairs)
-
-
-def _taken(op, args) -> list | None:
-    """Return the arguments converted to the schema's types; None if there was nothing to convert. TypeError names
-    the first that cannot be converted.
-    """
-    arguments = op._schema.arguments
-    taken = [_as(str(a.real_type), value, a.name) for a, value in zip(arguments, args, strict=False)]
-    return None if all(new is old for new, old in zip(taken, args, strict=True)) else taken
-
-
 def _as(kind: str, value, name: str):
-    """Return ``value`` converted to the schema's type ``kind``."""
+    """Return ``value`` converted to the schema's type ``kind``. TypeError names what cannot be converted."""
     if kind.startswith("Optional["):
         return None if value is None else _as(kind[len("Optional[") : -1], value, name)
     if kind.startswith("List["):
@@ -75,23 +71,14 @@ def _as(kind: str, value, name: str):
         inner = kind[len("List[") : -1]
         taken = [_as(inner, one, name) for one in values]
         return value if all(new is old for new, old in zip(taken, values, strict=True)) and values is value else taken
-    if kind == "Tensor":
-        if not isinstance(value, torch.Tensor):
-            raise wrong_type(name, "a tensor", value)
-    elif kind in ("int", "SymInt"):
+    if kind in ("int", "SymInt"):
         return value if isinstance(value, (int, torch.SymInt)) else integer(value, name)
-    elif kind == "float":
+    if kind == "float":
         return number(value, name)
-    elif kind == "bool":
-        if not isinstance(plain(value), bool):
-            raise wrong_type(name, "True or False", value)
-        return plain(value)
-    elif kind == "str":
-        if not isinstance(value, str):
-            raise wrong_type(name, "a name", value)
-    elif kind == "ScalarType" and not isinstance(value, torch.dtype):
-        raise wrong_type(name, "a torch.dtype", value)
-    return value
+    taken = plain(value) if kind == "bool" else value
+    if kind in _KINDS and not isinstance(taken, _KINDS[kind][0]):
+        raise wrong_type(name, _KINDS[kind][1], value)
+    return taken
 
 
 def register_fake(name: str, fake: Callable[[SimpleNamespace], Any]) -> None:
@@ -103,21 +90,14 @@ def register_fake(name: str, fake: Callable[[SimpleNamespace], Any]) -> None:
     bind = library.named_arguments(name)
 
     def checked(*args):
-        _check_meta(name, args)
-        return fake(bind(args))
+        a = bind(args)
+        on_meta = {name: arg.device.type == "meta" for name, arg in vars(a).items() if isinstance(arg, torch.Tensor)}
+        if len(set(on_meta.values())) == 2:  # torch would run the fake, whose result holds no values
+            given, real = (next(name for name in on_meta if on_meta[name] is kind) for kind in (True, False))
+            raise ValueError(f"{given}: expected a tensor on the device of {real}, got one on meta")
+        return fake(a)
 
     torch.library.register_fake(f"packing_ops::{name}")(checked)
-
-
-def _check_meta(name: str, args: tuple) -> None:
-    """Raise ValueError for tensors of the meta device among others: torch would run the fake, whose result holds no
-    values.
-    """
-    on_meta = {i: arg.device.type == "meta" for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
-    if len(set(on_meta.values())) == 2:
-        arguments = getattr(torch.ops.packing_ops, name).default._schema.arguments
-        given, real = (arguments[next(i for i in on_meta if on_meta[i] is kind)].name for kind in (True, False))
-        raise ValueError(f"{given}: expected a tensor on the device of {real}, got one on meta")
 
 
 if library.MISSING:
@@ -135,17 +115,12 @@ globals().update({name: _gate(getattr(torch.ops.packing_ops, name).default) for 
 _batched = torch.library.Library("packing_ops", "IMPL", "FuncTorchBatched")
 
 
-def _refuse_vmap(name: str) -> None:
-    op = getattr(torch.ops.packing_ops, name).default
-    lists = any("List[Tensor]" in str(value.type) for value in (*op._schema.arguments, *op._schema.returns))
-    if not (lists or op._schema.is_mutable or name in ("pack_sequences", "pack_prefix_tree")):
-        return
-
-    def refuse(*args):
-        raise NotImplementedError(f"packing_ops::{name} has no batching rule for torch.func.vmap: call it in a loop")
-
-    _batched.impl(name, refuse)
+def _refuse_vmap(name: str, *args):
+    raise NotImplementedError(f"packing_ops::{name} has no batching rule for torch.func.vmap: call it in a loop")
 
 
 for _name in library.op_names():
-    _refuse_vmap(_name)
+    _schema = getattr(torch.ops.packing_ops, _name).default._schema
+    _lists = any("List[Tensor]" in str(value.type) for value in (*_schema.arguments, *_schema.returns))
+    if _lists or _schema.is_mutable or _name in ("pack_sequences", "pack_prefix_tree"):
+        _batched.impl(_name, partial(_refuse_vmap, _name))

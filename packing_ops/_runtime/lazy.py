@@ -12,21 +12,13 @@ def old_names(package: dict[str, Any], renamed: dict[str, str]) -> Callable[[str
     """Return the ``__getattr__`` of a package, whose ``globals()`` are given, that finds functions by older names too,
     and warns of it. renamed: {older name: name}.
     """
-
-    def __getattr__(name: str) -> object:
-        newer = _newer(name, renamed, f"module {package['__name__']!r}")
-        return getattr(sys.modules[package["__name__"]], newer)
-
-    return __getattr__
+    module = package["__name__"]
+    return lambda name: getattr(sys.modules[module], _newer(name, renamed, f"module {module!r}"))
 
 
 def old_attributes(renamed: dict[str, str]) -> Callable[[object, str], object]:
     """Return the ``__getattr__`` of a class that finds attributes by older names too, and warns of it."""
-
-    def __getattr__(self: object, name: str) -> object:
-        return getattr(self, _newer(name, renamed, f"{type(self).__name__!r} object"))
-
-    return __getattr__
+    return lambda self, name: getattr(self, _newer(name, renamed, f"{type(self).__name__!r} object"))
 
 
 def _newer(name: str, renamed: dict[str, str], owner: str) -> str:
@@ -61,10 +53,7 @@ def lazy_names(
                 raise
             raise ImportError(f"{name} {needs}") from error
 
-    def __dir__() -> list[str]:
-        return sorted({*package, *(modules if importlib.util.find_spec(library) else ())})
-
-    return __getattr__, __dir__
+    return __getattr__, lambda: sorted({*package, *(modules if importlib.util.find_spec(library) else ())})
 
 
 def lazy_modules(
@@ -80,7 +69,6 @@ def lazy_modules(
         return importlib.import_module(f"{package['__name__']}.{name}")
 
     def __dir__() -> list[str]:
-        installed = (name for name, library in libraries.items() if importlib.util.find_spec(library))
-        return sorted({*package, *installed})
+        return sorted({*package, *(name for name, library in libraries.items() if importlib.util.find_spec(library))})
 
     return __getattr__, __dir__

@@ -80,7 +80,15 @@ def load_library() -> frozenset[str]:
     and the build command.
     """
     try:
-        _check_whole(LIBRARY)
+        # Check the size against the ELF header: loading a truncated .so kills the process instead of raising.
+        with LIBRARY.open("rb") as file:
+            header = file.read(64)
+        whole = header[:4] == b"\x7fELF" and len(header) == 64
+        if whole:
+            (sections,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+            whole = sections + size * count <= LIBRARY.stat().st_size
+        if not whole:
+            raise OSError("not a whole ELF library")
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         why = error.__cause__ or error  # the loader's message; since 2.13 torch's names only the file
@@ -100,24 +108,11 @@ def load_library() -> frozenset[str]:
 def _check_ops() -> None:
     """Check that the library has every op: one of the same version may be built from older sources."""
     found = set(op_names())
-    missing = [name for name in OPS.split() if name not in found]
-    if missing:
+    if missing := [name for name in OPS.split() if name not in found]:
         raise ImportError(
             f"packing_ops: {LIBRARY} is of other sources than {PACKAGE}, though both are version {VERSION}: it has no "
             f"{', '.join(missing)}; build it again with: {BUILD_COMMAND}"
         )
-
-
-def _check_whole(library: Path) -> None:
-    """Check the size against the ELF header: loading a truncated .so kills the process instead of raising."""
-    with library.open("rb") as file:
-        header = file.read(64)
-    if header[:4] == b"\x7fELF" and len(header) == 64:
-        (sections,) = struct.unpack_from("<Q", header, 40)
-        size, count = struct.unpack_from("<HH", header, 58)
-        if sections + size * count <= library.stat().st_size:
-            return
-    raise OSError("not a whole ELF library")
 
 
 def build_info() -> dict[str, str]:

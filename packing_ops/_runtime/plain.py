@@ -90,8 +90,11 @@ def _floats(values, name):
 
 
 def cu_seqlens_from_lengths(lengths):
-    sums = list(itertools.accumulate(_lengths(lengths)))
-    for i, total in enumerate(sums):
+    total = 0
+    for i, length in enumerate(_index_vector(lengths, "lengths").tolist()):
+        total += length
+        if length < 0:
+            raise ValueError(f"lengths: expected no negative length, got {length} at index {i}")
         if total > _INT32_MAX:
             raise ValueError(f"lengths: expected a sum that fits int32, got {total} at index {i}")
     return boundaries.cu_seqlens_from_lengths(lengths)
@@ -247,14 +250,6 @@ def scatter_rows_many(packed, indices, batch, seqlen):
 
 
 # --- packing ---
-
-
-def _lengths(lengths):
-    values = _index_vector(lengths, "lengths").tolist()
-    for i, length in enumerate(values):
-        if length < 0:
-            raise ValueError(f"lengths: expected no negative length, got {length} at index {i}")
-    return values
 
 
 def _check_sides(lengths, strategy, overlong):
