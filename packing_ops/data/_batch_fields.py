@@ -19,13 +19,13 @@ class Fields:
         if not isinstance(batch, Mapping):
             raise wrong_type("batch", "a dict or another Mapping", batch)
         self.batch, self.row_keys, self.batch_keys = batch, row_keys, batch_keys
-        for argument, names in (("row_keys", row_keys), ("batch_keys", batch_keys)):
+        given = {"row_keys": row_keys, "batch_keys": batch_keys}
+        for argument, names in given.items():
             if isinstance(names, str):
                 raise wrong_type(argument, "a list of names", names)
         self.all = list(self._walk(batch))
-        found = {name for name, _ in self.all}
-        for argument, names in (("row_keys", row_keys), ("batch_keys", batch_keys)):
-            check_names(names, argument, found)
+        for argument, names in given.items():
+            check_names(names, argument, {name for name, _ in self.all})
         if both := set(row_keys) & set(batch_keys):
             raise ValueError(f"row_keys, batch_keys: expected a name in one of them, got {min(both)!r} in both")
         for name in row_keys:
@@ -159,12 +159,10 @@ def _is_row_number(value) -> bool:
 def _pairs(value) -> list[tuple[int, int]] | None:
     """Return the pairs of a list, tensor or array of pairs of integers; None for anything else."""
     pairs = _numbers(value)
-    if not isinstance(pairs, list) or not pairs:
+    pairs = list(map(_numbers, pairs)) if isinstance(pairs, list) else []
+    are_pairs = (isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs)
+    if not pairs or not all(are_pairs) or not all(_is_row_number(_numbers(number)) for number in chain(*pairs)):
         return None
-    pairs = [_numbers(pair) for pair in pairs]
-    for pair in pairs:
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(map(_is_row_number, map(_numbers, pair))):
-            return None
     return [(int(start), int(end)) for start, end in pairs]
 
 
@@ -180,15 +178,6 @@ def _are_boundaries(value) -> bool:
     return [start for start, _ in pairs] == [0, *(end for _, end in pairs[:-1])]
 
 
-def _are_like_boundaries(value) -> bool:
-    """Return whether a value may be boundaries of a part of a batch, with gaps between them, or only their ends."""
-    pairs, numbers = _pairs(value), _numbers(value)
-    if pairs is None:
-        return isinstance(numbers, list) and all(map(_is_row_number, numbers)) and numbers == sorted(numbers)
-    ends = list(chain(*pairs))
-    return ends == sorted(ends)
-
-
 def _is_ambiguous(name: str, value, rows: int) -> bool:
     """Return whether a field with as many entries as rows may have rows or belong to the whole batch.
 
@@ -199,13 +188,13 @@ def _is_ambiguous(name: str, value, rows: int) -> bool:
         return False
     if isinstance(value, torch.Tensor) and not value.is_cpu:
         return _says_boundaries(name) and _are_boundaries(value)
-    if _says_boundaries(name):
-        return not _are_boundaries(value) and not isinstance(value, tuple) and _are_like_boundaries(value)
+    if _says_boundaries(name):  # those of a part of a batch have gaps between them, or are only their ends
+        numbers = _numbers(value) if (pairs := _pairs(value)) is None else list(chain(*pairs))
+        ascending = isinstance(numbers, list) and all(map(_is_row_number, numbers)) and numbers == sorted(numbers)
+        return ascending and not isinstance(value, tuple) and not _are_boundaries(value)
     if isinstance(value, tuple):
         return all(map(_has_length_and_slices, value))
-    if not isinstance(value, list) or not isinstance(value[0], tuple):
-        return False
-    return _are_boundaries(value) and value[-1][1] == rows
+    return isinstance(value, list) and isinstance(value[0], tuple) and _are_boundaries(value) and value[-1][1] == rows
 
 
 def _has_metadata(batch: Mapping) -> bool:

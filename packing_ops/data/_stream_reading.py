@@ -1,19 +1,107 @@
-"""One iteration over the examples of a PackedStream: what was read, the rows made of it, and how to go on there."""
+"""One iteration over the examples of a PackedStream: what was read, which examples wait for a row, the rows made of
+them, and how to go on there.
+"""
 
 import contextlib
 import copy
 import random
+import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data._utils import worker as workers
 
 from packing_ops._runtime.arguments import at_least
 from packing_ops.data._examples import OF_IMAGES, tokens_of
-from packing_ops.data._waiting import Waiting, WaitingExamples, fits
 from packing_ops.data.context_parallel import aligned
+
+
+class Waiting(NamedTuple):
+    """An example that waits.
+
+    number: how many examples of the stream precede it.
+    sizes: what it takes of each budget; the first are slots of tokens.
+    tokens: without those that align it.
+    """
+
+    number: int
+    sizes: tuple[int, ...]
+    tokens: int
+    example: Mapping[str, Any]
+
+
+class WaitingExamples:
+    """Those that were read and are in no row yet, in order of arrival and sorted by slots.
+
+    Example:
+        >>> waiting = WaitingExamples((10,))
+        >>> for number, tokens in enumerate([4, 3, 9, 2, 1]):
+        ...     waiting.add(Waiting(number, (tokens,), tokens, {}))
+        >>> [taken.tokens for taken in waiting.row()], len(waiting)
+        ([4, 3, 2, 1], 1)
+    """
+
+    def __init__(self, budgets: tuple[int, ...]) -> None:
+        self.budgets = budgets
+        self._arrived: OrderedDict[int, Waiting] = OrderedDict()  # by number
+        self._sorted: list[tuple[int, int]] = []  # (slots, number)
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def in_order(self) -> list[Waiting]:
+        return list(self._arrived.values())
+
+    def add(self, item: Waiting) -> None:
+        self._arrived[item.number] = item
+        insort(self._sorted, (item.sizes[0], item.number))
+
+    def row(self, draws: random.Random | None = None) -> list[Waiting]:
+        """Return the next row: examples in order, or as ``draws`` says, up to the first without room; then the largest
+        that fit.
+
+        One over a budget is the only one in its row.
+        """
+        room, row = list(self.budgets), list[Waiting]()
+        while self._arrived:
+            first = next(iter(self._arrived))
+            number = first if draws is None else self._sorted[int(draws.random() * len(self._sorted))][1]
+            item = self._arrived[number]
+            if row and not fits(item, room):
+                break
+            row.append(self._taken(item, room))
+        while min(room) >= 0 and (largest := self._largest(room)):
+            row.append(self._taken(largest, room))
+        return row
+
+    def _largest(self, room: Sequence[int]) -> Waiting | None:
+        place = bisect_right(self._sorted, (room[0], sys.maxsize))
+        for index in range(place - 1, -1, -1):  # the first fits, where tokens are the only budget
+            if fits(item := self._arrived[self._sorted[index][1]], room):
+                return item
+        return None
+
+    def _taken(self, item: Waiting, room: list[int]) -> Waiting:
+        del self._arrived[item.number]
+        del self._sorted[bisect_right(self._sorted, (item.sizes[0], item.number)) - 1]
+        for place, size in enumerate(item.sizes):
+            room[place] -= size
+        return item
+
+
+def fits(item: Waiting, room: Sequence[int]) -> bool:
+    for size, free in zip(item.sizes, room, strict=True):  # noqa: SIM110  # all() of a generator takes twice as long
+        if size > free:
+            return False
+    return True
+
+
+# --- what was read ---
+
 
 _END: Any = object()
 _MAY_LACK = frozenset(OF_IMAGES)  # of examples, some have no image
@@ -88,7 +176,8 @@ class Reading:
             self._fill()
             if not len(self.waiting):
                 break
-            self.formed.append(self.waiting.row(self._draws(self.steps * size + len(self.formed))))
+            seed = f"{stream.seed}, epoch {self.epoch}, row {self.steps * size + len(self.formed)}"
+            self.formed.append(self.waiting.row(None if stream.seed is None else random.Random(seed)))
         while self.formed and len(self.formed) < size:
             fullest = max(self.formed, key=len)
             self.formed.append([fullest.pop()] if len(fullest) > 1 else [])
@@ -107,10 +196,6 @@ class Reading:
             self.progress.slots += max(stream.capacity["tokens"], slots)
         self.progress.examples_waiting = len(self.waiting)
         return [Row((item.example for item in row), stream.rows_per_batch) for row in rows]
-
-    def _draws(self, row: int) -> random.Random | None:
-        seed = self.stream.seed
-        return None if seed is None else random.Random(f"{seed}, epoch {self.epoch}, row {row}")
 
     def _fill(self) -> None:
         with _as_no_worker():
@@ -205,19 +290,7 @@ class Reading:
                     )
             self.first_step = self.steps
             return
-        self._resume_reading(state)
-        self.finished, self.steps = state["finished"], state["rows_done"]
-        self.first_step = state["first_row"] if state["num_workers"] == self.num_workers else self.steps
-        self.columns = None if state["columns"] is None else frozenset(state["columns"])
-        self.first, self.checksum = state["first_checksum"], state["checksum"]
-        self.unchecked, self.progress = list(state["unchecked"]), StreamProgress(**state["progress"])
-        self.formed = [[self._measured(example, number) for number, example in row] for row in state["formed"]]
-        self.waiting = WaitingExamples(self.waiting.budgets)
-        for number, example in state["waiting"]:
-            self.waiting.add(self._measured(example, number))
-
-    def _resume_reading(self, state: Mapping[str, Any]) -> None:
-        """Advance the source to the example where it was, and check that it is the same."""
+        # Advance the source to the example where it was, and check that it is the same
         position, number = state["examples_state"], state["progress"]["examples_read"] - len(state["unchecked"])
         checked = number if position is None else min(number, 1)  # how many are read to be compared
         wanted = state["checksum"] if position is None else state["first_checksum"]
@@ -233,11 +306,23 @@ class Reading:
                     f"state_dict: expected that of these examples, got that of others among the first {checked}"
                 )
             if position is not None:
-                self.examples = _copied(self.examples)  # one of Hugging Face starts every later iteration there
+                self.examples = copy.copy(self.examples)  # one of Hugging Face starts every later iteration there
+                if hasattr(self.examples, "__dict__"):  # attributes of its own, whatever its class does in a copy
+                    self.examples.__dict__ = dict(vars(self.examples))
                 self.examples.load_state_dict(position)
                 self.source = iter(self.examples)
             elif state["unchecked"]:
                 next(self.source, None)
+        # What waits
+        self.finished, self.steps = state["finished"], state["rows_done"]
+        self.first_step = state["first_row"] if state["num_workers"] == self.num_workers else self.steps
+        self.columns = None if state["columns"] is None else frozenset(state["columns"])
+        self.first, self.checksum = state["first_checksum"], state["checksum"]
+        self.unchecked, self.progress = list(state["unchecked"]), StreamProgress(**state["progress"])
+        self.formed = [[self._measured(example, number) for number, example in row] for row in state["formed"]]
+        self.waiting = WaitingExamples(self.waiting.budgets)
+        for number, example in state["waiting"]:
+            self.waiting.add(self._measured(example, number))
 
 
 def _plain_tokens(example: Any) -> int:
@@ -283,14 +368,6 @@ def _state_of(examples: Any) -> Any:
         more = getattr(inner, "ex_iterables", None) or [getattr(inner, "ex_iterable", None)]
         found += [each for each in more if each is not None]
     return examples.state_dict()
-
-
-def _copied(examples: Any) -> Any:
-    """Return a copy whose attributes are independent of ``examples``, whatever its class does when it is copied."""
-    made = copy.copy(examples)
-    if hasattr(made, "__dict__"):
-        made.__dict__ = dict(vars(made))
-    return made
 
 
 @contextlib.contextmanager

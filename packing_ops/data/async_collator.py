@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 _NOT_GIVEN: Any = object()  # None may be a step
@@ -13,7 +14,7 @@ class AsyncBatchCollatorMisuse(AssertionError):
     """submit or get called out of order. An AssertionError as in SkyRL, but raised, so that ``python -O`` keeps it."""
 
 
-class AsyncBatchCollator:
+class AsyncBatchCollator(AbstractContextManager["AsyncBatchCollator"]):
     """Runs ``compute(step)`` in one worker thread, at most one step ahead. For a simple loop, prefetch is shorter.
 
     A batch is the same, byte for byte, as ``compute(step)`` called in the loop, as long as nothing that ``compute``
@@ -143,9 +144,6 @@ class AsyncBatchCollator:
         finally:
             self._executor.shutdown(wait=True)
 
-    def __enter__(self) -> "AsyncBatchCollator":
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.shutdown()  # raises no Exception of the worker, which would hide the with block's error
 
@@ -226,10 +224,7 @@ def prefetch(
 
 def _prefetched(steps: Iterator[Any], compute: Callable[..., Any], thread_name_prefix: str) -> Iterator[Any]:
     # Steps are wrapped in tuples, which get compares by identity of their items: != of tensors is element-wise.
-    def run(step: Any) -> Any:
-        return compute(*step)
-
-    with AsyncBatchCollator(run, thread_name_prefix) as collator:
+    with AsyncBatchCollator(lambda step: compute(*step), thread_name_prefix) as collator:  # type: ignore[misc]
         _submit_next(collator, steps)
         while collator.has_pending():
             batch = [collator.get(collator.pending_step())]  # type: ignore[arg-type]

@@ -95,7 +95,9 @@ def _counts_of(batch: Mapping[str, Any], prefix: str, name: str, pad_token_id: i
     if mask is not None and mask.shape != ids.shape:
         raise ValueError(f"{prefix}attention_mask: expected {list(ids.shape)} like {name}, got {list(mask.shape)}")
     lengths, cu_seqlens = batch.get(prefix + "sub_seq_lengths"), _cu_seqlens(batch, prefix)
-    num_tokens = _num_tokens(batch, prefix)
+    # Of PackedMetadata.to_transformers, or the document_tokens of a PackedMetadata
+    given = (value.document_tokens for value in batch.values() if isinstance(value, PackedMetadata) and not prefix)
+    num_tokens: Any = next((each for each in given if each is not None), batch.get(prefix + "num_tokens"))
     if lengths is not None:
         lengths = [length for row in lengths for length in row]
         # No copy from the host, which would wait for the GPU.
@@ -105,8 +107,8 @@ def _counts_of(batch: Mapping[str, Any], prefix: str, name: str, pad_token_id: i
         if cu_seqlens is None:
             per_document = real.sum(-1, dtype=torch.int64)
         elif num_tokens is not None:
-            given = slots_with_tokens(num_tokens, cu_seqlens, ids.numel()).to(ids.device)
-            per_document = _sums(real.flatten() & given, cu_seqlens)
+            with_tokens = slots_with_tokens(num_tokens, cu_seqlens, ids.numel()).to(ids.device)
+            per_document = _sums(real.flatten() & with_tokens, cu_seqlens)
         else:
             no_padding = ids != pad_token_id
             if labels is not None and labels.shape == ids.shape:
@@ -114,14 +116,6 @@ def _counts_of(batch: Mapping[str, Any], prefix: str, name: str, pad_token_id: i
             per_document = _sums(real, cu_seqlens) * (_sums(no_padding, cu_seqlens) > 0 if mask is None else 1)
         found = [per_document.sum(), (per_document > 0).sum()]
     return found[0], ids.numel() - found[0], found[1]
-
-
-def _num_tokens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | int | None:
-    """Return num_tokens of PackedMetadata.to_transformers, or the document_tokens of a PackedMetadata."""
-    for value in batch.values():
-        if isinstance(value, PackedMetadata) and not prefix and value.document_tokens is not None:
-            return value.document_tokens
-    return batch.get(prefix + "num_tokens")
 
 
 def _cu_seqlens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:

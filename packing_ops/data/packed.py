@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from packing_ops._runtime.arguments import at_least, int64_tensor, integer, one_of
+from packing_ops._runtime.arguments import at_least, int64_tensor, integer, one_of, place_in
 from packing_ops.data._examples import (
     OF_TOKENS,
     Examples,
@@ -20,8 +20,7 @@ from packing_ops.data._examples import (
     tokens_of,
     without_rows,
 )
-from packing_ops.data._fields import check_fields, document_field, token_fields
-from packing_ops.data._images import check_image_fields, joined_rows
+from packing_ops.data._fields import check_fields, check_image_fields, document_field, joined_rows, token_fields
 from packing_ops.data.context_parallel import aligned, packed_alignment, thd_partition_indices
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import Strategy, pack_sequences, whole_rows
@@ -234,8 +233,7 @@ class PackedCollator:
         Raises:
             ValueError: cp_rank outside 0 to cp_size - 1; rows that are not this collator's.
         """
-        if not 0 <= integer(cp_rank, "cp_rank") < self.cp_size:
-            raise ValueError(f"cp_rank: expected 0 to {self.cp_size - 1} for cp_size={self.cp_size}, got {cp_rank}")
+        place_in(cp_rank, "cp_rank", self.cp_size, "cp_size")
         sequences = batch["sequences"]
         documents = self.packed_metadata(batch)
         slots = thd_partition_indices(documents.cu_seqlens, self.cp_size, cp_rank, total=documents.total)
@@ -371,21 +369,13 @@ class PackedCollator:
         Raises:
             ValueError: sub_seq_lengths that do not fit the rows.
         """
-        sequences = batch["sequences"]
-        segments = self._segments(batch["sub_seq_lengths"], *sequences.shape)
-        metadata = PackedMetadata.from_lengths([slots for slots, _ in segments], device=sequences.device)
-        if all(slots == tokens for slots, tokens in segments):
-            return metadata
-        tokens = torch.tensor([tokens for _, tokens in segments], dtype=torch.int32, device="cpu")
-        return replace(metadata, document_tokens=tokens.to(sequences.device, non_blocking=True))
-
-    def _segments(self, sub_seq_lengths: Sequence[Sequence[int]], num_rows: int, width: int) -> list[tuple[int, int]]:
-        """Return (slots, tokens) of each document and, after those of a row, of its unused end; all rows in one
-        list.
-        """
+        sequences, sub_seq_lengths = batch["sequences"], batch["sub_seq_lengths"]
+        num_rows, width = sequences.shape
         if len(sub_seq_lengths) != num_rows:
             raise ValueError(f"sub_seq_lengths: expected {num_rows} lists, one per row, got {len(sub_seq_lengths)}")
-        segments: list[tuple[int, int]] = []
+        segments: list[
+            tuple[int, int]
+        ] = []  # slots and tokens of each document, after those of a row of its unused end
         for r, row in enumerate(self._aligned_rows(sub_seq_lengths)):
             rest = width - sum(row)
             if rest < 0 or rest % self.alignment:
@@ -394,7 +384,12 @@ class PackedCollator:
                     f"slots, got {sum(row)} slots of documents in row {r}"
                 )
             segments += [*zip(row, sub_seq_lengths[r], strict=True), (rest, 0)]
-        return [segment for segment in segments if segment[0]]
+        segments = [segment for segment in segments if segment[0]]
+        metadata = PackedMetadata.from_lengths([slots for slots, _ in segments], device=sequences.device)
+        if all(slots == tokens for slots, tokens in segments):
+            return metadata
+        tokens = torch.tensor([tokens for _, tokens in segments], dtype=torch.int32, device="cpu")
+        return replace(metadata, document_tokens=tokens.to(sequences.device, non_blocking=True))
 
 
 def _covered(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:

@@ -23,8 +23,15 @@ from packing_ops.data._examples import (
     trained_on,
     without_rows,
 )
-from packing_ops.data._fields import check_fields, document_field, token_fields
-from packing_ops.data._images import RopeIndex, axes_of_documents, check_image_fields, joined_rows
+from packing_ops.data._fields import (
+    RopeIndex,
+    axes_of_documents,
+    check_fields,
+    check_image_fields,
+    document_field,
+    joined_rows,
+    token_fields,
+)
 from packing_ops.data._selection import BatchSelection, num_fitting
 from packing_ops.data.context_parallel import aligned
 from packing_ops.metadata import PackedMetadata
@@ -185,15 +192,15 @@ class PaddingFreeCollator:
             raise ValueError(f"{min(images)}: expected examples that fit whole, got one that overlong='truncate' cuts")
         batch = self._row(documents, self._most_slots, separator_id)
         if self.rope_index is not None and self.return_position_ids:
-            batch["position_ids"] = self._axes(examples, documents, batch["position_ids"])
+            if several := [i for i, own in enumerate(documents.lengths) if len(own) > 1]:
+                raise ValueError(
+                    f"rope_index: expected one document in each example, got several in example {several[0]}"
+                )
+            places = documents.flat_lengths, self._slots(documents.flat_lengths)
+            batch["position_ids"] = axes_of_documents(
+                self.rope_index, examples, self._image_axes, *places, batch["position_ids"]
+            )
         return batch | images | self._fields(examples, documents, batch["input_ids"])
-
-    def _axes(self, examples: Examples, documents: Documents, positions: torch.Tensor) -> torch.Tensor:
-        if several := [i for i, own in enumerate(documents.lengths) if len(own) > 1]:
-            raise ValueError(f"rope_index: expected one document in each example, got several in example {several[0]}")
-        assert self.rope_index is not None
-        lengths = documents.flat_lengths
-        return axes_of_documents(self.rope_index, examples, self._image_axes, lengths, self._slots(lengths), positions)
 
     def _fields(self, examples: Examples, documents: Documents, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return token_fields and document_fields of the examples in the row."""
@@ -239,7 +246,16 @@ class PaddingFreeCollator:
             )
         kept = self._kept(by_example)
         if kept != by_example:
-            self._warn(BatchSelection.of(by_example, kept, self.overlong, self._longest), len(by_example))
+            chosen = BatchSelection.of(by_example, kept, self.overlong, self._longest)
+            given = {n: getattr(self, n) for n in ("capacity", "max_sequences_per_bin")}
+            limits = ", ".join(f"{name}={most}" for name, most in given.items() if most is not None)
+            if chosen.lost_tokens:
+                warnings.warn(
+                    f"{limits}: {len(chosen.dropped)} of {len(by_example)} examples dropped and "
+                    f"{len(chosen.truncated)} "
+                    f"cut, {chosen.lost_tokens} of {chosen.num_tokens + chosen.lost_tokens} tokens lost",
+                    stacklevel=3,
+                )
             sides = [side.cut(own) for side, own in zip(sides, zip(*kept, strict=True), strict=True)]
         return sides, [index for index, own in enumerate(kept) if all(own)]
 
@@ -289,16 +305,6 @@ class PaddingFreeCollator:
             most -= fits
         return kept
 
-    def _warn(self, chosen: BatchSelection, num_examples: int) -> None:
-        if chosen.lost_tokens:
-            given = {n: getattr(self, n) for n in ("capacity", "max_sequences_per_bin")}
-            limits = ", ".join(f"{name}={most}" for name, most in given.items() if most is not None)
-            warnings.warn(
-                f"{limits}: {len(chosen.dropped)} of {num_examples} examples dropped and {len(chosen.truncated)} cut, "
-                f"{chosen.lost_tokens} of {chosen.num_tokens + chosen.lost_tokens} tokens lost",
-                stacklevel=4,
-            )
-
     def _targets(
         self,
         documents: Documents,
@@ -321,28 +327,21 @@ class PaddingFreeCollator:
         if separator_id is None:
             return targets
         if labels is not None and targets.is_cpu:  # elsewhere the host would wait
-            self._check_first_labels(targets, tokens, cu_seqlens[:-1].long())
+            starts = cu_seqlens[:-1].long()
+            first = targets[starts]
+            wrong = ((first != -100) & (first != self.separator_id) & (first != tokens[starts])).nonzero()
+            if wrong.numel():
+                raise ValueError(
+                    "labels: expected -100 or the token itself at a document's first token, which nothing predicts, "
+                    f"got {int(first[wrong[0]])}; PaddingFreeCollator(separator_id=None) keeps labels of the tokens "
+                    "themselves (masked language models, tags)"
+                )
         return mask_boundary_labels(targets, cu_seqlens, ignore_index=separator_id)
-
-    def _check_first_labels(self, targets: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor) -> None:
-        """Raise ValueError where a document's first label is not -100, separator_id or the token: nothing predicts
-        it.
-        """
-        first = targets[starts]
-        wrong = ((first != -100) & (first != self.separator_id) & (first != tokens[starts])).nonzero()
-        if wrong.numel():
-            raise ValueError(
-                "labels: expected -100 or the token itself at a document's first token, which nothing predicts, got "
-                f"{int(first[wrong[0]])}; PaddingFreeCollator(separator_id=None) keeps labels of the tokens themselves "
-                "(masked language models, tags)"
-            )
 
     def _row(self, documents: Documents, total: int | None, separator_id: int | None) -> dict[str, Any]:
         lengths = documents.flat_lengths
         slots = self._slots(lengths)
-        gaps = (
-            [own - length for own, length in zip(slots, lengths, strict=True)] if self.document_multiple > 1 else None
-        )
+        gaps = [a - b for a, b in zip(slots, lengths, strict=True)] if self.document_multiple > 1 else None
         tokens = documents.flattened("input_ids", gaps=gaps, fill=self.pad_token_id)
         if total is not None or self.row_multiple > 1:
             total = max(total or 0, aligned(len(tokens), self.row_multiple))  # longer with overlong="own"

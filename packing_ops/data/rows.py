@@ -207,12 +207,10 @@ def select_rows(
     if not hasattr(numbers, "__iter__"):
         raise wrong_type("indices", "row numbers", indices)
     numbers = list(numbers)
-    for index in map(plain, numbers):
-        if isinstance(index, bool):  # of a mask: True is no row 1
-            raise wrong_type("indices", "row numbers", index)
+    if (masked := next((each for each in map(plain, numbers) if isinstance(each, bool)), None)) is not None:
+        raise wrong_type("indices", "row numbers", masked)  # True is no row 1
     indices = [integer(index, "indices") for index in numbers]
-    wrong = [index for index in indices if not 0 <= index < rows]
-    if wrong:
+    if wrong := [index for index in indices if not 0 <= index < rows]:
         raise ValueError(f"indices: expected 0 to {rows - 1} for {rows} rows, got {wrong[0]}")
     return fields.map(lambda name, rows: taken(name, rows, indices))
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Sampler
 
-from packing_ops._runtime.arguments import at_least, described, index_tensor, integer, one_of
+from packing_ops._runtime.arguments import at_least, described, index_tensor, integer, one_of, place_in
 from packing_ops.data.stream import budgets_of
 from packing_ops.packing import (
     Cost,
@@ -125,9 +125,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.document_multiple = document_multiple_of(document_multiple, alignment)
         self.row_multiple = integer(row_multiple, "row_multiple")
         self.lengths, self.capacity = _copied(lengths, capacity)
-        self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), at_least(dp_size, "dp_size", 1, "rank")
-        if not 0 <= self.dp_rank < self.dp_size:
-            raise ValueError(f"dp_rank: expected 0 to {dp_size - 1} for dp_size={dp_size}, got {dp_rank}")
+        self.dp_size = at_least(dp_size, "dp_size", 1, "rank")
+        self.dp_rank = place_in(dp_rank, "dp_rank", self.dp_size, "dp_size")
         one_of(overlong, ("error", "drop", "own", "truncate"), "overlong")
         self.seed = None if seed is None else integer(seed, "seed")
         self.strategy, self.overlong, self.drop_last = strategy, overlong, drop_last

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from packing_ops._runtime.arguments import as_tensor, at_least, integer, one_of
+from packing_ops._runtime.arguments import as_tensor, at_least, integer, one_of, place_in
 from packing_ops.data._stream_reading import Reading, Row, StreamProgress
 
 ALGORITHM = 1  # a higher one makes other rows of the same examples
@@ -107,9 +107,8 @@ class PackedStream(IterableDataset[Row]):
         self.capacity = budgets_of(capacity)
         self.buffer = at_least(buffer, "buffer", 1, "example")
         self.seed = None if seed is None else integer(seed, "seed")
-        self.dp_rank, self.dp_size = integer(dp_rank, "dp_rank"), at_least(dp_size, "dp_size", 1, "rank")
-        if not 0 <= self.dp_rank < self.dp_size:
-            raise ValueError(f"dp_rank: expected 0 to {self.dp_size - 1} for dp_size={dp_size}, got {dp_rank}")
+        self.dp_size = at_least(dp_size, "dp_size", 1, "rank")
+        self.dp_rank = place_in(dp_rank, "dp_rank", self.dp_size, "dp_size")
         self.document_multiple = at_least(document_multiple, "document_multiple", 1)
         self.row_multiple = at_least(row_multiple, "row_multiple", 1)
         self.slots = self.capacity["tokens"] // self.row_multiple * self.row_multiple
