@@ -11,9 +11,18 @@ import torch
 
 from packing_ops._runtime.arguments import dtype_name, refuse_beside
 from packing_ops.invariance import mode
-from packing_ops.invariance.check import LOGPS, Comparison, Head, longest_of, rows_to_compare, run_of_transformers
+from packing_ops.invariance.check import (
+    LOGPS,
+    Comparison,
+    Head,
+    Rollout,
+    differing_rows,
+    longest_of,
+    rows_to_compare,
+    run_of_transformers,
+    split_rollout,
+)
 from packing_ops.invariance.refusals import is_compiled, reason_of, refusals
-from packing_ops.invariance.rollout import Rollout, differing_rows, split_rollout
 
 
 class invariant:
@@ -237,7 +246,7 @@ def _known(model: torch.nn.Module) -> tuple[bool, str, str, str]:
 
 
 def _first_parameter(model: torch.nn.Module) -> torch.Tensor:
-    return next((t for t in model.parameters()), torch.empty(0, device="cpu"))
+    return next(model.parameters(), torch.empty(0, device="cpu"))
 
 
 def check_with_progress(
@@ -254,7 +263,10 @@ def check_with_progress(
         return Invariance((), refused, *known)
     documents = _documents_of(model, documents, rows, first.device)
     ways = list(rows_to_compare(list(map(len, documents))))
-    with _no_limit_of_compilations(model):
+    limit: AbstractContextManager[None] = nullcontext()
+    if any(map(is_compiled, model.modules())):  # past torch's limit layers that have run other rows run eagerly
+        limit = torch._dynamo.config.patch(recompile_limit=mode.recompile_limit())
+    with limit:
         comparison = Comparison(model, run or run_of_transformers(model), documents, gradients)
         for way, parts in ways:
             comparison.compare(way, parts)
@@ -267,15 +279,6 @@ def check_with_progress(
             reason = reason_of(modules.get(name), first) if found.packs + found.prefixes else ""
             layers.append(LayerInvariance(name, kind, found.tried, found.packs, found.prefixes, reason))
     return Invariance(tuple(layers), {}, *known)
-
-
-def _no_limit_of_compilations(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Raise torch's limit of compilations for a compiled model: past it, layers that have run other rows would run
-    these as eager code.
-    """
-    if not any(map(is_compiled, model.modules())):
-        return nullcontext()  # nor is torch._dynamo imported
-    return torch._dynamo.config.patch(recompile_limit=mode.recompile_limit())
 
 
 def _documents_of(

@@ -1,15 +1,18 @@
-"""What check_invariance runs: a model on the same documents in several rows, and the bits of every layer compared."""
+"""What check_invariance runs: a model on the same documents in several rows, and the bits of every layer compared; or a
+rollout beside the model: log-probabilities that differ, and the first layer whose rows do.
+"""
 
-import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
+from packing_ops._runtime.arguments import FLOATS, as_tensor, described, wrong_type
 from packing_ops.boundaries import position_ids_from_cu_seqlens
 from packing_ops.invariance.refusals import is_compiled
 from packing_ops.losses.logps import token_logps
@@ -30,7 +33,7 @@ def bits_of_rows(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([(part.contiguous().view(integers).long() * odd).sum(1) for part in parts])
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, device=device) * 0x1E3779B97F4A7C15 | 1
 
@@ -76,29 +79,22 @@ def recorded(model: torch.nn.Module, total: int) -> Iterator[Calls]:
     graph has no hooks.
     """
     calls: Calls = {}
-    hooks = []
 
-    def listen(name: str, module: torch.nn.Module) -> None:
-        def before(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            calls.setdefault(name, []).append(Call(bits_in((args, kwargs), total)))
+    def before(name: str, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        calls.setdefault(name, []).append(Call(bits_in((args, kwargs), total)))
 
-        def after(_: torch.nn.Module, args: Any, out: Any) -> None:
-            calls[name][-1].out = bits_in(out, total)
-
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(module.register_forward_hook(after))
+    def after(name: str, _: torch.nn.Module, args: Any, out: Any) -> None:
+        calls[name][-1].out = bits_in(out, total)
 
     within: set[torch.nn.Module] = set()
-    for name, module in model.named_modules():
-        if name and is_compiled(module):
-            within.update(module.modules())
-        if module not in within:
-            listen(name, module)
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name and is_compiled(module):
+                within.update(module.modules())
+            if module not in within:
+                hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(after, name)))
         yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Head:
@@ -117,8 +113,6 @@ class Head:
 
     @contextmanager
     def watched(self, gradients: bool) -> Iterator[None]:
-        hooks = []
-
         def embed(_: torch.nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
             self.embedded = out.detach().requires_grad_() if gradients else out
             return self.embedded
@@ -126,24 +120,20 @@ class Head:
         def take(_: torch.nn.Module, args: Any) -> None:
             self.hidden = args[0]
 
-        if self.embeddings is not None:
-            hooks.append(self.embeddings.register_forward_hook(embed))
-        if self.head is not None:
-            hooks.append(self.head.register_forward_pre_hook(take))
-        try:
+        with ExitStack() as hooks:
+            if self.embeddings is not None:
+                hooks.enter_context(self.embeddings.register_forward_hook(embed))
+            if self.head is not None:
+                hooks.enter_context(self.head.register_forward_pre_hook(take))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def log_probabilities(self, row: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor | None:
         if self.hidden is None or self.weight is None or row.dim() != 1 or row.is_floating_point():
             return None
-        bias = getattr(self.head, "bias", None)
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
         if hidden.shape[0] != row.shape[0] or hidden.dtype != self.weight.dtype:
             return None
-        return token_logps(hidden, self.weight, row, cu_seqlens, bias=bias)
+        return token_logps(hidden, self.weight, row, cu_seqlens, bias=getattr(self.head, "bias", None))
 
 
 def _module(model: torch.nn.Module, method: str) -> torch.nn.Module | None:
@@ -222,28 +212,25 @@ class Comparison:
     def compare(self, way: str, parts: list[tuple[int, int]]) -> None:
         """Compare the rows of two calls. way: "packs" or "prefixes", where differences are counted."""
         calls, start = self.calls_of(parts), 0
-        for document, length in parts:
-            self._compare_document(way, calls, start, document, length)
-            start += length
-
-    def _compare_document(self, way: str, calls: Calls, start: int, document: int, length: int) -> None:
-        blamed: set[str] = set()
         # The children of a module first: what they break is not the module's fault.
-        for name in sorted(calls, key=lambda name: -name.count(".") - bool(name)):
-            rows = length
-            if length < len(self.documents[document]):
-                if name == GRADIENTS:
+        names = sorted(calls, key=lambda name: -name.count(".") - bool(name))
+        for document, length in parts:
+            blamed: set[str] = set()
+            is_prefix = length < len(self.documents[document])
+            for name in names:
+                if is_prefix and name == GRADIENTS:
                     continue  # keys and values have a gradient from what follows
-                rows -= name == LOGPS  # the last slot has no target
-            here, there = (slice(first, first + rows) for first in (start, self.starts[document]))
-            differ = _rows_that_differ(calls[name], self.first.get(name, []), here, there)
-            if differ is None:
-                continue
-            found = self.found.setdefault(name, Found())
-            found.tried += rows
-            if differ and not any(not name or other.startswith(name + ".") for other in blamed):
-                setattr(found, way, getattr(found, way) + differ)
-                blamed.add(name)
+                rows = length - (is_prefix and name == LOGPS)  # the last slot has no target
+                here, there = (slice(first, first + rows) for first in (start, self.starts[document]))
+                differ = _rows_that_differ(calls[name], self.first.get(name, []), here, there)
+                if differ is None:
+                    continue
+                found = self.found.setdefault(name, Found())
+                found.tried += rows
+                if differ and not any(not name or other.startswith(name + ".") for other in blamed):
+                    setattr(found, way, getattr(found, way) + differ)
+                    blamed.add(name)
+            start += length
 
 
 def _rows_that_differ(calls: list[Call], first: list[Call], here: slice, there: slice) -> int | None:
@@ -273,3 +260,76 @@ def rows_to_compare(lengths: list[int]) -> Iterator[tuple[str, list[tuple[int, i
     yield "packs", [(longest, length)] * 2
     for n in sorted({n for n in lengths if n < length}):
         yield "prefixes", [(longest, n)]
+
+
+# --- a rollout beside the model ---
+
+
+Layers = Mapping[str, Sequence[torch.Tensor]]
+Parts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Layers]
+Rollout = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | Parts
+
+
+def split_rollout(rollout: Any, vocabulary: int | None, device: torch.device) -> Parts:
+    """Return a rollout in three parts, its documents on the device.
+
+    Raises:
+        TypeError: something else than a rollout.
+        ValueError: parts that do not fit together, tokens beyond the vocabulary, nothing to compare.
+    """
+    if not isinstance(rollout, (tuple, list)) or len(rollout) not in (2, 3):
+        raise wrong_type("rollout", "(documents, log-probabilities), or these and the layers of a record", rollout)
+    integers = (torch.int32, torch.int64)
+    documents = [each.to(device) for each in _rows(rollout[0], "token ids", integers)]
+    logps, layers = _rows(rollout[1], "log-probabilities", FLOATS), rollout[2] if len(rollout) > 2 else {}
+    if not isinstance(layers, Mapping) or not all(isinstance(each, (tuple, list)) and each for each in layers.values()):
+        raise wrong_type("rollout", "layers by name, a tensor for each document", layers)
+    lengths = [(len(document), len(given)) for document, given in zip(documents, logps, strict=False)]
+    if len(documents) != len(logps) or any(given >= length for length, given in lengths):
+        came = f"{len(documents)} documents and {len(logps)} log-probabilities, (tokens, log-probabilities) {lengths}"
+        raise ValueError(f"rollout: expected log-probabilities of the last tokens of each document, got {came}")
+    if not any(map(len, logps)) and not (documents and layers):
+        raise ValueError("rollout: expected at least one log-probability or layer, got none")
+    low, high = (int(each) for each in torch.cat(documents).aminmax())
+    if vocabulary is not None and not 0 <= low <= high < vocabulary:  # on a GPU an embedding would end the process
+        raise ValueError(f"rollout: expected token ids from 0 to {vocabulary - 1}, got {low} to {high}")
+    return documents, logps, layers
+
+
+def _rows(part: Any, name: str, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor]:
+    """Return the tensors of a part of a rollout, one for each document."""
+    wanted = f"{name} [tokens] of each document"
+    try:
+        rows = [as_tensor(each) for each in part]
+    except (TypeError, ValueError, RuntimeError):
+        raise wrong_type("rollout", wanted, part) from None
+    for each in rows:
+        if each.dim() != 1 or (each.dtype not in dtypes and len(each)):  # an empty list has no dtype
+            raise ValueError(f"rollout: expected {wanted}, got {described(each)}")
+    return rows
+
+
+def differing_rows(comparison: Comparison, logps: Sequence[torch.Tensor], layers: Layers) -> dict[str, tuple[int, int]]:
+    """Return {module: (rows, rows that differ)}. Only the first module that differs is charged, and LOGPS.
+
+    Args:
+        comparison: of the documents of the rollout.
+        logps: of the last tokens of each document.
+        layers: {module: bits_of_rows of its output for each document}, as an engine ran them.
+    """
+    calls, found = comparison.first, {}
+    for name in calls:
+        out = calls[name][0].out
+        if name in layers and out is not None and len(theirs := torch.cat(list(layers[name]))) == len(out):
+            found[name] = len(out), int((out[:, 0] != theirs).sum())
+    wrong = [name for name, (_, differ) in found.items() if differ]
+    # In the order of the calls a module comes before its parts, which are charged in its place.
+    first = next((name for name in wrong if not any(other.startswith(f"{name}.") for other in wrong)), None)
+    charged = {name: (rows, differ if name == first else 0) for name, (rows, differ) in found.items()}
+    mine = calls[LOGPS][0].out if LOGPS in calls else None
+    if mine is None:
+        raise ValueError("rollout: expected a model with embeddings of tokens and a head, got one without")
+    ends = comparison.starts[1:]
+    ours = [mine[end - 1 - len(given) : end - 1, 0] for end, given in zip(ends, logps, strict=True)]
+    differ = [int((a != bits_of_rows(b.float()).cpu()).sum()) for a, b in zip(ours, logps, strict=True)]
+    return {**charged, LOGPS: (sum(map(len, ours)), sum(differ))}

@@ -96,8 +96,7 @@ class ModeHandle:
 def _set() -> Before:
     if not torch.cuda.is_available():
         return None
-    cuda = torch.backends.cuda
-    size = None
+    cuda, size = torch.backends.cuda, None
     if has_setter():
         size = cuda.cublaslt_workspace_size()
         cuda.cublaslt_workspace_size(1024)
@@ -277,8 +276,11 @@ class ProductsByBlocks(TorchFunctionMode):
         if function in _PRODUCTS or function in _GROUPED:
             named = {name: value for name, value in (kwargs or {}).items() if value is not None}
             given = [*args, *(named.pop(name) for name in ("input", "weight", "other", "mat2") if name in named)]
-            if function in _GROUPED and _has_groups(given, named):
-                return _by_groups(*given, **named)
+            if function in _GROUPED and {*named} == {"offs"} and _has_rows(given):
+                (x, weights), offs = given, named["offs"]
+                count = weights.shape[0] if (x.dim(), weights.dim()) == (2, 3) else 0
+                if offs.numel() == count > 0 and int(offs[-1]) <= x.shape[0]:
+                    return _by_groups(x, weights, offs)
             if function in _PRODUCTS and _has_rows(given, _DIMS.get(function)) and {*named} <= {"bias", "out"}:
                 return _PRODUCTS[function](*given, **named)
         return function(*args, **(kwargs or {}))
@@ -290,19 +292,10 @@ def _has_rows(given: list[Any], dims: int | None = None) -> bool:
     for each in operands:
         if type(each) not in (torch.Tensor, torch.nn.Parameter) or not each.is_cpu or each.layout != torch.strided:
             return False
-        if each.dim() < 2 or (dims is not None and each.dim() != dims):
+        if each.dim() < 2 or each.dim() != (dims or each.dim()):
             return False
-    if len(operands) < 2 or operands[0].shape[-1] == 0:
-        return False
-    return dims != 3 or operands[0].shape[0] == operands[1].shape[0]
-
-
-def _has_groups(given: list[Any], named: dict[str, Any]) -> bool:
-    if not _has_rows(given) or {*named} != {"offs"}:
-        return False
-    (x, weights), offs = given, named["offs"]
-    dims = x.dim(), weights.dim()
-    return dims == (2, 3) and offs.numel() == weights.shape[0] > 0 and int(offs[-1]) <= x.shape[0]
+    same_batch = dims != 3 or operands[0].shape[0] == operands[-1].shape[0]
+    return len(operands) == 2 and operands[0].shape[-1] > 0 and same_batch
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -32,10 +32,8 @@ def _refusal(module: torch.nn.Module, training: bool) -> str | None:
     dtypes = {t.dtype for t in module.parameters(recurse=False)}
     dtypes |= {t.dtype for name, t in module.named_buffers(recurse=False) if "weight" in name}
     odd = [t for t in dtypes if not t.is_floating_point or t.itemsize == 1]
-    own = type(module).__module__.startswith(_QUANTISED)
-    weight = getattr(module, "weight", None)
-    own = own or type(weight).__module__.startswith(_QUANTISED)
-    if own or odd:
+    quantised = (type(each).__module__.startswith(_QUANTISED) for each in (module, getattr(module, "weight", None)))
+    if odd or any(quantised):
         what = f"{type(module).__name__} of {dtype_name(odd[0])}" if odd else type(module).__name__
         return f"a quantised layer ({what}) may scale its rows by those beside them"
     given = [name for name in _CAPACITY if getattr(module, name, None)]
@@ -45,19 +43,14 @@ def _refusal(module: torch.nn.Module, training: bool) -> str | None:
 
 
 def _tensor_parallel(module: torch.nn.Module) -> str | None:
-    parallel = "tensor-parallel ranks add parts of a sum, which has other bits than the sum of one rank"
     tensors = sys.modules.get("torch.distributed.tensor")
+    ranks = getattr(getattr(module, "config", None), "tensor_model_parallel_size", 1) or 1  # of Megatron-core
+    found = (getattr(module, "_tp_size", None) or 1) > 1
     for parameter in module.parameters(recurse=False):
-        if tensors is not None and isinstance(parameter, tensors.DTensor):
-            names = parameter.device_mesh.mesh_dim_names or ()
-            if any("tp" in name or "tensor" in name for name in names):
-                return parallel
-        ranks = getattr(getattr(module, "config", None), "tensor_model_parallel_size", 1) or 1  # of Megatron-core
-        if getattr(parameter, "tensor_model_parallel", False) and int(ranks) > 1:
-            return parallel
-    if (getattr(module, "_tp_size", None) or 1) > 1:
-        return parallel
-    return None
+        names = parameter.device_mesh.mesh_dim_names if tensors and isinstance(parameter, tensors.DTensor) else ()
+        found = found or any("tp" in name or "tensor" in name for name in names or ())
+        found = found or (getattr(parameter, "tensor_model_parallel", False) and int(ranks) > 1)
+    return "tensor-parallel ranks add parts of a sum, which has other bits than the sum of one rank" if found else None
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

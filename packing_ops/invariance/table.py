@@ -5,14 +5,14 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from packing_ops.invariance.api import Invariance, LayerInvariance, check_with_progress, invariant
-from packing_ops.report.progress import progress
-from packing_ops.report.tables import printable
+from packing_ops.report.tables import printable, progress
 from packing_ops.report.tokenizers import without_code
 
 EXIT_CODES = """exit codes:
@@ -77,24 +77,20 @@ def check(arguments: argparse.Namespace, apply: Callable[[torch.nn.Module], Any]
     if arguments.json and not arguments.json.parent.is_dir():  # before minutes of work
         raise ValueError(f"--json: expected a file in a folder that exists, got {arguments.json}")
 
-    def run(model: torch.nn.Module) -> Invariance:
+    with nullcontext() if arguments.stock else invariant():  # before the first product on a GPU
+        model = model_of(arguments)
+        apply(model)
         with progress(1.0, "comparing") as advance:
             return check_with_progress(model, None, None, arguments.rows, True, advance)
-
-    if arguments.stock:
-        model = model_of(arguments)
-        apply(model)
-        return run(model)
-    with invariant():  # before the first product on a GPU
-        model = model_of(arguments)
-        apply(model)
-        return run(model)
 
 
 def show(found: Invariance) -> None:
     mode = "with" if found.active else "without"
     print(f"{mode} the mode, {found.dtype} on {found.device}, torch {found.torch}")
-    lines = [("layer", "kind", "rows", "packs", "prefixes"), *map(_line, grouped(found.layers))]
+    lines = [("layer", "kind", "rows", "packs", "prefixes")]
+    for layer in grouped(found.layers):
+        outcome = [f"{count} differ" if count else "equal" for count in (layer.packs, layer.prefixes)]
+        lines.append((layer.name or "(the model)", layer.kind, f"{layer.rows:,}", *outcome))
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     for line in lines if found.layers else []:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
@@ -112,15 +108,9 @@ def grouped(layers: tuple[LayerInvariance, ...]) -> list[LayerInvariance]:
         differs = layer.packs or layer.prefixes
         key = (layer.name if differs else name, layer.kind, bool(differs))
         if key in found:
-            found[key] = dataclasses.replace(found[key], name=name, rows=found[key].rows + layer.rows)
-        else:
-            found[key] = layer
+            layer = dataclasses.replace(found[key], name=name, rows=found[key].rows + layer.rows)
+        found[key] = layer
     return list(found.values())
-
-
-def _line(layer: LayerInvariance) -> tuple[str, ...]:
-    outcome = (f"{count} differ" if count else "equal" for count in (layer.packs, layer.prefixes))
-    return layer.name or "(the model)", layer.kind, f"{layer.rows:,}", *outcome
 
 
 def save(found: Invariance, path: Path) -> None:

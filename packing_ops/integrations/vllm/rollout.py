@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from packing_ops.integrations._patching import PRIVATE
-from packing_ops.invariance.check import bits_of_rows
-from packing_ops.invariance.rollout import Parts
+from packing_ops.invariance.check import Parts, bits_of_rows
 
 _HEARD = f"{PRIVATE}heard"
 
