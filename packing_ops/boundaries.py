@@ -294,7 +294,6 @@ def shift_values(
     Memory: the result and some integers per slot.
     Gradients: of values, of any order; forward mode too.
     """
-    check_tensor(values, "values")
     one_row(values, "values")
     if fill_value and not holds(values.dtype, fill_value):
         raise ValueError(

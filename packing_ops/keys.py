@@ -174,12 +174,7 @@ class PrefixTree:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> "PrefixTree":
         """Return the same tree with its tensors on ``device``. A copy to the CPU is always waited for."""
-        non_blocking = non_blocking and torch.device(device).type != "cpu"
-        fields = dict(vars(self))
-        for name, value in fields.items():
-            if isinstance(value, torch.Tensor):
-                fields[name] = value.to(device, non_blocking=non_blocking)
-        return PrefixTree(**fields)
+        return PrefixTree(**_moved(vars(self), device, non_blocking))
 
     def __repr__(self) -> str:
         return (
@@ -221,18 +216,18 @@ class PrefixPaths(NamedTuple):
         return self._replace(key_offsets=torch.cat([self.key_offsets, last]))
 
     def to(self, device: torch.device | str | None) -> "PrefixPaths":
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            target = torch.device(device or tensor.device)
-            return tensor.to(target, non_blocking=target.type != "cpu")
-
-        tensors: dict[str, Any] = {
-            name: move(value) for name, value in self._asdict().items() if isinstance(value, torch.Tensor)
-        }
-        return self._replace(**tensors)
+        return PrefixPaths(**_moved(self._asdict(), device or self.segments.device))
 
 
 if not TYPE_CHECKING:
     PrefixPaths.__getattr__ = old_attributes({"row_of_key": "slot_of_key", "keys_of_row": "keys_of_slot"})
+
+
+def _moved(fields: dict[str, Any], device: torch.device | str, non_blocking: bool = True) -> dict[str, Any]:
+    """Return the fields with their tensors on a device. A copy to the CPU is always waited for."""
+    target = torch.device(device)
+    options = {"non_blocking": non_blocking and target.type != "cpu"}
+    return {n: v.to(target, **options) if isinstance(v, torch.Tensor) else v for n, v in fields.items()}
 
 
 def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:

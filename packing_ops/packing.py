@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from packing_ops._runtime import gate
-from packing_ops._runtime.arguments import at_least, described, index_tensor, integer, one_of, plain
+from packing_ops._runtime.arguments import at_least, described, index_tensor, integer, one_of, place_in, plain
 
 # A dense causal decoder does 24 * hidden_size**2 * L + 2 * hidden_size * L**2 operations per layer and sequence.
 _FLOPS = (12.0 * 4096, 1.0)
@@ -104,9 +104,8 @@ class Packing:
         Raises:
             ValueError: rank outside 0 to world_size - 1, or bins that do not divide (see ``bins_multiple_of``).
         """
-        rank, world_size = integer(rank, "rank"), at_least(world_size, "world_size", 1)
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank: expected 0 to {world_size - 1} for world_size={world_size}, got {rank}")
+        world_size = at_least(world_size, "world_size", 1)
+        rank = place_in(rank, "rank", world_size, "world_size")
         if self.num_bins % world_size:
             raise ValueError(
                 f"world_size: expected a divisor of num_bins={self.num_bins}, got {world_size}; "

@@ -142,7 +142,17 @@ def unpad_inputs(
     for name, tensor in tensors.items():
         check_padded(name, tensor, attention_mask)
     if lengths is None and total is None and tensors and not torch.compiler.is_compiling():
-        return _unpad_many(tensors, attention_mask, unused_mask)
+        # One call for the layout and the first group of tensors, and one more if only some of them require grad
+        first = next(iter(tensors.values())).requires_grad
+        now = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad == first}
+        moved, indices, cu_seqlens, seqused, totals = call_below_autograd(
+            gate.unpad_rows, [*now.values()], attention_mask, unused_mask
+        )
+        packed = dict(zip(now, moved, strict=True))
+        if later := [name for name in tensors if name not in packed]:
+            moved = gate.gather_rows_many([tensors[name] for name in later], indices, indices.shape[0])
+            packed.update(zip(later, moved, strict=True))
+        return {name: packed[name] for name in tensors}, indices, cu_seqlens, int(totals[1]), seqused
     indices, cu_seqlens, seqused, total, max_seqlen = _layout(attention_mask, unused_mask, lengths, total, max_seqlen)
     packed = _many(gate.gather_rows_many, tensors, indices, total)
     return packed, indices[:total], cu_seqlens, max_seqlen, seqused
@@ -205,23 +215,6 @@ def _layout(
         if max_seqlen < seqlen and totals.is_cpu and not torch.compiler.is_compiling() and max_seqlen < totals[1]:
             raise ValueError(f"max_seqlen: expected at least the longest row = {int(totals[1])}, got {max_seqlen}")
     return indices, cu_seqlens, seqused, total, max_seqlen
-
-
-def _unpad_many(
-    tensors: Mapping[str, torch.Tensor], attention_mask: torch.Tensor, unused_mask: torch.Tensor | None
-) -> PackedDict:
-    """Call once for the layout and the first group of tensors, and once more if only some of them require grad."""
-    first = next(iter(tensors.values())).requires_grad
-    now = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad == first}
-    moved, indices, cu_seqlens, seqused, totals = call_below_autograd(
-        gate.unpad_rows, [*now.values()], attention_mask, unused_mask
-    )
-    packed = dict(zip(now, moved, strict=True))
-    later = [name for name in tensors if name not in packed]
-    if later:
-        moved = gate.gather_rows_many([tensors[name] for name in later], indices, indices.shape[0])
-        packed.update(zip(later, moved, strict=True))
-    return {name: packed[name] for name in tensors}, indices, cu_seqlens, int(totals[1]), seqused
 
 
 def _many(

@@ -160,24 +160,12 @@ def prefix_tree_metadata(
     groups, of_parents = _row_of_ids(group_ids, "group_ids"), _row_of_ids(parent_ids, "parent_ids")
     if of_parents.shape != groups.shape:
         raise ValueError(f"parent_ids: expected [total={groups.numel()}] like group_ids, got {described(of_parents)}")
-    paths = paths_of_segments(*_segments_of_groups(groups.cpu(), of_parents.cpu()), groups.numel())
-    return metadata_of_segments(paths.segments, paths, groups.numel(), groups.device if device is None else device)
-
-
-def _row_of_ids(ids: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
-    """Return int64 ``[total]``, checked."""
-    ids = one_row(index_tensor(ids, name), name)
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: expected int32 or int64, got {described(ids)}")
-    return ids.long()
-
-
-def _segments_of_groups(groups: torch.Tensor, of_parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the segments' cu_seqlens and parents, int32."""
-    changes = (groups[1:] != groups[:-1]) | (of_parents[1:] != of_parents[:-1])
-    starts = F.pad(changes.nonzero()[:, 0] + 1, (1, 0)) if groups.numel() else groups
+    # The segments' cu_seqlens and parents
+    on_cpu = groups.cpu(), of_parents.cpu()
+    changes = (on_cpu[0][1:] != on_cpu[0][:-1]) | (on_cpu[1][1:] != on_cpu[1][:-1])
+    starts = F.pad(changes.nonzero()[:, 0] + 1, (1, 0)) if groups.numel() else on_cpu[0]
     parents, found = list[int](), dict[int, int]()
-    ids = (of.index_select(0, starts).tolist() for of in (groups, of_parents))
+    ids = (of.index_select(0, starts).tolist() for of in on_cpu)
     for start, group, parent in zip(starts.tolist(), *ids, strict=True):
         if group in found:
             raise ValueError(
@@ -190,7 +178,17 @@ def _segments_of_groups(groups: torch.Tensor, of_parents: torch.Tensor) -> tuple
             )
         parents.append(-1 if parent == group else found[parent])
         found[group] = len(found)
-    return F.pad(starts, (0, 1), value=groups.numel()).int(), int64_tensor(parents).int()
+    segments = F.pad(starts, (0, 1), value=groups.numel()).int(), int64_tensor(parents).int()
+    paths = paths_of_segments(*segments, groups.numel())
+    return metadata_of_segments(paths.segments, paths, groups.numel(), groups.device if device is None else device)
+
+
+def _row_of_ids(ids: torch.Tensor | Sequence[int], name: str) -> torch.Tensor:
+    """Return int64 ``[total]``, checked."""
+    ids = one_row(index_tensor(ids, name), name)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: expected int32 or int64, got {described(ids)}")
+    return ids.long()
 
 
 @overload

@@ -46,7 +46,17 @@ def compute_prompt_end_indices(uids: torch.Tensor | Sequence[Any]) -> torch.Tens
         return ends[: int(count)]
     entries = _entries(uids, "uids", "strings or integers")
     starts = [*compress(range(1, len(entries)), map(ne, islice(entries, 1, None), entries))]
-    _check_each_once(entries, [0, *starts])
+    firsts = [entries[start] for start in [0, *starts]] if entries else []
+    try:
+        repeated = len(set(firsts)) < len(firsts)
+    except TypeError:
+        wrong = next(uid for uid in firsts if not isinstance(uid, Hashable))
+        raise wrong_type("uids", "strings or integers", wrong) from None
+    seen: set[Any] = set()
+    for start, uid in zip([0, *starts], firsts, strict=True) if repeated else ():
+        if uid in seen:
+            raise ValueError(f"uids: expected equal uids next to each other, but {uid!r} comes back at index {start}")
+        seen.add(uid)
     return [*starts, len(entries)] if entries else []
 
 
@@ -155,19 +165,3 @@ def _entries(values: Any, name: str, of: str) -> list[Any]:
     except TypeError:
         pass
     raise wrong_type(name, f"a sequence of {of}", values)
-
-
-def _check_each_once(uids: list[Any], starts: list[int]) -> None:
-    """Raise ValueError for a uid that begins two runs, TypeError for one that has no hash."""
-    firsts = [uids[start] for start in starts] if uids else []
-    try:
-        if len(set(firsts)) == len(firsts):
-            return
-    except TypeError:
-        wrong = next(uid for uid in firsts if not isinstance(uid, Hashable))
-        raise wrong_type("uids", "strings or integers", wrong) from None
-    seen: set[Any] = set()
-    for start, uid in zip(starts, firsts, strict=True):
-        if uid in seen:
-            raise ValueError(f"uids: expected equal uids next to each other, but {uid!r} comes back at index {start}")
-        seen.add(uid)

@@ -123,9 +123,10 @@ def gated_delta_rule(
     sums = sum_dtype(v.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None and q.dim() else scale
     options = scale, use_qk_l2norm, output_final_state
-    rule = _widened if q.is_cuda and q.dim() == k.dim() == v.dim() == 3 else gate.gated_delta_rule
     g, beta = _in_sums(g, "g", sums), _in_sums(beta, "beta", sums)
-    out, final_state = rule(q, k, v, g, beta, cu_seqlens, initial_state, *options)
+    given = [q, k, v, g, beta, cu_seqlens, initial_state, *options]
+    widen = q.is_cuda and q.dim() == k.dim() == v.dim() == 3
+    out, final_state = _widened(gate.gated_delta_rule, given, *DELTA) if widen else gate.gated_delta_rule(*given)
     return out, final_state if output_final_state else None
 
 
@@ -241,8 +242,9 @@ def mamba2_scan(
         None if each is None else _in_sums(each, name, sums) for name, each in (("D", D), ("dt_bias", dt_bias))
     )
     options = dt_softplus, *(number(limit, "dt_limit") for limit in dt_limit), output_final_state
-    scan = _widened_mamba if x.is_cuda and x.dim() == B.dim() == C.dim() == 3 else gate.mamba2_scan
-    out, final_state = scan(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options)
+    given = [x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options]
+    widen = x.is_cuda and x.dim() == B.dim() == C.dim() == 3
+    out, final_state = _widened(gate.mamba2_scan, given, *MAMBA) if widen else gate.mamba2_scan(*given)
     out = out if z is None else gate.mamba2_gate(out, z, cu_seqlens)
     return out, final_state if output_final_state else None
 
@@ -395,41 +397,34 @@ def _like(mask: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return mask.view(-1, *[1] * (tensor.dim() - 1))
 
 
-def _missing(*sizes: int) -> list[int]:
-    """Return how many columns of zeros make each a size that kernels have."""
-    return [next((n for n in KERNEL_DIMS if n >= size), size) - size for size in sizes]
-
-
-def _widened(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the op for heads that its kernels do not have, with columns of zeros up to those that they have: they add
+def _widened(
+    op: Callable[..., Any], given: list[Any], axes: dict[int, int], initial: int, of_out: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a scan for heads that its kernels do not have, with columns of zeros up to those that they have: they add
     nothing. Results are contiguous: layers of transformers take views of them.
+
+    Args:
+        given: the op's arguments, the last one is output_final_state.
+        axes: {place of a tensor with heads: the axis of a state that its columns are}.
+        initial: the place of initial_state.
+        of_out: the axis of a state that out's columns are.
     """
-    g, beta, cu_seqlens, initial_state, *options = rest
-    dim, dim_v = q.shape[-1], v.shape[-1]
-    more, more_v = _missing(dim, dim_v)
-    if more or more_v:
-        q, k, v = (pad(x, (0, columns)) for x, columns in ((q, more), (k, more), (v, more_v)))
-        initial_state = None if initial_state is None else pad(initial_state, (0, more_v, 0, more))
-    out, final_state = gate.gated_delta_rule(q, k, v, g, beta, cu_seqlens, initial_state, *options)
-    if more or more_v:
-        out = out[..., :dim_v].contiguous()
-        final_state = final_state[..., :dim, :dim_v].contiguous() if options[-1] else final_state
-    return out, final_state
+    sizes = [next(given[place].shape[-1] for place in axes if axes[place] == axis) for axis in (0, 1)]
+    more, more_1 = [next((n for n in KERNEL_DIMS if n >= size), size) - size for size in sizes]
+    if not (more or more_1):
+        return op(*given)
+    for place, axis in axes.items():
+        given[place] = pad(given[place], (0, more_1 if axis else more))
+    if given[initial] is not None:
+        given[initial] = pad(given[initial], (0, more_1, 0, more))
+    out, final_state = op(*given)
+    out = out[..., : sizes[of_out]].contiguous()
+    return out, final_state[..., : sizes[0], : sizes[1]].contiguous() if given[-1] else final_state
 
 
-def _widened_mamba(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run mamba2 as _widened does: for a head_dim or state_dim that the kernels do not have."""
-    dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options = rest
-    dim, dim_s = x.shape[-1], B.shape[-1]
-    more, more_s = _missing(dim, dim_s)
-    if more or more_s:
-        x, B, C = (pad(t, (0, columns)) for t, columns in ((x, more), (B, more_s), (C, more_s)))
-        initial_state = None if initial_state is None else pad(initial_state, (0, more_s, 0, more))
-    out, final_state = gate.mamba2_scan(x, dt, A, B, C, D, dt_bias, cu_seqlens, initial_state, *options)
-    if more or more_s:
-        out = out[..., :dim].contiguous()
-        final_state = final_state[..., :dim, :dim_s].contiguous() if options[-1] else final_state
-    return out, final_state
+# Of _widened, as the ops have them.
+DELTA = {0: 0, 1: 0, 2: 1}, 6, 1
+MAMBA = {0: 0, 3: 1, 4: 1}, 8, 0
 
 
 # --- gradients ---

@@ -134,7 +134,6 @@ def segment_std(
     Memory: values and their squares in float64.
     Gradients: of values, of any order, 0 where all are equal; forward mode too.
     """
-    check_tensor(values, "values")
     one_row(values, "values")
     cu_seqlens = cu_seqlens_of(cu_seqlens, values.numel(), like="values")
     check_cu_seqlens(cu_seqlens)

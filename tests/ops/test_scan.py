@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import packing_ops as po
 import packing_ops.scan
+from packing_ops._runtime import gate
 from packing_ops.reference import scan as oracle
 
 LENGTHS = [1, 63, 0, 64, 65, 129]
@@ -269,7 +270,7 @@ def test_other_dims_are_padded(device, dims):
     assert_right(tensors, cu_seqlens, use_qk_l2norm=True)
     options = cu_seqlens, tensors[5], 0.5, True, True
     found, wanted = (
-        po.scan._widened(*tensors[:5], *options),
+        po.scan._widened(gate.gated_delta_rule, [*tensors[:5], *options], *po.scan.DELTA),
         ours(*tensors[:5], cu_seqlens, initial_state=tensors[5], scale=0.5, use_qk_l2norm=True),
     )
     torch.testing.assert_close(found, wanted)

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import packing_ops as po
 import packing_ops.scan
+from packing_ops._runtime import gate
 from packing_ops.reference import scan as oracle
 
 LENGTHS = [1, 63, 0, 64, 65, 129]
@@ -371,7 +372,8 @@ def test_other_dims_are_padded(device, dims):
     assert_right(tensors, cu_seqlens, factor=6.0 if dims[0] == 1 else 2.0)
     tensors["z"] = None
     *given, _, bias, state = tensors.values()
-    found = po.scan._widened_mamba(*given, bias, cu_seqlens, state, True, 0.0, INFINITY, True)
+    given = [*given, bias, cu_seqlens, state, True, 0.0, INFINITY, True]
+    found = po.scan._widened(gate.mamba2_scan, given, *po.scan.MAMBA)
     wanted = ours(tensors, cu_seqlens)
     torch.testing.assert_close(found, wanted)
     assert all(each.is_contiguous() for each in (*found, *wanted))
