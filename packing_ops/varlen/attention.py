@@ -166,7 +166,17 @@ def varlen_attention(
     refuse_misplaced(misplaced, unknown)
     options = checked_options(causal, softmax_scale, window_size, softcap, sinks, visible_end)
     check_tensor(q, "q")
-    _refuse_heads_before_tokens(q.shape, cu_seqlens_q)
+    if q.dim() == 3 and q.shape[1] > q.shape[0]:
+        total = cu_seqlens_q.total if isinstance(cu_seqlens_q, PackedMetadata) else -1
+        if isinstance(cu_seqlens_q, torch.Tensor) and cu_seqlens_q.is_cpu and cu_seqlens_q.dim() == 1:
+            total = int(cu_seqlens_q[-1]) if len(cu_seqlens_q) else -1
+        if total == q.shape[1]:
+            raise ValueError(
+                f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)} with {total} tokens, which looks "
+                "like "
+                "[num_q_heads, total_q, head_dim]: transpose(0, 1), or give [1, num_q_heads, total_q, head_dim] and "
+                "layout='bhsd'"
+            )
     keys = keys_of(cu_seqlens_q, cu_seqlens_k, parents, block_table, seqused_k)
     out, lse = attend(q, k, v, cu_seqlens_q, keys, options, plan=plan, layout=layout)
     return (out, lse) if return_lse else out
@@ -210,21 +220,6 @@ def attend(
         forget()  # it may be of a plan that was kept while its cu_seqlens changed
         raise
     return (out[None] if tokens_first else out), lse
-
-
-def _refuse_heads_before_tokens(shape: torch.Size, documents: PackedMetadata | torch.Tensor) -> None:
-    """Raise ValueError for the shape of a q whose second dimension has the documents' tokens, and its first fewer."""
-    if len(shape) != 3 or shape[1] <= shape[0]:
-        return
-    total = documents.total if isinstance(documents, PackedMetadata) else -1
-    if isinstance(documents, torch.Tensor) and documents.is_cpu and documents.dim() == 1 and len(documents):
-        total = int(documents[-1])
-    if total == shape[1]:
-        raise ValueError(
-            f"q: expected [total_q, num_q_heads, head_dim], got {list(shape)} with {total} tokens, which looks like "
-            "[num_q_heads, total_q, head_dim]: transpose(0, 1), or give [1, num_q_heads, total_q, head_dim] and "
-            "layout='bhsd'"
-        )
 
 
 def attention_plan(

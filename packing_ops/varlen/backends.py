@@ -218,10 +218,20 @@ def attention(
     # Rows past the last document: NaN that they may hold must not spread, and their results are 0.
     in_document_q, in_document_k = ((each < of_q.numel() - 1)[:, None, None] for each in documents)
     q, k, v = q.where(in_document_q, 0), k.where(in_document_k, 0), v.where(in_document_k, 0)
+    window, scale, grouped = options.window_size, options.softmax_scale, k.shape[1] != q.shape[1]
     if backend == "sdpa":
-        seen = visible_keys(*documents, of_q, of_k, options.causal, options.window_size)
-        return _sdpa(q, k, v, seen, options.softmax_scale)
-    return _torch_varlen(q, k, v, of_q, of_k, lengths, options).where(in_document_q, 0)
+        seen = visible_keys(*documents, of_q, of_k, options.causal, window)
+        # softmax of a fully masked row is NaN: such a row sees all keys instead, and its result is set to 0.
+        empty = ~seen.any(1, keepdim=True)
+        heads_first = [t.transpose(0, 1)[None] for t in (q, k, v)]
+        out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen | empty, scale=scale, enable_gqa=grouped)
+        return out[0].transpose(0, 1).masked_fill(empty[..., None], 0.0)
+    # It does not write rows past the last document, in out and in the gradients.
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    named = {"scale": scale, "window_size": (window[0], 0) if options.causal else window}
+    named |= {"enable_gqa": True} if grouped else {}
+    out = varlen_attn(q, k, v, of_q, of_k, *lengths, **named)
+    return out.where(in_document_q, 0)
 
 
 # --- what the op checks, for the other backends ---
@@ -392,31 +402,3 @@ def _torch_varlen_parameters() -> frozenset[str]:
     except ImportError:
         return frozenset()
     return frozenset(inspect.signature(module.varlen_attn).parameters)
-
-
-def _torch_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlens: tuple[int, int],
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Call varlen_attn of torch, which does not write rows past the last document, in out and in the gradients."""
-    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    window = (options.window_size[0], 0) if options.causal else options.window_size
-    grouped = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
-    out: torch.Tensor = varlen_attn(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, scale=options.softmax_scale, window_size=window, **grouped
-    )
-    return out
-
-
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float | None) -> torch.Tensor:
-    # softmax of a fully masked row is NaN: such a row sees all keys instead, and its result is set to 0.
-    empty = ~seen.any(1, keepdim=True)
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    grouped = k.shape[1] != q.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | empty, scale=scale, enable_gqa=grouped)
-    return out[0].transpose(0, 1).masked_fill(empty[..., None], 0.0)

@@ -110,7 +110,16 @@ def in_tensors(
         if tree is not None:
             raise ValueError("parents: expected None beside the PackedMetadata of a prefix tree, which has them")
         tree = metadata.paths
-    rows = 0 if tree is None else check_tree_rows(q, k, v)
+    axis, rows = 2 if q.dim() == 4 else 0, 0
+    if tree is not None:
+        rows = q.shape[axis] if q.dim() in (3, 4) else -1
+        for name, tensor in (("k", k), ("v", v)):
+            check_tensor(tensor, name)
+            if tensor.dim() != q.dim() or tensor.shape[axis] != rows:
+                raise ValueError(
+                    f"{name}: expected the layout and the {rows} rows of q, which are the tree's, got "
+                    f"{described(tensor)}"
+                )
     cu_seqlens_q, cu_seqlens_k = without_metadata(q, k, documents, documents_k)
     if tree is None:
         return cu_seqlens_q, cu_seqlens_k, options, cache
@@ -138,16 +147,3 @@ def without_metadata(
     same = documents_k is documents_q and total_k == total_q
     cu_seqlens_q = cu_seqlens_of(documents_q, total_q, like="q", name="cu_seqlens_q", tree=same and tree)
     return cu_seqlens_q, cu_seqlens_q if same else cu_seqlens_of(documents_k, total_k, like="k", name="cu_seqlens_k")
-
-
-def check_tree_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Return the rows of q, which are the tree's. Raises ValueError if k and v have others."""
-    axis = 2 if q.dim() == 4 else 0
-    rows = q.shape[axis] if q.dim() in (3, 4) else -1
-    for name, tensor in (("k", k), ("v", v)):
-        check_tensor(tensor, name)
-        if tensor.dim() != q.dim() or tensor.shape[axis] != rows:
-            raise ValueError(
-                f"{name}: expected the layout and the {rows} rows of q, which are the tree's, got {described(tensor)}"
-            )
-    return rows

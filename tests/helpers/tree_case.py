@@ -10,7 +10,7 @@ from helpers import cu_seqlens_of
 from helpers.attention_case import lse_dtype
 from packing_ops.keys import prefix_paths
 from packing_ops.reference import attention as oracle
-from packing_ops.varlen import prefix_attention
+from packing_ops.varlen import ops
 
 FORK = 128
 
@@ -31,7 +31,7 @@ def drawn_tree(seed, segments, *, deep=False):
 
 def reads_of(monkeypatch):
     """Return a list to which each call of a tree's ops adds whether it reads k and v in place."""
-    read_in_place, along_paths = [], prefix_attention.along_paths
+    read_in_place, along_paths = [], ops.along_paths
 
     def spied(k, v, *given):
         rows_k, rows_v, row_of_key = along_paths(k, v, *given)
@@ -39,7 +39,7 @@ def reads_of(monkeypatch):
         read_in_place.append(rows_k is k)
         return rows_k, rows_v, row_of_key
 
-    monkeypatch.setattr(prefix_attention, "along_paths", spied)
+    monkeypatch.setattr(ops, "along_paths", spied)
     return read_in_place
 
 
