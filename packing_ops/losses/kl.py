@@ -155,13 +155,16 @@ def token_kl(
         inv_temperature if teacher_temperature is None else _inverse(teacher_temperature, "teacher_temperature")
     )
     chunk = None if chunk is None else at_least(chunk, "chunk", 1, "entry of the vocabulary")
-    targets = _targets(labels, cu_seqlens, hidden, weight.shape[0], ignore_index)
-    if (
-        max_targets is None
-        and isinstance(cu_seqlens, PackedMetadata)
-        and labels is not None
-        and labels.dtype != torch.bool
-    ):
+    # Targets, and how many
+    total, are_labels = hidden.shape[0], labels is not None
+    if labels is None:
+        labels, ignore_index = torch.zeros(total, dtype=torch.int32, device=hidden.device), -1
+    labels = checked_labels(labels, hidden)
+    if labels.dtype == torch.bool:
+        labels, ignore_index, are_labels = labels.int() - 1, -1, False
+    of_row = cu_seqlens_of(cu_seqlens, total, like="hidden")
+    targets = gate.logps_targets(labels, of_row, ignore_index, weight.shape[0])
+    if max_targets is None and isinstance(cu_seqlens, PackedMetadata) and are_labels:
         max_targets = cu_seqlens.num_targets
     if max_targets is not None:
         max_targets = at_least(max_targets, "max_targets", 0)
@@ -174,24 +177,6 @@ def token_kl(
 def _inverse(temperature: float, name: str) -> float:
     check_positive(temperature := number(temperature, name), name)
     return 1 / temperature
-
-
-def _targets(
-    labels: torch.Tensor | None,
-    metadata: PackedMetadata | torch.Tensor,
-    hidden: torch.Tensor,
-    vocab: int,
-    ignore_index: int,
-) -> torch.Tensor:
-    """Return int32 ``[total]``, -1 for slots that do not count."""
-    total = hidden.shape[0]
-    if labels is None:
-        labels, ignore_index = torch.zeros(total, dtype=torch.int32, device=hidden.device), -1
-    labels = checked_labels(labels, hidden)
-    if labels.dtype == torch.bool:
-        labels, ignore_index = labels.int() - 1, -1
-    cu_seqlens = cu_seqlens_of(metadata, total, like="hidden")
-    return gate.logps_targets(labels, cu_seqlens, ignore_index, vocab)
 
 
 # --- the two ops that loop over blocks of rows and chunks of the vocabulary ---

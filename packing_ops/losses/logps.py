@@ -375,7 +375,28 @@ def logps_of_targets(
     no target.
     """
     hidden, weight, bias = head
-    temperature, outer, inner = _scaling(options, hidden)
+    # z = outer * f(logit) / temperature of each row, as the kernels have it
+    scale, softcap = number(options.scale, "scale"), number(options.softcap, "softcap")
+    check_positive(scale, "scale")
+    if softcap not in (0, float("inf")):
+        check_positive(softcap, "softcap", ", or 0 or inf for none")
+    outer, inner = (scale, 0.0) if softcap in (0, float("inf")) else (softcap, scale / softcap)
+    temperature = options.temperature
+    if isinstance(temperature, torch.Tensor):
+        total = hidden.shape[0]
+        if not temperature.is_floating_point() or temperature.shape not in ((), (total,), (1, total)):
+            raise ValueError(
+                f"temperature: expected a number, or floating [total={total}] like hidden, got "
+                f"{_described(temperature)}"
+            )
+        if temperature.device != hidden.device and temperature.dim():
+            raise ValueError(f"temperature: expected on {hidden.device} like hidden, got {_described(temperature)}")
+        refuse_gradient(temperature, "temperature")
+        temperature = temperature.to(hidden.device).reshape(-1).expand(total)
+    else:
+        check_positive(temperature := number(temperature, "temperature"), "temperature")
+        outer, temperature = outer / temperature, None
+    # How many entries and rows
     chunk, max_targets, group = options.chunk, options.max_targets, options.group
     chunk = None if chunk is None else at_least(chunk, "chunk", 1, "entry of the vocabulary")
     if max_targets is not None:
@@ -403,30 +424,6 @@ def logps_of_targets(
 
 
 _EXACT = 2**24  # the op holds the entry of the largest logit in float32
-
-
-def _scaling(options: LogpsOptions, hidden: torch.Tensor) -> tuple[torch.Tensor | None, float, float]:
-    """Return (temperature of each row or None, outer, inner): z = outer * f(logit) / temperature, as the kernels
-    have it.
-    """
-    scale, softcap = number(options.scale, "scale"), number(options.softcap, "softcap")
-    check_positive(scale, "scale")
-    if softcap not in (0, float("inf")):
-        check_positive(softcap, "softcap", ", or 0 or inf for none")
-    outer, inner = (scale, 0.0) if softcap in (0, float("inf")) else (softcap, scale / softcap)
-    if isinstance(temperature := options.temperature, torch.Tensor):
-        total = hidden.shape[0]
-        if not temperature.is_floating_point() or temperature.shape not in ((), (total,), (1, total)):
-            raise ValueError(
-                f"temperature: expected a number, or floating [total={total}] like hidden, got "
-                f"{_described(temperature)}"
-            )
-        if temperature.device != hidden.device and temperature.dim():
-            raise ValueError(f"temperature: expected on {hidden.device} like hidden, got {_described(temperature)}")
-        refuse_gradient(temperature, "temperature")
-        return temperature.to(hidden.device).reshape(-1).expand(total), outer, inner
-    check_positive(temperature := number(temperature, "temperature"), "temperature")
-    return None, outer / temperature, inner
 
 
 def check_positive(value: float, name: str, more: str = "") -> None:

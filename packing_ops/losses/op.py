@@ -52,28 +52,21 @@ def _token_logps(
     if chunks.group is not None:
         _add_up_ranks(state, chunks.group, vocab)
         vocab *= chunks.group.size()
-    return *_outputs(rows, state, vocab), kept
-
-
-def _outputs(rows: Rows, state: torch.Tensor, vocab: int) -> list[torch.Tensor]:
-    """Return OUTPUTS ``[total]`` of the sums over the whole vocabulary; those that are not computed are empty."""
-    largest, total, chosen, *more = state
-    has_target = rows.targets >= 0
-    log_total = total.log()
+    # OUTPUTS of the sums over the whole vocabulary; those that are not computed are empty
+    largest, total, chosen, *others = state
+    has_target, log_total = rows.targets >= 0, total.log()
     lse = largest + log_total
     found = [chosen - lse, lse]
-    if more:
-        weighted, squares, of_logits, _ = more
+    if others:
+        weighted, squares, of_logits, _ = others
         found += [log_total - weighted / total, squares / total.square(), of_logits / vocab]
     found = rows.back(*(torch.where(has_target, values, 0) for values in found))
-    over = rows.over_bound()
-    if over is not None:
+    if (over := rows.over_bound()) is not None:
         found = [values.masked_fill_(over, torch.nan) for values in found]
-    if not more:
-        empty = state.new_empty(0)
-        return [*found, *(torch.empty_like(empty) for _ in range(3)), empty.long()]
-    entry = torch.where(has_target & lse.isfinite(), more[-1].long() + 1, 0)
-    return [*found, rows.back(entry)[0] - 1]
+    if not others:
+        return *found, *(state.new_empty(0) for _ in range(3)), state.new_empty(0, dtype=torch.int64), kept
+    entry = torch.where(has_target & lse.isfinite(), others[-1].long() + 1, 0)
+    return *found, rows.back(entry)[0] - 1, kept
 
 
 def _add_up_ranks(state: torch.Tensor, group: "torch.distributed.ProcessGroup", vocab: int) -> None:
@@ -175,34 +168,25 @@ def _formula(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None
     *tensors, kept, entropy, sum_p2, ids, offsets = ctx.saved_tensors
     if ctx.overwritten or ctx.mode != active():  # by the first backward of this graph; or laid out in another mode
         kept = kept[:0]
-    slopes = _slopes(ctx, grads, entropy, sum_p2, tensors)
+    # The rows of the kernel's slopes: grad, plain, and by_log, by_p, also with more outputs
+    of_logps, of_lse, *of_more = grads[:5]
+    zero = torch.zeros_like(tensors[-1])
+    grad = zero if of_logps is None else of_logps
+    plain = grad if of_lse is None else grad - of_lse
+    slopes = [grad, plain]
+    if entropy.shape[0] and any(each is not None for each in of_more):
+        of_entropy, of_sum_p2, of_mean_logit = (zero if each is None else each for each in of_more)
+        group, ranks = ctx.options[-1], 1
+        if group is not None:
+            ranks = torch.distributed.distributed_c10d._resolve_process_group(group).size()
+        plain = plain + of_entropy * entropy + 2 * of_sum_p2 * sum_p2
+        slopes = [grad, plain, of_entropy, 2 * of_sum_p2, of_mean_logit / (tensors[1].shape[0] * ranks)]
+    slopes = torch.stack(slopes)
     needed, op = ctx.needs_input_grad[:3], gate.token_logps_backward
     if kept.shape[0] and is_real(kept) and torch._C._has_storage(slopes):
         op, ctx.overwritten = gate.token_logps_backward_, True
     found = call_below_autograd(op, slopes, *tensors, kept, *ctx.options, *needed, ids, offsets)
     return *(grad if need else None for grad, need in zip(found, needed, strict=True)), *[None] * 11
-
-
-def _slopes(
-    ctx: Any,
-    grads: tuple[torch.Tensor | None, ...],
-    entropy: torch.Tensor,
-    sum_p2: torch.Tensor,
-    tensors: list[torch.Tensor],
-) -> torch.Tensor:
-    """Return the rows of the kernel's slopes: grad, plain, and by_log, by_p, also with more outputs."""
-    of_logps, of_lse, *of_more = grads[:5]
-    zero = torch.zeros_like(tensors[-1])
-    grad = zero if of_logps is None else of_logps
-    plain = grad if of_lse is None else grad - of_lse
-    if entropy.shape[0] == 0 or all(each is None for each in of_more):
-        return torch.stack([grad, plain])
-    of_entropy, of_sum_p2, of_mean_logit = (zero if each is None else each for each in of_more)
-    ranks = 1
-    if ctx.options[-1] is not None:
-        ranks = torch.distributed.distributed_c10d._resolve_process_group(ctx.options[-1]).size()
-    plain = plain + of_entropy * entropy + 2 * of_sum_p2 * sum_p2
-    return torch.stack([grad, plain, of_entropy, 2 * of_sum_p2, of_mean_logit / (tensors[1].shape[0] * ranks)])
 
 
 register_autograd("token_logps", _formula, setup_context=_context)
