@@ -153,15 +153,14 @@ def _with_numbers(module):
     probe.__dict__ = {name: each for name, each in vars(module).items() if name != "forward"} | {"training": False}
     for name in [name for name in vars(probe) if name.endswith("_hooks")]:
         probe.__dict__[name] = {}
-    probe.__dict__["_parameters"] = {
-        name: each if each is None else torch.nn.Parameter(numbers(*each.shape) / each.shape[1:].numel() ** 0.5)
-        for name, each in module._parameters.items()
+    made = {
+        "_parameters": lambda each: torch.nn.Parameter(numbers(*each.shape) / each.shape[1:].numel() ** 0.5),
+        "_buffers": lambda each: torch.zeros(each.shape, dtype=each.dtype, device="cpu"),
+        "_modules": _with_numbers,
     }
-    probe.__dict__["_buffers"] = {
-        name: each if each is None else torch.zeros(each.shape, dtype=each.dtype, device="cpu")
-        for name, each in module._buffers.items()
-    }
-    probe.__dict__["_modules"] = {name: child and _with_numbers(child) for name, child in module._modules.items()}
+    for kind, make in made.items():
+        held = getattr(module, kind)
+        probe.__dict__[kind] = {name: each if each is None else make(each) for name, each in held.items()}
     return probe
 
 
@@ -172,9 +171,8 @@ def _arguments(cls, width, sizes):
     biases = [each.name for each in names[1:] if "bias" in each.name]
     for rows in (numbers(3, width), numbers(1, 3, width)):
         for given in ([], biases) if biases else ([],):
-            if set(needed) <= set(given):
-                for size in sizes if given else sizes[:1]:
-                    yield {names[0].name: rows.clone(), **{name: torch.zeros(size, device="cpu") for name in given}}
+            for size in (sizes if given else sizes[:1]) if set(needed) <= set(given) else ():
+                yield {names[0].name: rows.clone(), **{name: torch.zeros(size, device="cpu") for name in given}}
 
 
 def _tensors_in(result):

@@ -138,7 +138,7 @@ def test_layers_of_two_stages_in_one_process_do_not_pass_for_one_forward():
     mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
     mask[..., 3] = True
     query = key = torch.zeros(4, 1, 2, 8)
-    tokens_of = pytest.importorskip("packing_ops.integrations.megatron.masks").tokens_of
+    tokens_of = pytest.importorskip("packing_ops.integrations.megatron.core_attention").tokens_of
     indices, _ = tokens_of(mask, query, key, "padding")
     assert indices.tolist() == [0, 1, 2]
     mask.numpy()[..., 2] = True  # as torch.distributed writes it

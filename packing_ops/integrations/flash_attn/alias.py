@@ -77,18 +77,13 @@ def revert_flash_attn_alias() -> None:
         return
     sys.meta_path.remove(_finder)
     for name in _MODULES:
-        if isinstance(getattr(sys.modules.get(name), "__spec__", None), _AliasSpec):
+        if isinstance(getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", None), _Loader):
             del sys.modules[name]
     _make_transformers_look_again()
 
 
-class _AliasSpec(ModuleSpec):
-    """A spec whose modules revert_flash_attn_alias may take away."""
-
-
 class _Loader(Loader):
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
+    """What makes the modules that revert_flash_attn_alias may take away."""
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
@@ -128,7 +123,7 @@ class _Finder(importlib.metadata.DistributionFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in _MODULES:
-            return _AliasSpec(fullname, _Loader(), origin=_HERE, is_package=fullname in _PACKAGES)
+            return ModuleSpec(fullname, _Loader(), origin=_HERE, is_package=fullname in _PACKAGES)
         if fullname.startswith("flash_attn."):
             # No name= here: with it, "from flash_attn import x" would replace this message.
             raise ModuleNotFoundError(

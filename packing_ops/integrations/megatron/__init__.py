@@ -1,19 +1,20 @@
 """packing_ops in Megatron-core: packed (thd) training without TransformerEngine.
 
 A model:
-    spec.py              use_packing_ops puts the core attention into a layer or block spec.
-    core_attention.py    PackingDotProductAttention, the module that every layer calls.
-    masks.py             What attn_mask_type, window_size and an attention_mask hide from its queries.
+    spec.py              use_packing_ops puts the core attention into a layer or block spec, and a MambaMixer for packed
+                         rows into that of a hybrid model.
+    core_attention.py    PackingDotProductAttention, the module that every layer calls; what attn_mask_type, window_size
+                         and an attention_mask hide from its queries.
     varlen_call.py       Where the documents of a batch are, for one varlen call; made once per batch.
     context_parallel.py  The same call over the keys of all context-parallel ranks.
     rope.py              patch_rope, the rotation of queries and keys under apply_rope_fusion.
-    mamba.py             MambaMixer of hybrid models over packed rows; use_packing_ops puts it in.
+
     router.py            patch_router, the balance losses of a mixture of experts by document.
     router_replay.py     replay_routing, experts that another program has chosen.
     prefix_tree.py       segment_parents: slots of a prefix tree, rotated by their depths.
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
-    source_indices.py    Which token of the padded rows each slot of the thd row holds.
+
     packing_ops/data/context_parallel.py   Alignment and zigzag indices, which need no megatron-core.
 
 Three lines of a training script change; examples/first/megatron_step.py is a whole one:

@@ -36,7 +36,17 @@ def with_depths(stock):
         if getattr(params, "segment_parents", None) is None:
             return stock(self, hidden_states, attention_mask, *args, **kwargs)
         _refuse(self.config, params, kwargs.get("key_value_states"))
-        tree = _tree_of(params)
+        cu_seqlens, parents = params.cu_seqlens_q, params.segment_parents
+        found = isinstance(parents, PrefixPaths)
+        if not found:
+            check_tensor(parents, "segment_parents")
+
+        # Made once for the layers of a model. CUDA: the host reads the segments, or of PrefixPaths their longest path.
+        def make() -> PackedMetadata:  # detach: the same memory, but not the tensor that this is kept with
+            total = parents.key_offsets.shape[0] - 1 if found else int(cu_seqlens[-1])
+            return metadata_of_segments(cu_seqlens.detach(), parents, total)
+
+        tree = kept_with((cu_seqlens, *(parents.tensors if found else (parents,))), ("prefix tree",), make)
         angles = kwargs.get("rotary_pos_emb")
         if angles is not None:
             of_rows = [_of_rows(freqs, tree) for freqs in (angles if isinstance(angles, tuple) else (angles,) * 2)]
@@ -101,23 +111,6 @@ def _refuse(config: Any, params: Any, key_value_states: torch.Tensor | None) -> 
         raise ValueError("cu_seqlens_kv: expected the same tensor as cu_seqlens_q beside segment_parents, got another")
 
 
-def _tree_of(params: Any) -> PackedMetadata:
-    """Return the tree, made once for the layers of a model. CUDA: the host reads the segments, or of PrefixPaths
-    their longest path.
-    """
-    cu_seqlens, parents = params.cu_seqlens_q, params.segment_parents
-    if not isinstance(parents, PrefixPaths):
-        check_tensor(parents, "segment_parents")
-
-    def make() -> PackedMetadata:  # detach: the same memory, but not the tensor that this is kept with
-        total = parents.key_offsets.shape[0] - 1 if isinstance(parents, PrefixPaths) else int(cu_seqlens[-1])
-        return metadata_of_segments(cu_seqlens.detach(), parents, total)
-
-    given = parents.tensors if isinstance(parents, PrefixPaths) else (parents,)
-    tree: PackedMetadata = kept_with((cu_seqlens, *given), ("prefix tree",), make)
-    return tree
-
-
 def _of_rows(freqs: torch.Tensor | None, tree: PackedMetadata) -> torch.Tensor | None:
     """Return ``[total, 1, 1, rotary_dim]`` of ``[positions, 1, 1, rotary_dim]``: the angles of each row's depth."""
     if freqs is None:
@@ -128,7 +121,4 @@ def _of_rows(freqs: torch.Tensor | None, tree: PackedMetadata) -> torch.Tensor |
             f"{freqs.shape[0]}"
         )
 
-    kept: torch.Tensor = kept_with(
-        (tree.cu_seqlens, freqs), ("angles",), lambda: freqs[tree.position_ids], cache=tree._cache
-    )
-    return kept
+    return kept_with((tree.cu_seqlens, freqs), ("angles",), lambda: freqs[tree.position_ids], cache=tree._cache)

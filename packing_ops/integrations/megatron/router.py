@@ -70,7 +70,15 @@ def _with_documents(stock: Any) -> Any:
         params, before = kwargs.get("packed_seq_params"), _now.params
         packed = getattr(params, "qkv_format", None) == "thd"
         if packed and self.training and isinstance(getattr(self.mlp, "router", None), TopKRouter):
-            _refuse(self)
+            # What takes the router out of its layer's forward, or its rows out of their order
+            if getattr(self, "recompute_mlp", False) or getattr(self.mlp, "moe_layer_recompute", False):
+                raise NotImplementedError(
+                    "recompute_modules: expected no 'moe' and 'mlp' under patch_router, got "
+                    f"{self.config.recompute_modules} (recompute_granularity='full' is served)"
+                )
+            for name, least in (("context_parallel_size", 1), ("overlap_moe_expert_parallel_comm", False)):
+                if (value := getattr(self.config, name, least)) != least:
+                    raise NotImplementedError(f"{name}: expected {least} under patch_router, got {value}")
         _now.params = params if packed else None
         try:
             return stock(self, *args, **kwargs)
@@ -78,21 +86,6 @@ def _with_documents(stock: Any) -> Any:
             _now.params = before
 
     return forward
-
-
-def _refuse(layer: Any) -> None:
-    """Raise NotImplementedError for what takes the router out of its layer's forward, or its rows out of their
-    order.
-    """
-    alone = getattr(layer, "recompute_mlp", False) or getattr(layer.mlp, "moe_layer_recompute", False)
-    if alone:
-        raise NotImplementedError(
-            "recompute_modules: expected no 'moe' and 'mlp' under patch_router, got "
-            f"{layer.config.recompute_modules} (recompute_granularity='full' is served)"
-        )
-    for name, least in (("context_parallel_size", 1), ("overlap_moe_expert_parallel_comm", False)):
-        if (value := getattr(layer.config, name, least)) != least:
-            raise NotImplementedError(f"{name}: expected {least} under patch_router, got {value}")
 
 
 def _without_padding(stock: Any) -> Any:
@@ -161,8 +154,7 @@ def _padding_of(params: PackedSeqParams, rows: int, first: int) -> torch.Tensor 
         padding = place >= (given.diff() if lengths is None else given)[document]
         return (padding if tokens is None else padding | (slots >= tokens))[:, None]
 
-    kept: torch.Tensor = kept_with((spans.q_slots, given), ("padding", rows, first, tokens), make)
-    return kept
+    return kept_with((spans.q_slots, given), ("padding", rows, first, tokens), make)
 
 
 _PATCHES = [

@@ -47,25 +47,22 @@ def replay_routing(model: torch.nn.Module, routed_experts: torch.Tensor) -> Iter
     by_layer = of_rows.transpose(0, 1).flatten(0, 1).long().unbind(1)
     with contextlib.ExitStack() as stack:
         for router in routers:
-            _check(router, len(by_layer))
-            choice = Choice(router.config.num_moe_experts, router.topk, 2)
+            config = router.config
+            others = {
+                "moe_router_load_balancing_type='sinkhorn'": router.routing_type == "sinkhorn",
+                "moe_router_fusion=True": getattr(config, "moe_router_fusion", False),
+                "one of multi-token prediction": router.layer_number > config.num_layers,
+            }
+            if other := next((name for name, found in others.items() if found), None):
+                raise NotImplementedError(
+                    f"model: expected routers of decoder layers that choose by torch's topk, got {other}"
+                )
+            if len(by_layer) != config.num_layers:
+                raise ValueError(f"routed_experts: expected all {config.num_layers} layers, got {len(by_layer)}")
+            choice = Choice(config.num_moe_experts, router.topk, 2)
             experts = of_layer(by_layer[router.layer_number - 1], choice, router.weight.device)
-            if router.config.sequence_parallel:
-                ranks = router.config.tensor_model_parallel_size
+            if config.sequence_parallel:
+                ranks = config.tensor_model_parallel_size
                 experts = experts.chunk(ranks)[router.tp_cp_group.rank() % ranks]
             stack.enter_context(replaying(router, "routing", experts, choice))
         yield
-
-
-def _check(router: TopKRouter, layers: int) -> None:
-    config, other = router.config, ""
-    if router.routing_type == "sinkhorn":
-        other = "moe_router_load_balancing_type='sinkhorn'"
-    elif getattr(config, "moe_router_fusion", False):
-        other = "moe_router_fusion=True"
-    elif router.layer_number > config.num_layers:
-        other = "one of multi-token prediction"
-    if other:
-        raise NotImplementedError(f"model: expected routers of decoder layers that choose by torch's topk, got {other}")
-    if layers != config.num_layers:
-        raise ValueError(f"routed_experts: expected all {config.num_layers} layers, got {layers}")

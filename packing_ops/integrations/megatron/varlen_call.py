@@ -8,7 +8,6 @@ Under context parallelism it is a KeyLayout of packing_ops.parallel: rank r of n
 document's 2n equal chunks.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import megatron.core
@@ -22,6 +21,9 @@ from packing_ops.parallel.key_layout import KeyLayout, RowSpans, cumulated, key_
 _FIELDS = [f"packed_seq_params.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")]
 
 
+Call = tuple[torch.Tensor, torch.Tensor]  # cu_seqlens of one varlen call, int32: of the rows of q and of those of k
+
+
 class DocumentSpans(NamedTuple):
     """cu_seqlens of queries and keys, int ``[num_documents + 1]``: real lengths, and the slots that hold them."""
 
@@ -29,13 +31,6 @@ class DocumentSpans(NamedTuple):
     k: torch.Tensor
     q_slots: torch.Tensor
     k_slots: torch.Tensor
-
-
-class VarlenCall(NamedTuple):
-    """cu_seqlens of one varlen call, int32: of the rows of q and of those of k."""
-
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
 
 
 def field_of(of, name):
@@ -78,7 +73,7 @@ def spans_of(packed_seq_params) -> DocumentSpans:
 
 def varlen_call_of(
     documents: DocumentSpans, rows: int, *, causal: bool, cp_rank: int = 0, cp_size: int = 1
-) -> VarlenCall | KeyLayout:
+) -> Call | KeyLayout:
     """Return the layout of a batch, kept with its cu_seqlens; if these are one int32 tensor it is that tensor.
 
     On CUDA one synchronisation per batch where lengths must agree with something: padding between documents, cu_seqlens
@@ -90,29 +85,27 @@ def varlen_call_of(
     """
     q, k, q_slots, k_slots = documents
     one_tensor = q is k is q_slots is k_slots
-    if cp_size == 1 and one_tensor and documents.q.dtype == torch.int32:
-        return VarlenCall(documents.q, documents.q)  # nothing to work out, and no lengths that must agree
-    given = rows, causal, cp_rank, cp_size
-    return kept_with(documents[:1] if one_tensor else documents, ("layout", *given), partial(_made, documents, *given))
+    if cp_size == 1 and one_tensor and q.dtype == torch.int32:
+        return q, q  # nothing to work out, and no lengths that must agree
 
+    def make() -> Call | KeyLayout:
+        same = k is q and k_slots is q_slots
+        _check(documents, rows * cp_size, causal and not same, cp_size)
+        # Documents over several ranks.
+        if cp_size > 1:
+            spans = RowSpans.of(q, q_slots, rows, cp_size, "zigzag")
+            return key_layout(spans, cp_rank, causal=causal, exchange=False)
+        # Documents end to end. detach: the same memory, but not the tensor that this is kept with.
+        if q_slots is q and k_slots is k:
+            cu_seqlens_q = int32_cu_seqlens(q).detach()
+            return cu_seqlens_q, cu_seqlens_q if same else int32_cu_seqlens(k).detach()
+        # Padding between documents.
+        tokens_q, tokens_k, none = q.diff(), k.diff(), torch.zeros_like(q[1:])
+        cu_seqlens_q = cumulated(tokens_q, q_slots.diff() - tokens_q, none)
+        return cu_seqlens_q, cumulated(tokens_k, none, k_slots.diff() - tokens_k)
 
-def _made(documents: DocumentSpans, rows: int, causal: bool, cp_rank: int, cp_size: int) -> VarlenCall | KeyLayout:
-    same = documents.k is documents.q and documents.k_slots is documents.q_slots
-    _check(documents, rows * cp_size, causal and not same, cp_size)
-    # Documents over several ranks.
-    if cp_size > 1:
-        spans = RowSpans.of(documents.q, documents.q_slots, rows, cp_size, "zigzag")
-        return key_layout(spans, cp_rank, causal=causal, exchange=False)
-    # Documents end to end. detach: the same memory, but not the tensor that this is kept with.
-    if documents.q_slots is documents.q and documents.k_slots is documents.k:
-        cu_seqlens_q = int32_cu_seqlens(documents.q).detach()
-        return VarlenCall(cu_seqlens_q, cu_seqlens_q if same else int32_cu_seqlens(documents.k).detach())
-    # Padding between documents.
-    q, k = documents.q.diff(), documents.k.diff()
-    none = torch.zeros_like(q)
-    return VarlenCall(
-        cumulated(q, documents.q_slots.diff() - q, none), cumulated(k, none, documents.k_slots.diff() - k)
-    )
+    key = "layout", rows, causal, cp_rank, cp_size
+    return kept_with(documents[:1] if one_tensor else documents, key, make)
 
 
 def _check(documents, rows, causal_between_two, cp_size):

@@ -46,10 +46,9 @@ def apply_rotary_emb(
         cos, sin = _rows("cos", cos, x, seqlen_offsets), _rows("sin", sin, x, seqlen_offsets)
     # interleaved: tables of rotary_dim / 2 entries have one per pair in both layouts.
     options = {"interleaved": interleaved, "unsqueeze_dim": 2, "rotary_dim": 2 * cos.shape[-1]}
-    if inplace and not (torch.is_grad_enabled() and x.requires_grad):
-        return apply_rotary_qk(x, None, cos, sin, positions, **options, inplace=True)[0]
-    out = apply_rotary_qk(x, None, cos, sin, positions, **options)[0]
-    return x.copy_(out) if inplace else out
+    in_op = inplace and not (torch.is_grad_enabled() and x.requires_grad)
+    out = apply_rotary_qk(x, None, cos, sin, positions, **options, inplace=in_op)[0]
+    return x.copy_(out) if inplace and not in_op else out
 
 
 apply_rotary_emb_func = apply_rotary_emb  # flash-attn's older name
