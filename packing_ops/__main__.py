@@ -5,6 +5,7 @@ the work.
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,9 @@ def report(files: list[Path], json: Path | None, plot: Path | None, **options: A
 
 def run(argv: list[str] | None = None) -> int:
     arguments = vars(parse(argv))
-    command = {"report": report, "invariance": show_invariance, "info": show_info}[arguments.pop("command")]
-    expected = (ImportError, OSError, ValueError, *([RuntimeError] if command is show_invariance else []))
+    commands: dict[str, Callable[..., int]] = {"report": report, "invariance": show_invariance, "info": show_info}
+    command = commands[arguments.pop("command")]
+    expected = (ImportError, OSError, ValueError, *((RuntimeError,) if command is show_invariance else ()))
     try:
         return command(**arguments)
     except BrokenPipeError:

@@ -1,8 +1,7 @@
 """What packing would save on a user's data (``python -m packing_ops report``), and what is installed (``info``).
 
 readers.py      JSON lines and arrays, Parquet, saved datasets -> records
-examples.py     a record -> the texts or tokens of its documents, or why it cannot be read (chats.py)
-tokenizers.py   examples -> tokens
+examples.py     a record -> the texts or tokens of its documents, or why it cannot be read
 corpus.py       files -> lengths or tokens, and what was wrong with which line
 statistics.py   lengths -> histogram, layouts, estimated time; tokens -> what prefix trees would save
 tables.py, picture.py, info.py

@@ -75,8 +75,10 @@ def describe_environment() -> str:
         **{library: _version(library) for library in LIBRARIES},
         "continuous batching": _batching(_version("transformers")),
         "sampling by vLLM": _sampling(),
-        **{variable: os.environ[variable] for variable in VARIABLES if variable in os.environ},
     }
+    for variable in VARIABLES:
+        if variable in os.environ:
+            facts[variable] = os.environ[variable]
     return "\n".join(f"{name}: {value}" for name, value in facts.items())
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from packing_ops.report.chats import Unreadable
-from packing_ops.report.examples import KEYS
+from packing_ops.report.examples import KEYS, Unreadable
 
 ROWS = 1024  # read at a time
 LONGEST = 2**26  # bytes of a line, characters of an element: no example has as many
