@@ -241,33 +241,31 @@ def rebuilt(batch: Mapping, change: Callable, fields: Mapping | None = None):
 
 def cut(name: str, rows, start: int, end: int):
     """Return ``rows[start:end]``, checked to have that many rows."""
-    try:
-        part = _by_place(rows)[start:end]
-        if len(part) == end - start:
-            return part
-        got = f"{len(part)} of them"
-    except Exception as error:
-        if isinstance(rows, torch.Tensor):
-            raise
-        got = f"{type(error).__name__}: {error}"
-    raise ValueError(
-        f"{name}: expected {type(rows).__name__} to have rows {start} to {end}, got {got}; "
-        f"batch_keys={(name,)} carries it as it is"
+    advice = f"; batch_keys={(name,)} carries it as it is"
+    wanted = f"{name}: expected {type(rows).__name__} to have rows {start} to {end}"
+    return (
+        rows[start:end]
+        if isinstance(rows, torch.Tensor)
+        else _counted(lambda: _by_place(rows)[start:end], end - start, wanted, advice)
     )
 
 
 def made_of(name: str, like, rows: list):
     """Return ``rows`` as a list of the class of ``like``."""
-    if type(like) is list:
-        return rows
+    wanted = f"{name}: expected {type(like).__name__} to be made of {len(rows)} rows"
+    return rows if type(like) is list else _counted(lambda: type(like)(rows), len(rows), wanted)
+
+
+def _counted(make: Callable, count: int, wanted: str, advice: str = ""):
+    """Return ``make()``, checked to have ``count`` rows."""
     try:
-        made = type(like)(rows)
-        if len(made) == len(rows):
+        made = make()
+        if len(made) == count:
             return made
         got = f"{len(made)} of them"
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
-    raise ValueError(f"{name}: expected {type(like).__name__} to be made of {len(rows)} rows, got {got}")
+    raise ValueError(f"{wanted}, got {got}{advice}")
 
 
 def taken(name: str, rows, indices: list[int]):

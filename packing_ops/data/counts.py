@@ -128,9 +128,8 @@ def _cu_seqlens(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
         if isinstance(value, PackedMetadata) and not prefix:
             check_no_tree(value, str(name))
             return value.cu_seqlens
-        name = str(name)
-        if name.startswith(prefix) and "cu_seq" in name[len(prefix) :]:
-            check_cu_seqlens(value, name)
+        if str(name).startswith(prefix) and "cu_seq" in str(name)[len(prefix) :]:
+            check_cu_seqlens(value, str(name))
             return value
     return None
 

@@ -243,7 +243,10 @@ def normalize_advantages(
     advantages, loss_mask = advantages[: ends[-1]], loss_mask[: ends[-1]]
     # Count the loss tokens of each row
     dtype = torch.promote_types(torch.promote_types(advantages.dtype, loss_mask.dtype), torch.float32)
-    weights = _weights(loss_mask.to(dtype))
+    weights = loss_mask.to(dtype)
+    # 0 for negative values and NaN. On the CPU reading the minimum does not synchronise, and saves two passes.
+    if not (weights.is_cpu and weights.numel() and weights.amin() >= 0):
+        weights = weights.nan_to_num(0.0, posinf=torch.inf).clamp_min_(0)
     tokens = _by_rows(lambda w: w.sum(dim=1, dtype=torch.float64), weights)
 
     counted = torch.ones_like(tokens) if count_masked_rows else (tokens > 0).double()
@@ -292,14 +295,6 @@ def normalize_advantages(
     scale = torch.where(tokens > 0, denominator.reciprocal(), 0)
     scaled = scaled.mul_(scale[:, None].to(dtype)).to(advantages.dtype)
     return torch.nn.functional.pad(scaled, (0, 0, 0, rows - ends[-1])) if ends[-1] < rows else scaled
-
-
-def _weights(loss_mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask, with 0 for negative values and NaN."""
-    # On the CPU reading the minimum does not synchronise, and saves two passes.
-    if loss_mask.is_cpu and loss_mask.numel() and loss_mask.amin() >= 0:
-        return loss_mask
-    return loss_mask.nan_to_num(0.0, posinf=torch.inf).clamp_min_(0)
 
 
 def _where_weighted(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

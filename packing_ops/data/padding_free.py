@@ -32,8 +32,8 @@ from packing_ops.data._fields import (
     joined_rows,
     token_fields,
 )
-from packing_ops.data._selection import BatchSelection, num_fitting
 from packing_ops.data.context_parallel import aligned
+from packing_ops.data.token_budget import BatchSelection, num_fitting
 from packing_ops.metadata import PackedMetadata
 from packing_ops.packing import whole_rows
 from packing_ops.prefix_tree import pack_prefix_tree
