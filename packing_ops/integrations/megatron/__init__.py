@@ -9,8 +9,8 @@ A model:
     context_parallel.py  The same call over the keys of all context-parallel ranks.
     rope.py              patch_rope, the rotation of queries and keys under apply_rope_fusion.
 
-    router.py            patch_router, the balance losses of a mixture of experts by document.
-    router_replay.py     replay_routing, experts that another program has chosen.
+    router.py            patch_router, the balance losses of a mixture of experts by document; replay_routing, experts
+                         that another program has chosen.
     prefix_tree.py       segment_parents: slots of a prefix tree, rotated by their depths.
 A batch:
     data.py              Padded rows as one thd row and back, PackedSeqParams, next-token targets.
@@ -38,8 +38,7 @@ if TYPE_CHECKING:  # what type checkers and docs/api read
         preprocess_packed_seqs,
     )
     from packing_ops.integrations.megatron.rope import patch_rope, revert_rope
-    from packing_ops.integrations.megatron.router import patch_router, revert_router
-    from packing_ops.integrations.megatron.router_replay import replay_routing
+    from packing_ops.integrations.megatron.router import patch_router, replay_routing, revert_router
     from packing_ops.integrations.megatron.spec import use_packing_ops
 
 _MODULES = {
@@ -50,7 +49,7 @@ _MODULES = {
     "revert_rope": "rope",
     "patch_router": "router",
     "revert_router": "router",
-    "replay_routing": "router_replay",
+    "replay_routing": "router",
     "packed_seq_params": "data",
     "preprocess_packed_seqs": "data",
     "postprocess_packed_seqs": "data",

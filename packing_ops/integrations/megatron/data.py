@@ -267,7 +267,7 @@ def _check_padded(name: str, tensor: torch.Tensor, attention_mask: torch.Tensor)
 # --- which slot of the padded batch each slot of the row is copied from ---
 
 
-def document_lengths(attention_mask: torch.Tensor | None, sub_seq_lengths: Sequence[Sequence[int]] | None) -> list[int]:
+def document_lengths(attention_mask: Any, sub_seq_lengths: Sequence[Sequence[int]] | None) -> list[int]:
     """Return the tokens of every document: one a row, counted in the mask (a synchronisation on CUDA), or as listed."""
     if sub_seq_lengths is None:
         return (attention_mask != 0).sum(1).tolist()

@@ -35,7 +35,7 @@ def mixer_of(stock: type) -> type:
             "state goes on from one document into the next"
         )
 
-    class PackingMambaMixer(stock):  # type: ignore[misc, valid-type]
+    class PackingMambaMixer(stock):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if getattr(kwargs.get("packed_seq_params"), "segment_parents", None) is not None:
                 raise NotImplementedError(
