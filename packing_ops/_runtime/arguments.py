@@ -22,25 +22,23 @@ _Named = TypeVar("_Named", bound=Callable[..., Any])
 def old_name(old: str, new: str = "cu_seqlens") -> Callable[[_Named], _Named]:
     """Return a decorator by which a function or a class takes an argument by an older name too, and warns of it."""
 
-    def decorated(function: _Named) -> _Named:
-        name = function.__name__
-        if isinstance(function, type):
-            function.__init__ = taking(function.__init__, name)  # type: ignore[misc]
-            return function
-        return taking(function, name)
+    def decorated(named: Any) -> Any:
+        function = named.__init__ if isinstance(named, type) else named
 
-    def taking(function: Any, name: str) -> Any:
         @functools.wraps(function)
         def call(*args, **kwargs):
             if old in kwargs and new not in kwargs:
                 if not torch.compiler.is_compiling():  # a graph cannot warn
-                    warnings.warn(f"{old}: {name} calls it {new} now", DeprecationWarning, stacklevel=2)
+                    warnings.warn(f"{old}: {named.__name__} calls it {new} now", DeprecationWarning, stacklevel=2)
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
         # torch.compile counts recompilations by code object
         call.__code__ = call.__code__.replace(co_name=function.__name__)
-        return call
+        if function is named:
+            return call
+        named.__init__ = call
+        return named
 
     return decorated
 

@@ -11,8 +11,8 @@ gradients. One of mamba2_scan has 2, in backward 1 and 4.
 """
 
 import importlib
-import itertools
 import sys
+from itertools import chain, pairwise
 
 import torch
 
@@ -52,19 +52,14 @@ def _has_values(tensor):
 def _lengths(cu_seqlens, total):
     if not _has_values(cu_seqlens):
         return [total]
-    return [end - start for start, end in itertools.pairwise(cu_seqlens.tolist())]
+    return [end - start for start, end in pairwise(cu_seqlens.tolist())]
 
 
 def _pairs_before_ends(lengths_q, lengths_k, left, visible_end):
     """Sum visible_pairs over all documents, by the values of visible_end."""
-    pairs = start = 0
-    for num_q, num_k in zip(lengths_q, lengths_k, strict=True):
-        own = range(num_k - num_q, num_k)
-        ends = visible_end[start : start + num_q].tolist()
-        firsts = (max(position - left, 0) if left >= 0 else 0 for position in own)
-        pairs += sum(max(end - first, 0) for first, end in zip(firsts, ends, strict=True))
-        start += num_q
-    return pairs
+    positions = chain.from_iterable(range(k - q, k) for q, k in zip(lengths_q, lengths_k, strict=True))
+    firsts = (max(position - left, 0) if left >= 0 else 0 for position in positions)
+    return sum(max(end - first, 0) for first, end in zip(firsts, visible_end.tolist(), strict=False))  # not of padding
 
 
 def _multiplied(a, lse):

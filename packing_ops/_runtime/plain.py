@@ -23,7 +23,6 @@ from packing_ops._runtime.arguments import (
     is_set,
     one_of,
     sum_dtype,
-    wrong_type,
 )
 from packing_ops.reference import boundaries, packing, padding, prefix_tree, segments
 
@@ -114,6 +113,7 @@ position_ids_from_cu_seqlens = _of_slots(boundaries.position_ids_from_cu_seqlens
 seq_idx_from_cu_seqlens = _of_slots(boundaries.seq_idx_from_cu_seqlens)
 mask_boundary_labels = _of_labels(boundaries.mask_boundary_labels)
 shift_labels = _of_labels(boundaries.shift_labels)
+count_target_tokens = _of_labels(lambda *given: boundaries.count_target_tokens(*given).to(torch.int64))
 
 
 def _padded(found, size, count):
@@ -143,11 +143,6 @@ def prompt_end_indices(uids):
 def mask_boundary_labels_shifted_(labels, cu_seqlens, ignore_index):
     _checked(cu_seqlens, _labels(labels).numel())
     labels.copy_(boundaries.mask_boundary_labels_shifted(labels, cu_seqlens, ignore_index))
-
-
-def count_target_tokens(labels, cu_seqlens, ignore_index):
-    count = boundaries.count_target_tokens(_labels(labels), _checked(cu_seqlens, labels.numel()), ignore_index)
-    return count.to(torch.int64)
 
 
 def block_causal_mask(cu_seqlens, total, dtype, window):
@@ -218,15 +213,12 @@ def trim_padding_range(attention_mask, side, min_length, multiple_of):
     at_least(multiple_of, "multiple_of", 1)
     if is_set(attention_mask, "attention_mask").dim() != 2:
         raise ValueError(f"attention_mask: expected [batch, seqlen], got {described(attention_mask)}")
-    width = attention_mask.shape[1]
-    real = attention_mask.any(dim=0).cpu().nonzero()
+    width, real = attention_mask.shape[1], attention_mask.any(dim=0).cpu().nonzero()
     # No token at all: an empty range at the end that is not trimmed.
-    nothing = (width, width) if side == "left" else (0, 0)
-    first, last = (int(real[0]), int(real[-1]) + 1) if len(real) else nothing
-    start = 0 if side == "right" else first
-    end = width if side == "left" else last
-    kept = max(end - start, min_length)
-    kept = min(-(-kept // multiple_of) * multiple_of, width)
+    nothing = width if side == "left" else 0
+    first, last = (int(real[0]), int(real[-1]) + 1) if len(real) else (nothing, nothing)
+    start, end = 0 if side == "right" else first, width if side == "left" else last
+    kept = min(-(-max(end - start, min_length) // multiple_of) * multiple_of, width)
     # Columns that min_length and multiple_of add are kept on the side that is cut; with "both" from the right first.
     end = width if side == "left" else min(start + kept, width)
     return torch.tensor([end - kept, end], dtype=torch.int64, device="cpu")
@@ -297,9 +289,8 @@ def pack_sequences(
     _index_vector(lengths, "lengths", (1, 2))
     # Check the arguments as C++ does
     most_pieces = len(lengths) + 1 if max_sequences_per_bin is None else max_sequences_per_bin
-    numbers = {"capacity": capacity, "alignment": alignment, "max_sequences_per_bin": most_pieces}
-    numbers |= {"min_bins": min_bins, "bins_multiple_of": bins_multiple_of}
-    for name, number in numbers.items():
+    names = "capacity", "alignment", "max_sequences_per_bin", "min_bins", "bins_multiple_of"
+    for name, number in zip(names, (capacity, alignment, most_pieces, min_bins, bins_multiple_of), strict=True):
         at_least(number, name, 1)
     one_of(strategy, _STRATEGIES, "strategy")
     one_of(overlong, _OVERLONG, "overlong")
@@ -337,20 +328,18 @@ def pack_sequences(
     own_slots = sum(row[0] if len(row) == 1 else sum(max(capacity, slots) for slots in row) for row in own)
     # The pieces as columns
     placed = [piece for row in rows for piece in row]
-    columns = list(zip(*placed, strict=True)) if placed else [(), (), ()]
-    columns = [torch.tensor(column, dtype=torch.int64, device="cpu") for column in columns]
-    columns[2] = columns[2].reshape(len(placed), *lengths.shape[1:])
-    tokens = int(columns[2].sum())
+    items, starts, parts = zip(*placed, strict=True) if placed else ((), (), ())
+    tokens = sum(sum(part) if isinstance(part, list) else part for part in parts)
     lost = sum(map(sum, by_side)) - tokens
     counts = tokens, lost, own_slots, packing.lower_bound(pieces, most_units, most_pieces)
-    offsets = [0, *itertools.accumulate(len(row) for row in rows)]
-    offsets, over, counts = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (offsets, over, counts))
-    return offsets, *columns, over, counts
+    offsets = [0, *itertools.accumulate(map(len, rows))]
+    found = [torch.tensor(x, dtype=torch.int64, device="cpu") for x in (offsets, items, starts, parts, over, counts)]
+    found[3] = found[3].reshape(len(placed), *lengths.shape[1:])
+    return tuple(found)
 
 
 def pack_ffd(lengths, capacity, alignment, ties_last):
-    if not isinstance(lengths, torch.Tensor):
-        raise wrong_type("lengths", "a tensor", lengths)
+    check_tensor(lengths, "lengths")
     ties = "last" if ties_last else "first"
     offsets, items, *_ = pack_sequences(
         lengths, capacity, "ffd", alignment, None, 1, 1, "error", False, 1.0, 0.0, ties, None
@@ -383,7 +372,8 @@ def pack_prefix_tree(tokens, cu_seqlens, groups, capacity, min_shared):
     numbers = None if groups is None else groups.tolist()
     found = prefix_tree.pack_prefix_tree(samples, numbers, math.inf if capacity is None else capacity, min_shared)
     found["token_of_slot"] = [ends[sample] + depth for sample, depth in found["token_of_slot"]]
-    names = (
+    found["repeated"] = [found["repeated_at_forks"], found["repeated_by_cuts"]]
+    names = [
         "token_of_slot",
         "cu_seqlens",
         "parents",
@@ -392,13 +382,10 @@ def pack_prefix_tree(tokens, cu_seqlens, groups, capacity, min_shared):
         "copies",
         "bin_offsets",
         "sample_bins",
-    )
-    layout = [
-        torch.tensor(found[name], dtype=torch.int32 if name in ("cu_seqlens", "parents") else torch.int64, device="cpu")
-        for name in names
+        "repeated",
     ]
-    repeated = [found["repeated_at_forks"], found["repeated_by_cuts"]]
-    return *layout, torch.tensor(repeated, dtype=torch.int64, device="cpu")
+    dtypes = {"cu_seqlens": torch.int32, "parents": torch.int32}
+    return tuple(torch.tensor(found[name], dtype=dtypes.get(name, torch.int64), device="cpu") for name in names)
 
 
 _OPS = {name: globals()[name] for name in library.OPS.split() if name in globals()}

@@ -152,12 +152,13 @@ class Invariance:
 
     def why_not(self) -> list[str]:
         """Return a sentence for each layer that differs or was refused."""
-        told = [f"{name or 'the model'}: {reason}" for name, reason in self.refused.items()]
-        for layer in self.layers:
-            if layer.packs or layer.prefixes:
-                counts = f"{layer.packs} rows differ in packs, {layer.prefixes} in prefixes, of {layer.rows}"
-                told.append(f"{layer.name or 'the model'} ({layer.kind}): {counts}: {layer.reason}")
-        return told
+        refused = [f"{name or 'the model'}: {reason}" for name, reason in self.refused.items()]
+        return refused + [
+            f"{layer.name or 'the model'} ({layer.kind}): {layer.packs} rows differ in packs, {layer.prefixes} in "
+            f"prefixes, of {layer.rows}: {layer.reason}"
+            for layer in self.layers
+            if layer.packs or layer.prefixes
+        ]
 
 
 def check_invariance(

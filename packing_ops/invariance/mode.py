@@ -294,8 +294,9 @@ def _has_rows(given: list[Any], dims: int | None = None) -> bool:
             return False
         if each.dim() < 2 or each.dim() != (dims or each.dim()):
             return False
-    same_batch = dims != 3 or operands[0].shape[0] == operands[-1].shape[0]
-    return len(operands) == 2 and operands[0].shape[-1] > 0 and same_batch
+    if len(operands) < 2 or operands[0].shape[-1] == 0:
+        return False
+    return dims != 3 or operands[0].shape[0] == operands[1].shape[0]
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from packing_ops.invariance.api import Invariance, LayerInvariance, check_with_progress, invariant
+from packing_ops.report.corpus import without_code
 from packing_ops.report.tables import printable, progress
-from packing_ops.report.tokenizers import without_code
 
 EXIT_CODES = """exit codes:
   0  no bit differs in packs (prefixes are shown beside them)
@@ -87,7 +87,7 @@ def check(arguments: argparse.Namespace, apply: Callable[[torch.nn.Module], Any]
 def show(found: Invariance) -> None:
     mode = "with" if found.active else "without"
     print(f"{mode} the mode, {found.dtype} on {found.device}, torch {found.torch}")
-    lines = [("layer", "kind", "rows", "packs", "prefixes")]
+    lines: list[tuple[str, ...]] = [("layer", "kind", "rows", "packs", "prefixes")]
     for layer in grouped(found.layers):
         outcome = [f"{count} differ" if count else "equal" for count in (layer.packs, layer.prefixes)]
         lines.append((layer.name or "(the model)", layer.kind, f"{layer.rows:,}", *outcome))

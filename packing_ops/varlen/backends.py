@@ -223,8 +223,8 @@ def attention(
         seen = visible_keys(*documents, of_q, of_k, options.causal, window)
         # softmax of a fully masked row is NaN: such a row sees all keys instead, and its result is set to 0.
         empty = ~seen.any(1, keepdim=True)
-        heads_first = [t.transpose(0, 1)[None] for t in (q, k, v)]
-        out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen | empty, scale=scale, enable_gqa=grouped)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | empty, scale=scale, enable_gqa=grouped)
         return out[0].transpose(0, 1).masked_fill(empty[..., None], 0.0)
     # It does not write rows past the last document, in out and in the gradients.
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -247,22 +247,28 @@ def _checked_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: At
             raise ValueError(f"{name}: expected {wanted} like q, got {described(each)} on {each.device}")
         if each.dim() != 3:
             raise ValueError(f"{name}: expected [total_k, num_kv_heads, head_dim] like q, got {described(each)}")
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(f"k: expected head_dim {q.shape[2]} like q, got {described(k)}")
-    if k.shape[1] < 1 or q.shape[1] < 1 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"k: expected a number of heads that divides the {q.shape[1]} heads of q, got {described(k)}")
-    if v.shape[:2] != k.shape[:2]:
-        raise ValueError(f"v: expected the rows and heads of k ({described(k)}), got {described(v)}")
     if not isinstance(plain(options.causal), int):
         raise wrong_type("causal", "True or False", options.causal)
-    scale = options.softmax_scale
-    if scale is not None and not abs(number(scale, "softmax_scale")) <= torch.finfo(sum_dtype(q.dtype)).max:
-        raise ValueError(f"softmax_scale: expected a finite number, got {scale}")
+    scale, largest = options.softmax_scale, torch.finfo(sum_dtype(q.dtype)).max
     left, right = (int(integer(side, "window_size")) for side in options.window_size)
-    if left < -1 or right < -1:
-        raise ValueError(f"window_size: expected -1 (open) or the number of keys to each side, got ({left}, {right})")
-    if options.causal and right > 0:
-        raise ValueError(f"window_size: expected nothing to the right with causal=True, got ({left}, {right})")
+    wrong = {
+        f"k: expected head_dim {q.shape[2]} like q, got {described(k)}": k.shape[2] != q.shape[2],
+        f"k: expected a number of heads that divides the {q.shape[1]} heads of q, got {described(k)}": (
+            k.shape[1] < 1 or q.shape[1] < 1 or q.shape[1] % k.shape[1]
+        ),
+        f"v: expected the rows and heads of k ({described(k)}), got {described(v)}": v.shape[:2] != k.shape[:2],
+        f"softmax_scale: expected a finite number, got {scale}": (
+            scale is not None and not abs(number(scale, "softmax_scale")) <= largest
+        ),
+        f"window_size: expected -1 (open) or the number of keys to each side, got ({left}, {right})": (
+            left < -1 or right < -1
+        ),
+        f"window_size: expected nothing to the right with causal=True, got ({left}, {right})": (
+            options.causal and right > 0
+        ),
+    }
+    if message := next((message for message, is_wrong in wrong.items() if is_wrong), None):
+        raise ValueError(message)
     most = len(q) + len(k)
     return options._replace(window_size=(min(left, most), min(right, most)))
 

@@ -129,15 +129,12 @@ def _slots(
     documents: PackedMetadata | torch.Tensor, total: int | None = None, like: str = "total"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each slot's position and document, int64 ``[total]``; and the documents' lengths, the padding's last."""
-    if isinstance(documents, PackedMetadata):
-        cu_seqlens = cu_seqlens_of(documents, documents.total if total is None else total, like)
-        positions, document = documents.position_ids, documents.seq_idx
-        total = documents.total
-    else:
-        if total is None:
+    if total is None:
+        if not isinstance(documents, PackedMetadata):
             raise TypeError("total: expected the slots of the row beside a tensor of cu_seqlens, got None")
-        cu_seqlens = cu_seqlens_of(documents, total, like)
-        positions = gate.position_ids_from_cu_seqlens(cu_seqlens, total)
-        document = gate.seq_idx_from_cu_seqlens(cu_seqlens, total)
+        total = documents.total
+    cu_seqlens = cu_seqlens_of(documents, total, like)
+    positions = gate.position_ids_from_cu_seqlens(cu_seqlens, total)
+    document = gate.seq_idx_from_cu_seqlens(cu_seqlens, total)
     lengths = torch.cat([cu_seqlens.diff(), total - cu_seqlens[-1:]]).long()
     return positions, document.long(), lengths
