@@ -225,9 +225,9 @@ if not TYPE_CHECKING:
 
 def _moved(fields: dict[str, Any], device: torch.device | str, non_blocking: bool = True) -> dict[str, Any]:
     """Return the fields with their tensors on a device. A copy to the CPU is always waited for."""
-    target = torch.device(device)
-    options = {"non_blocking": non_blocking and target.type != "cpu"}
-    return {n: v.to(target, **options) if isinstance(v, torch.Tensor) else v for n, v in fields.items()}
+    device = torch.device(device)
+    waits = device.type == "cpu" or not non_blocking
+    return {n: v.to(device, non_blocking=not waits) if isinstance(v, torch.Tensor) else v for n, v in fields.items()}
 
 
 def prefix_paths(cu_seqlens: torch.Tensor, parents: torch.Tensor, total: int) -> PrefixPaths:

@@ -215,12 +215,12 @@ def _rows(sequences: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
                 f"{name}: expected a 1-D sequence or [1, length], got {described(tensor)} in example {index}; "
                 "[length, ...] needs one of them beside it"
             )
-    for name, tensor in tensors.items():
-        if tensor.dim() > 1 and not any(other.dim() == 1 for other in tensors.values()):
-            raise ValueError(
-                f"{name}: expected a 1-D sequence or [1, length], got {described(as_tensor(sequences[name]))} in "
-                f"example {index}; [length, ...] needs one of them beside it"
-            )
+    of_values = next((name for name, tensor in tensors.items() if tensor.dim() > 1), None)
+    if of_values is not None and not any(tensor.dim() == 1 for tensor in tensors.values()):
+        raise ValueError(
+            f"{of_values}: expected a 1-D sequence or [1, length], got {described(as_tensor(sequences[of_values]))} in "
+            f"example {index}; [length, ...] needs one of them beside it"
+        )
     return tensors
 
 

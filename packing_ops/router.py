@@ -152,8 +152,7 @@ def load_balancing_loss(
     Gradients: of probabilities, through their means only; second derivatives too, no forward mode.
     """
     layers = [probabilities] if isinstance(probabilities, torch.Tensor) else list(probabilities)
-    chosen = [routed] if routed is None or isinstance(routed, torch.Tensor) else list(routed)
-    chosen = chosen * len(layers) if routed is None else chosen
+    chosen = [routed] * len(layers) if routed is None else [routed] if isinstance(routed, torch.Tensor) else [*routed]
     if not layers or len(chosen) != len(layers):
         raise ValueError(
             f"routed: expected one for each of 1 or more layers of probabilities, got {len(chosen)} for {len(layers)}"

@@ -381,7 +381,7 @@ def logps_of_targets(
     if softcap not in (0, float("inf")):
         check_positive(softcap, "softcap", ", or 0 or inf for none")
     outer, inner = (scale, 0.0) if softcap in (0, float("inf")) else (softcap, scale / softcap)
-    temperature = options.temperature
+    temperature, of_rows = options.temperature, None
     if isinstance(temperature, torch.Tensor):
         total = hidden.shape[0]
         if not temperature.is_floating_point() or temperature.shape not in ((), (total,), (1, total)):
@@ -392,10 +392,10 @@ def logps_of_targets(
         if temperature.device != hidden.device and temperature.dim():
             raise ValueError(f"temperature: expected on {hidden.device} like hidden, got {_described(temperature)}")
         refuse_gradient(temperature, "temperature")
-        temperature = temperature.to(hidden.device).reshape(-1).expand(total)
+        of_rows = temperature.to(hidden.device).reshape(-1).expand(total)
     else:
         check_positive(temperature := number(temperature, "temperature"), "temperature")
-        outer, temperature = outer / temperature, None
+        outer = outer / temperature
     # How many entries and rows
     chunk, max_targets, group = options.chunk, options.max_targets, options.group
     chunk = None if chunk is None else at_least(chunk, "chunk", 1, "entry of the vocabulary")
@@ -410,7 +410,7 @@ def logps_of_targets(
         weight,
         bias,
         targets,
-        temperature,
+        of_rows,
         outer,
         inner,
         chunk,

@@ -173,15 +173,15 @@ def _formula(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None
     zero = torch.zeros_like(tensors[-1])
     grad = zero if of_logps is None else of_logps
     plain = grad if of_lse is None else grad - of_lse
-    slopes = [grad, plain]
+    rows = [grad, plain]
     if entropy.shape[0] and any(each is not None for each in of_more):
         of_entropy, of_sum_p2, of_mean_logit = (zero if each is None else each for each in of_more)
         group, ranks = ctx.options[-1], 1
         if group is not None:
             ranks = torch.distributed.distributed_c10d._resolve_process_group(group).size()
         plain = plain + of_entropy * entropy + 2 * of_sum_p2 * sum_p2
-        slopes = [grad, plain, of_entropy, 2 * of_sum_p2, of_mean_logit / (tensors[1].shape[0] * ranks)]
-    slopes = torch.stack(slopes)
+        rows = [grad, plain, of_entropy, 2 * of_sum_p2, of_mean_logit / (tensors[1].shape[0] * ranks)]
+    slopes = torch.stack(rows)
     needed, op = ctx.needs_input_grad[:3], gate.token_logps_backward
     if kept.shape[0] and is_real(kept) and torch._C._has_storage(slopes):
         op, ctx.overwritten = gate.token_logps_backward_, True

@@ -226,7 +226,11 @@ def choose_attention(
         return Choice("gathered", refused)
     can_be_either = ranks > 1 and scheme == "contiguous" and not not_gathered
     if can_be_either and is_real(edges) and not mode.active():
-        total, left, cache = 0 if metadata is None else metadata.total, window_size[0], metadata and metadata._cache
+        total, left, cache = (
+            0 if metadata is None else metadata.total,
+            window_size[0],
+            getattr(metadata, "_cache", None),
+        )
 
         def make() -> tuple[float, float]:
             on_host = edges.cpu()
