@@ -6,7 +6,7 @@ A head's first ``rotary_dim`` elements are pairs ``(x1, x2)``, each turned by th
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 
@@ -14,12 +14,22 @@ from packing_ops._runtime import gate
 from packing_ops._runtime.autograd import has_tangent, in_forward_mode, register_autograd
 from packing_ops.metadata import PackedMetadata
 
-K = TypeVar("K", torch.Tensor, None)
 
-
+@overload
+def apply_rotary_qk(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    position_ids: PackedMetadata | torch.Tensor | None = None, *, interleaved: bool = False, inplace: bool = False,
+    unsqueeze_dim: int = 1, sections: Sequence[int] | None = None, rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def apply_rotary_qk(
+    q: torch.Tensor, k: None, cos: torch.Tensor, sin: torch.Tensor,
+    position_ids: PackedMetadata | torch.Tensor | None = None, *, interleaved: bool = False, inplace: bool = False,
+    unsqueeze_dim: int = 1, sections: Sequence[int] | None = None, rotary_dim: int | None = None,
+) -> tuple[torch.Tensor, None]: ...  # fmt: skip
 def apply_rotary_qk(
     q: torch.Tensor,
-    k: K,
+    k: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     position_ids: PackedMetadata | torch.Tensor | None = None,
@@ -29,7 +39,7 @@ def apply_rotary_qk(
     unsqueeze_dim: int = 1,
     sections: Sequence[int] | None = None,
     rotary_dim: int | None = None,
-) -> tuple[torch.Tensor, K]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate q and k by the angles of their positions, both in one pass. Differentiable in q and k.
 
     Args:
