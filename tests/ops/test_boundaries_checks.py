@@ -213,7 +213,7 @@ def transformers_layout(cu_seqlens):
 def megatron_layout(cu_seqlens):
     layout = pytest.importorskip("packing_ops.integrations.megatron.varlen_call")
     documents = layout.DocumentSpans(cu_seqlens, cu_seqlens, cu_seqlens, cu_seqlens)
-    ops.position_ids_from_cu_seqlens(layout.varlen_call_of(documents, 12, causal=True).cu_seqlens_q, 12)
+    ops.position_ids_from_cu_seqlens(layout.varlen_call_of(documents, 12, causal=True)[0], 12)
 
 
 READERS = {

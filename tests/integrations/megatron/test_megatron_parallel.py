@@ -66,8 +66,8 @@ def test_a_rank_s_layout(device, batch, causal):
     documents, rows = documents_of(batch, device)
     assume(rows)
     q, k, v = (torch.randn(cp_size * rows, heads, 8, device=device).requires_grad_() for heads in (4, 2, 2))
-    whole = varlen_call_of(documents, cp_size * rows, causal=causal)
-    expected = varlen_attention(q, k, v, whole.cu_seqlens_q, whole.cu_seqlens_k, causal=causal)
+    cu_seqlens_q, cu_seqlens_k = varlen_call_of(documents, cp_size * rows, causal=causal)
+    expected = varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal)
     parts = [thd_partition_indices(documents.q_slots, cp_size, rank, total=cp_size * rows) for rank in range(cp_size)]
     row_of = torch.cat(parts)
     outs = []
