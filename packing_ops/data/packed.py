@@ -373,9 +373,8 @@ class PackedCollator:
         num_rows, width = sequences.shape
         if len(sub_seq_lengths) != num_rows:
             raise ValueError(f"sub_seq_lengths: expected {num_rows} lists, one per row, got {len(sub_seq_lengths)}")
-        segments: list[
-            tuple[int, int]
-        ] = []  # slots and tokens of each document, after those of a row of its unused end
+        # Slots and tokens of each document, and after those of a row of its unused end
+        segments: list[tuple[int, int]] = []
         for r, row in enumerate(self._aligned_rows(sub_seq_lengths)):
             rest = width - sum(row)
             if rest < 0 or rest % self.alignment:

@@ -252,8 +252,8 @@ class PaddingFreeCollator:
             if chosen.lost_tokens:
                 warnings.warn(
                     f"{limits}: {len(chosen.dropped)} of {len(by_example)} examples dropped and "
-                    f"{len(chosen.truncated)} "
-                    f"cut, {chosen.lost_tokens} of {chosen.num_tokens + chosen.lost_tokens} tokens lost",
+                    f"{len(chosen.truncated)} cut, {chosen.lost_tokens} of "
+                    f"{chosen.num_tokens + chosen.lost_tokens} tokens lost",
                     stacklevel=3,
                 )
             sides = [side.cut(own) for side, own in zip(sides, zip(*kept, strict=True), strict=True)]

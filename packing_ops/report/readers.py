@@ -229,6 +229,8 @@ class _Text:
 def elements(file: BinaryIO, longest: int) -> Iterator[object]:
     """Yield every element of the array that ``file`` (bytes, UTF-8) is, decoded.
 
+    A file of gigabytes is never in memory.
+
     Example:
         >>> import io
         >>> list(elements(io.BytesIO(b'[{"text": "a"}, 2]'), 100))

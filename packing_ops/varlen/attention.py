@@ -173,9 +173,8 @@ def varlen_attention(
         if total == q.shape[1]:
             raise ValueError(
                 f"q: expected [total_q, num_q_heads, head_dim], got {list(q.shape)} with {total} tokens, which looks "
-                "like "
-                "[num_q_heads, total_q, head_dim]: transpose(0, 1), or give [1, num_q_heads, total_q, head_dim] and "
-                "layout='bhsd'"
+                "like [num_q_heads, total_q, head_dim]: transpose(0, 1), or give [1, num_q_heads, total_q, head_dim] "
+                "and layout='bhsd'"
             )
     keys = keys_of(cu_seqlens_q, cu_seqlens_k, parents, block_table, seqused_k)
     out, lse = attend(q, k, v, cu_seqlens_q, keys, options, plan=plan, layout=layout)
