@@ -108,26 +108,19 @@ def rotation_of(stock) -> Rotation | str:
     with quiet():
         for kind, of_pairs, dim in itertools.product(tables, pairs, dims):
             rotation = Rotation(names, kind, *of_pairs, False, dim)
-            if all(_agrees(stock, rotation, case, errors) for case in _cases(names)):
-                if not _in_a_model(stock, rotation):
-                    return "it rotates otherwise in long rows, wide heads or float16, or has another gradient"
-                rotation = rotation._replace(tokens=_without_batch(stock, rotation))
-                # Tables for 8 of 24 elements: it rotates the first ones, or raises, or is not served.
-                partial, errors = rotation._replace(partial=True), []
-                cases = [case._replace(head_dim=24) for case in _cases(names)]
-                if all(_agrees(stock, partial, case, errors, any_error=True) for case in cases):
-                    return partial
-                return rotation if errors else "it rotates another part of the head than its first elements"
+            if not all(_agrees(stock, rotation, case, errors) for case in _cases(names)):
+                continue
+            if not all(_agrees(stock, rotation, case) for case in _IN_MODELS):
+                return "it rotates otherwise in long rows, wide heads or float16, or has another gradient"
+            of_tokens = rotation._replace(tokens=True)
+            rotation = rotation._replace(tokens=all(_agrees(stock, of_tokens, case) for case in _OF_TOKENS))
+            # Tables for 8 of 24 elements: the first ones rotate, or the stock function raises, or it is not served.
+            partial, errors = rotation._replace(partial=True), []
+            cases = [case._replace(head_dim=24) for case in _cases(names)]
+            if all(_agrees(stock, partial, case, errors, any_error=True) for case in cases):
+                return partial
+            return rotation if errors else "it rotates another part of the head than its first elements"
     return f"it raises {errors[0]!r}" if errors else "it rotates by none of the formulas of apply_rotary_qk"
-
-
-def _without_batch(stock, rotation) -> bool:
-    def agrees(dtype) -> bool:
-        args, options = _arguments(rotation._replace(unsqueeze_dim=2), _Case(rows=1, dtype=dtype))
-        args = tuple(each.squeeze(0) for each in args)
-        return _gives(rotation._replace(tokens=True), args, options, attempt(stock, *args, **options))
-
-    return agrees(torch.float32) and agrees(torch.bfloat16)
 
 
 class _Case(NamedTuple):
@@ -202,21 +195,7 @@ _IN_MODELS = [  # as models call it: a long row; a larger batch and wide heads; 
 ]
 
 
-def _in_a_model(stock, rotation) -> bool:
-    """Run as models call it: larger sizes and values, float16, gradients."""
-    for case in _IN_MODELS:
-        args, options = _arguments(rotation, case)
-        heads = len(args) - (1 if rotation.tables == "complex" else 2)
-        inputs, tables = [100.0 * x for x in args[:heads]], args[heads:]
-
-        def served(*heads, tables=tables, options=options):
-            return rotation.serve(_refuse, (*heads, *tables), options)
-
-        wanted = with_gradients(lambda *heads, rest=tables, named=options: stock(*heads, *rest, **named), inputs)
-        found = with_gradients(served, inputs)
-        if len(wanted) != 2 * heads or not alike(found, wanted, 8):
-            return False
-    return True
+_OF_TOKENS = [_Case(rows=1, dtype=dtype, tokens_alone=True) for dtype in (torch.float32, torch.bfloat16)]
 
 
 def _refuse(*_, **__):

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+from collections.abc import Iterator
 from importlib import metadata
 
 import torch
@@ -40,46 +41,44 @@ def describe_environment() -> str:
         built with: torch ..., compiler ...
         ...
     """
+    return "\n".join(f"{name}: {value}" for name, value in _facts())
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "packing_ops", _library.VERSION
     build = {} if _library.MISSING else _library.build_info()
-    cuda = f"CUDA {build['cuda']} for {build['cuda_archs']}" if build.get("cuda") else "no CUDA"
-    of_library = (
-        {
-            "library": build["library"],
-            "library from": build["library_from"],
-            "built as": _library.built_as(),
-            "built with": f"torch {build['built_with_torch']}, compiler {build['compiler']}, {cuda}",
-            "attention kernels": build["attention_kernels"],
-        }
-        if build
-        else {"library": f"none ({_library.MISSING})"}
-    )
-    of_driver = {"driver": driver.found() or "none"}
+    if not build:
+        yield "library", f"none ({_library.MISSING})"
+    else:
+        cuda = f"CUDA {build['cuda']} for {build['cuda_archs']}" if build["cuda"] else "no CUDA"
+        yield "library", build["library"]
+        yield "library from", build["library_from"]
+        yield "built as", _library.built_as()
+        yield "built with", f"torch {build['built_with_torch']}, compiler {build['compiler']}, {cuda}"
+        yield "attention kernels", build["attention_kernels"]
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "system", platform.platform()
+    yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    yield "torch's CUDA", torch.version.cuda or torch.version.hip or "none"
+    yield "driver", driver.found() or "none"
     if build.get("cuda"):
-        of_driver["driver needed"] = driver.needed(build["cuda"])
-        of_driver["driver fits"] = driver.misfit(build["cuda"]) or "yes" if driver.found() else "no GPU driver here"
-    of_gpus = {} if torch.cuda.is_available() else {"GPU": "none that torch can use"}
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        gpu = torch.cuda.get_device_properties(i)
-        of_gpus[f"GPU {i}"] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.1f} GiB"
-        if build.get("cuda"):
-            of_gpus[f"attention on GPU {i}"] = _attention_of(i)
-    facts = {
-        "packing_ops": _library.VERSION,
-        **of_library,
-        "python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "system": platform.platform(),
-        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-        "torch's CUDA": torch.version.cuda or torch.version.hip or "none",
-        **of_driver,
-        **of_gpus,
-        **{library: _version(library) for library in LIBRARIES},
-        "continuous batching": _batching(_version("transformers")),
-        "sampling by vLLM": _sampling(),
-    }
+        yield "driver needed", driver.needed(build["cuda"])
+        yield "driver fits", driver.misfit(build["cuda"]) or "yes" if driver.found() else "no GPU driver here"
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(i)
+            yield f"GPU {i}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.1f} GiB"
+            if build.get("cuda"):
+                yield f"attention on GPU {i}", _attention_of(i)
+    else:
+        yield "GPU", "none that torch can use"
+    for library in LIBRARIES:
+        yield library, _version(library)
+    yield "continuous batching", _batching(_version("transformers"))
+    yield "sampling by vLLM", _sampling()
     for variable in VARIABLES:
         if variable in os.environ:
-            facts[variable] = os.environ[variable]
-    return "\n".join(f"{name}: {value}" for name, value in facts.items())
+            yield variable, os.environ[variable]
 
 
 def _attention_of(device: int) -> str:
