@@ -243,8 +243,7 @@ def test_only_targets_are_learnt():
 
 def test_switches_of_the_page_exist():
     pytest.importorskip("trl")
-    calls = re.findall(r"^\| `((?:contrib\.)?\w+)\.(\w+)\(", (ROOT / "docs" / "transformers.md").read_text(), re.M)
+    calls = re.findall(r"^\| `po\.([\w.]+)\.(\w+)\(", (ROOT / "docs" / "transformers.md").read_text(), re.M)
     assert len(calls) == 11
     for module, name in calls:
-        package = module if module.startswith("contrib.") else f"integrations.{module}"
-        assert callable(getattr(importlib.import_module(f"packing_ops.{package}"), name))
+        assert callable(getattr(importlib.import_module(f"packing_ops.{module}"), name))

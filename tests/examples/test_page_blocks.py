@@ -72,22 +72,20 @@ def test_model_on_two_ranks(tmp_path):
 LENGTHS = [len(row["input_ids"]) for row in ROWS]
 
 
-def parameters_of_a_rank():
-    from torch.distributed.device_mesh import init_device_mesh
-
-    model, rank = tiny_llama(), torch.distributed.get_rank()
-    names = {"model": model, "dataset": ROWS, "lengths": LENGTHS, "capacity": 64, "rank": rank, "world_size": 2}
-    names |= {"torch": torch, "mesh": init_device_mesh("cpu", (2,))}
+def parameters_of_a_rank(folder):
     block = block_with("docs/parallel.md", "PackedBatchSampler")
-    for stock, ours in (
-        ("fully_shard(layer, mp_policy=mixed)", "fully_shard(layer, mesh=mesh)"),
-        ("fully_shard(model, mp_policy=mixed)", "fully_shard(model, mesh=mesh)"),
+    for there, here in (
+        ('"cuda"', '"cpu"'),
+        ('int(os.environ["WORLD_SIZE"])', "2"),
+        ("param_dtype=torch.bfloat16", "param_dtype=torch.float32"),
         ("AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"),
+        ("model.parameters(), 1.0)", "model.parameters(), 1e6)"),
     ):
-        assert stock in block
-        block = block.replace(stock, ours)
+        assert there in block
+        block = block.replace(there, here)
+    names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 1}
     exec(block, names)
-    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+    return [parameter.full_tensor().detach() for parameter in names["model"].parameters()]
 
 
 def test_data_parallel_rows_on_two_ranks(tmp_path):
@@ -95,6 +93,7 @@ def test_data_parallel_rows_on_two_ranks(tmp_path):
     from packing_ops.data import PackedBatchSampler
 
     model = tiny_llama("eager")
+    model.save_pretrained(tmp_path / "model")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     samplers = [PackedBatchSampler(LENGTHS, 64, rank, 2, drop_last=True) for rank in range(2)]
     assert len(samplers[0]) > 3
@@ -104,7 +103,7 @@ def test_data_parallel_rows_on_two_ranks(tmp_path):
         (sum(losses) / sum(ids.numel() - 1 for ids in documents)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for found in processes.spawn(parameters_of_a_rank, 2, tmp_path):
+    for found in processes.spawn(functools.partial(parameters_of_a_rank, tmp_path), 2, tmp_path):
         torch.testing.assert_close(found, [each.detach() for each in model.parameters()], rtol=1e-4, atol=1e-6)
 
 
@@ -412,7 +411,8 @@ def test_every_block_is_run():
 
 def test_blocks_of_vllm_are_run_with_it():
     """``make test-vllm`` makes the same calls: vLLM is not here."""
-    engine, under_trl, record = blocks_of("docs/vllm.md")
+    calls = ("attention_backend=", "enable_padding_free", "record(llm, ")
+    engine, under_trl, record = (block_with("docs/vllm.md", call) for call in calls)
     names = ("cases.py", "check_vllm.py", "check_vllm_trl.py")
     cases, checks, trl = ((ROOT / "tests" / "engines" / name).read_text() for name in names)
     for call in ("apply_packing_ops(trainer.model, invariant=True)", "enable_padding_free(trainer)"):

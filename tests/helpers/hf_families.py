@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 from packing_ops.integrations.transformers import (
     apply,
     apply_packing_ops,
+    fused_loss,
     linear_attention,
     rms_norm,
     rope,
@@ -209,11 +210,12 @@ class Row(NamedTuple):
     rope: str
     rms_norm: str
     state: str
+    fused_loss: str
 
 
 def row_of(model) -> Row:
     """Applies RoPE and RMSNorm on the way."""
-    own = apply.why_not_attention(model)
+    own, loss = apply.why_not_attention(model), fused_loss.refusal(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         applied = apply_packing_ops(model, attention=False, rms_norm=True)
@@ -224,7 +226,7 @@ def row_of(model) -> Row:
         verdicts.append(NONE if nothing else (f"yes, but {reason}" if reason else "yes") if count else reason)
     attends = "yes" if apply.attentions(model) else NONE
     layers = linear_attention.layers_in(model)
-    return Row(own or attends, *verdicts, state_of(layers.values(), map(type, layers)))
+    return Row(own or attends, *verdicts, state_of(layers.values(), map(type, layers)), loss or "yes")
 
 
 def state_of(reasons, classes) -> str:
@@ -276,17 +278,21 @@ def row_of_module(model_class) -> Row:
         if cls.__module__ == name and hasattr(cls, "forward") and linear_attention.functions_called(cls)
     ]
     states = state_of(map(linear_attention.why_not_class, layers), layers)
-    return Row("not tried", refusal_of_module(name) or "yes", "; ".join(reasons) or ("yes" if norms else NONE), states)
+    loss = "yes" if fused_loss._logits_feed_only_the_loss(model_class, False) else "its forward changes the logits"
+    norm = "; ".join(reasons) or ("yes" if norms else NONE)
+    return Row("not tried", refusal_of_module(name) or "yes", norm, states, loss)
 
 
 def page_of(rows: dict[tuple[str, str], Row]) -> str:
     """The page's table, and the version that it is of."""
     lines = [f"With transformers {transformers.__version__}:", ""]
     for kind, title in KINDS.items():
-        lines += [f"## {title}", "", "| model_type | attention | RoPE | RMSNorm | state |", "|---|---|---|---|---|"]
+        heads = ["attention", "RoPE", "RMSNorm", "state", *["fused loss"] * (kind == "CAUSAL_LM")]
+        lines += [f"## {title}", "", f"| model_type | {' | '.join(heads)} |", f"|---{'|---' * len(heads)}|"]
         for (found, model_type), row in rows.items():
             if found == kind:
-                lines.append(f"| {model_type} | " + " | ".join(cell.replace("|", "/") for cell in row) + " |")
+                cells = [cell.replace("|", "/") for cell in row[: len(heads)]]
+                lines.append(f"| {model_type} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
