@@ -1,16 +1,37 @@
 """benchmarks/bench_invariance.py in small: nothing differs in the mode, something does without it."""
 
 import csv
+import sys
+import types
 
 import bench_invariance
 import pytest
 import torch
+from helpers import fresh_process
 
 pytest.importorskip("transformers")
 
 
-def test_in_small(tmp_path, monkeypatch):
+@pytest.fixture
+def forks(monkeypatch, tmp_path):
+    """Its processes are forks of one that has imported transformers."""
+
+    class Fork:
+        returncode = 0
+
+        def __init__(self, command, **_):
+            self.args = command
+
+        def communicate(self):
+            program = self.args.index(sys.executable) + 1
+            environment = dict(setting.split("=") for setting in self.args[1 : program - 1])
+            return fresh_process.run(*self.args[program:], folder=tmp_path, environment=environment), None
+
+    monkeypatch.setattr(bench_invariance, "subprocess", types.SimpleNamespace(Popen=Fork, PIPE=None))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_in_small(tmp_path, forks):
     options = ["--device", "cpu", "--tokens", "4000", "--steps", "1", "--results", str(tmp_path)]
     bench_invariance.main([*options, "--models", "tiny"])
     rows = list(csv.DictReader((tmp_path / "invariance_cpu.csv").open()))
@@ -23,8 +44,7 @@ def test_in_small(tmp_path, monkeypatch):
     assert all(float(row["step_ms"]) > 0 for row in rows)
 
 
-def test_a_hybrid_beside_rows_of_other_models(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_a_hybrid_beside_rows_of_other_models(tmp_path, forks):
     path = tmp_path / "invariance_cpu.csv"
     path.write_text("model,mode,layers,compared,differ,claimed\ntiny,invariant,eager,4000,0,yes\n")
     options = ["--device", "cpu", "--tokens", "400", "--steps", "1", "--results", str(tmp_path)]
