@@ -2,13 +2,12 @@
 
 import functools
 import itertools
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, cu_seqlens_of, lengths_strategy
+from helpers import cu_seqlens_of, fresh_process, lengths_strategy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,9 +168,9 @@ for _ in range(2):
 """
 
 
-def test_patch_reaches_every_module_of_trl_and_reverts():
+def test_patch_reaches_every_module_of_trl_and_reverts(tmp_path):
     """In a process where no other test has imported a part of TRL."""
-    subprocess.run([sys.executable, "-c", REACHES], check=True, cwd=ROOT)
+    fresh_process.run("-c", REACHES, folder=tmp_path)
 
 
 def test_own_pack_dataset_is_the_wrapped_one():
