@@ -397,7 +397,7 @@ def apply_to_model(model: torch.nn.Module) -> None:
     for layer, reason in layers_in(model).items():
         if reason is None:
             vars(layer)[SWAPPED] = True
-            _patching.apply_all(patches_of(unwrapped(type(layer)).__module__), model)
+            _patching.apply_all(patches_of(unwrapped(type(layer)).__module__), layer)
 
 
 def release(model: torch.nn.Module) -> None:

@@ -303,6 +303,14 @@ def test_reverted_to_the_bit(device):
     assert not any("_packing_ops" in name for module in model.modules() for name in vars(module))
 
 
+def test_functions_go_with_the_last_swapped_layer_of_a_model(device):
+    """The model inside is reverted, and the one around it, which apply_packing_ops was called with, lives on."""
+    model, _ = hybrid("qwen3_next", device)
+    home = type(model).__module__
+    revert_packing_ops(model.model)
+    assert not any(patch.is_applied for patch in linear_attention.patches_of(home).values())
+
+
 def test_a_stock_model_of_the_family_keeps_its_functions(device):
     model, stock = hybrid("qwen3_next", device)
     ids, _, _ = packed(device)
