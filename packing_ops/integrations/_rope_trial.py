@@ -42,24 +42,10 @@ class Rotation(NamedTuple):
     def table(self) -> str:
         return "freqs_cis" if self.tables == "complex" else "cos"
 
-    def __call__(self, q, k, cos, sin, unsqueeze_dim=None, sections=None):
-        """Return (q, k) rotated; NotImplemented for shapes that no trial covers."""
-        if q.dim() == 3 and not self.tokens:
-            return NotImplemented
-        entries, head_dim = cos.shape[-1], q.shape[-1]
-        rotary_dim = entries * 2 if self.tables in ("pairs", "complex") else entries
-        if rotary_dim != head_dim and not (self.partial and rotary_dim < head_dim):
-            return NotImplemented
-        if self.tables == "first half":
-            cos, sin = cos[..., : entries // 2], sin[..., : entries // 2]
-        layout = {"interleaved": self.interleaved, "rotary_dim": rotary_dim, "sections": sections}
-        layout["unsqueeze_dim"] = self.unsqueeze_dim if unsqueeze_dim is None else unsqueeze_dim
-        q, k = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-        q, k = apply_rotary_qk(q, k, cos, sin, **layout)
-        return (_to_halves(q, rotary_dim), _to_halves(k, rotary_dim)) if self.to_halves else (q, k)
-
     def serve(self, stock, args, named):
-        """Return what stock(*args, **named) returns, whose cos may be Tables."""
+        """Return what stock(*args, **named) returns, whose cos may be Tables; from stock for shapes that no trial
+        covers.
+        """
         given = dict(zip(self.parameters, args)) | named  # noqa: B905  as many as were given
         if self.tables == "complex":
             q, k, table = (given.get(name) for name in _COMPLEX)
@@ -68,11 +54,21 @@ class Rotation(NamedTuple):
             q, k, cos, sin = (given.get(name) for name in (self.parameters[0], "k", "cos", "sin"))
         if q is None or cos is None or sin is None or (k is None and not self.takes_one):
             return stock(*args, **named)
-        # By its name: torch 2.10 does not trace the call of a tuple that holds a dynamic number.
-        found = self.__call__(q, k, cos, sin, given.get("unsqueeze_dim"), given.get("mrope_section"))
-        if found is NotImplemented:
+        entries, head_dim = cos.shape[-1], q.shape[-1]
+        rotary_dim = entries * 2 if self.tables in ("pairs", "complex") else entries
+        fits = rotary_dim == head_dim or (self.partial and rotary_dim < head_dim)
+        if not fits or (q.dim() == 3 and not self.tokens):
             return stock(*args, **named)
-        return found[0] if self.takes_one else found
+        if self.tables == "first half":
+            cos, sin = cos[..., : entries // 2], sin[..., : entries // 2]
+        dim, sections = given.get("unsqueeze_dim"), given.get(_MROPE)
+        layout = {"interleaved": self.interleaved, "rotary_dim": rotary_dim, "sections": sections}
+        layout["unsqueeze_dim"] = self.unsqueeze_dim if dim is None else dim
+        q, k = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+        q, k = apply_rotary_qk(q, k, cos, sin, **layout)
+        if self.to_halves:
+            q, k = _to_halves(q, rotary_dim), _to_halves(k, rotary_dim)
+        return q if self.takes_one else (q, k)
 
 
 def _to_halves(x, rotary_dim):

@@ -237,9 +237,8 @@ def apply_packing_ops(
 def _in_effect(model: torch.nn.Module, skipped: dict[str, str]) -> Applied:
     """Count what runs ours, by earlier calls too."""
     found = hosts(model)
-    configs = [getattr(module, "config", host.config) for host in found for module in attentions(host)]
     return Applied(
-        attention=sum(config._attn_implementation in NAMES for config in configs),
+        attention=sum(name in NAMES for name in names_in(found)),
         rope=rope_patch.counts(model)[0],
         rms_norm=rms_norm_patch.counts(model)[0],
         fused_loss=sum(fused_loss_patch.is_fused(host) and not fused_loss_patch.since(host) for host in found),
@@ -316,6 +315,12 @@ def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
 def attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules that call the attention that attn_implementation names."""
     return [module for module in model.modules() if stateful.calls_interface(type(module))]
+
+
+def names_in(hosts: list[PreTrainedModel]) -> list[str]:
+    """Return the attn_implementation of each of these modules."""
+    configs = (getattr(module, "config", host.config) for host in hosts for module in attentions(host))
+    return [config._attn_implementation for config in configs]
 
 
 def why_not_attention(model: torch.nn.Module) -> str | None:

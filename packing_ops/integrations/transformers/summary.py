@@ -12,7 +12,7 @@ from packing_ops.integrations.transformers import linear_attention as linear_att
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import versions
-from packing_ops.integrations.transformers.apply import HELD, attentions, check_model, hosts, why_not_attention
+from packing_ops.integrations.transformers.apply import HELD, check_model, hosts, names_in, why_not_attention
 from packing_ops.integrations.transformers.call import NAMES, LastForward, guard_of, last_forward, mixes_tokens
 
 
@@ -62,8 +62,7 @@ def info(model: torch.nn.Module) -> str:
 
 
 def _attention(model: Any, hosts: list[Any]) -> str:
-    configs = (getattr(module, "config", host.config) for host in hosts for module in attentions(host))
-    found = Counter(config._attn_implementation for config in configs)
+    found = Counter(names_in(hosts))
     text = ", ".join(f"{implementation} in {_counted(count, 'module')}" for implementation, count in found.items())
     if found and found.keys() <= NAMES:
         return text
