@@ -128,4 +128,4 @@ def test_a_function_that_rotates_rows_otherwise_is_not_called_with_them():
     rotation = _rope_trial.rotation_of(rotate_batches)
     assert not rotation.tokens
     q, tables = torch.randn(5, 2, 8), torch.randn(5, 8)
-    assert rotation(q, q, tables, tables) is NotImplemented
+    assert rotation.serve(lambda *_: "stock", (q, q, tables, tables), {}) == "stock"
