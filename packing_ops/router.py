@@ -5,7 +5,7 @@ loss depends on its neighbours. Both statistics are sums over a document's slots
 probabilities and of what it has chosen.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -151,8 +151,16 @@ def load_balancing_loss(
     Memory: as router_statistics, for each layer.
     Gradients: of probabilities, through their means only; second derivatives too, no forward mode.
     """
-    layers = [probabilities] if isinstance(probabilities, torch.Tensor) else list(probabilities)
-    chosen = [routed] * len(layers) if routed is None else [routed] if isinstance(routed, torch.Tensor) else [*routed]
+    layers = (
+        [probabilities]
+        if isinstance(probabilities, torch.Tensor) or not isinstance(probabilities, Iterable)
+        else [*probabilities]
+    )
+    chosen = (
+        [routed] * (len(layers) if routed is None else 1)
+        if isinstance(routed, torch.Tensor) or not isinstance(routed, Iterable)
+        else [*routed]
+    )
     if not layers or len(chosen) != len(layers):
         raise ValueError(
             f"routed: expected one for each of 1 or more layers of probabilities, got {len(chosen)} for {len(layers)}"

@@ -174,6 +174,8 @@ def bad_calls(device):
         "routed dtype": (call(top_k=None, routed=routed.long()), "routed: expected bool"),
         "layers": (call([]), "routed: expected one for each of 1 or more layers"),
         "layers of routed": (call([probabilities] * 2, top_k=None, routed=[routed]), "routed: .* got 1 for 2"),
+        "no layer": (call(3), "probabilities: expected a tensor, got 3"),
+        "no routed": (call(top_k=None, routed=3), "routed: expected a tensor, got 3"),
         "copies": (call(copies=torch.ones(5, device=device)), r"copies: expected \[total=6\]"),
         "copies device": (call(copies=torch.ones(6, device="meta")), "copies: expected .* got float32 .* on meta"),
         "cu_seqlens": (call(cu_seqlens=cu_seqlens + 1), "cu_seqlens: expected to start at 0"),
@@ -184,5 +186,5 @@ def bad_calls(device):
 @pytest.mark.parametrize("case", bad_calls("cpu"))
 def test_bad_input_is_named(device, case):
     call, message = bad_calls(device)[case]
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         call()
