@@ -257,6 +257,22 @@ def test_trainers_take_a_stream(tmp_path, monkeypatch):
     assert rows_trained(names["trainer"]) == rows_of(tokenized)[:2]
 
 
+def test_a_trainer_whose_rows_a_sampler_fills(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    from packing_ops.data import PackedBatchSampler, PaddingFreeCollator
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    monkeypatch.chdir(tmp_path)
+    apply_packing_ops(model := tiny_llama())
+    names = {"Trainer": transformers.Trainer, "DataLoader": torch.utils.data.DataLoader}
+    names |= {"PackedBatchSampler": PackedBatchSampler, "PaddingFreeCollator": PaddingFreeCollator}
+    exec(block_with("docs/transformers.md", "PackedBatchSampler").replace("8192", "64"), names)
+    trainer = names["PackedTrainer"](model, transformers.TrainingArguments("out", **TRAINING), train_dataset=ROWS)
+    sampler, collator = PackedBatchSampler(LENGTHS, 64, drop_last=True), PaddingFreeCollator(capacity=64)
+    wanted = [collator([ROWS[i] for i in batch])["input_ids"][0].tolist() for batch in sampler]
+    assert rows_trained(trainer) == wanted[:2]
+
+
 SAMPLES = [
     [("a", [5, 6], [7, 8, 9], 1.0), ("a", [5, 6], [3], 0.0), ("b", [4], [4, 8, 2, 6], 0.0), ("b", [4], [9, 9], 1.0)],
     [
@@ -404,7 +420,7 @@ def test_every_block_is_run():
         "docs/parallel.md": 6,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
-        "docs/transformers.md": 10,
+        "docs/transformers.md": 11,
         "docs/vllm.md": 3,
     }
 
