@@ -319,8 +319,9 @@ def attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def names_in(hosts: list[PreTrainedModel]) -> list[str]:
     """Return the attn_implementation of each of these modules."""
-    configs = (getattr(module, "config", host.config) for host in hosts for module in attentions(host))
-    return [config._attn_implementation for config in configs]
+    return [
+        getattr(module, "config", host.config)._attn_implementation for host in hosts for module in attentions(host)
+    ]
 
 
 def why_not_attention(model: torch.nn.Module) -> str | None:

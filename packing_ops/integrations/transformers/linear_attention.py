@@ -413,10 +413,10 @@ def release(model: torch.nn.Module) -> None:
 @kept_with_model
 def _homes(model) -> tuple[str, ...]:
     """Return the modelling modules of the swapped layers in this model, without those in models inside of it."""
-    homes = dict.fromkeys(unwrapped(type(layer)).__module__ for layer in _of(model) if is_swapped(layer))
-    for home in homes:
-        _patching.apply_all(patches_of(home), model)  # in a graph
-    return tuple(homes)
+    homes = {layer: unwrapped(type(layer)).__module__ for layer in _of(model) if is_swapped(layer)}
+    for layer, home in homes.items():
+        _patching.apply_all(patches_of(home), layer)
+    return tuple(dict.fromkeys(homes.values()))
 
 
 def _of(module):
@@ -432,7 +432,8 @@ def with_documents(model, call, kwargs):
     if not homes:
         return kwargs
     for home in homes if not torch.compiler.is_compiling() else ():
-        _patching.apply_all(patches_of(home), model)  # another library may have replaced them
+        if not all(patch.is_applied for patch in patches_of(home).values()):  # another library has replaced one
+            _patching.apply_all(patches_of(home), model)
     documents = call.row_documents
     if documents is not None and not documents.has_attention:  # these layers are where they have to arrive
         for each in (call, *call.outers):

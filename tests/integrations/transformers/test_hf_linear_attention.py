@@ -303,11 +303,14 @@ def test_reverted_to_the_bit(device):
     assert not any("_packing_ops" in name for module in model.modules() for name in vars(module))
 
 
-def test_functions_go_with_the_last_swapped_layer_of_a_model(device):
-    """The model inside is reverted, and the one around it, which apply_packing_ops was called with, lives on."""
+@pytest.mark.parametrize("called", [False, True])
+def test_functions_go_with_the_last_swapped_layer_of_a_model(called, device):
+    """Parts are reverted, and the models around them, which were applied to and called, live on."""
     model, _ = hybrid("qwen3_next", device)
     home = type(model).__module__
-    revert_packing_ops(model.model)
+    if called:
+        model(torch.tensor([[1, 2, 3]], device=device), use_cache=False)
+    revert_packing_ops(model.model if not called else model.model.layers)
     assert not any(patch.is_applied for patch in linear_attention.patches_of(home).values())
 
 
