@@ -159,6 +159,7 @@ FAKES: dict[str, Callable[[SimpleNamespace], Any]] = {
     ),
     "logps_chunk_": nothing,
     "logps_chunk_backward_": nothing,
+    "mm_by_rows_": nothing,
     "token_logps_backward": gradients_of_head,
     "token_logps_backward_": gradients_of_head,
     "kl_rows": lambda a: a.logits.new_empty((4, a.logits.shape[0]), dtype=sum_dtype(a.logits.dtype)),

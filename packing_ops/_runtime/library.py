@@ -33,7 +33,7 @@ OPS = """
     mamba2_gate mamba2_gate_backward
     attention_plan varlen_attention varlen_attention_backward prefix_paths prefix_attention prefix_attention_backward
     paged_attention_plan paged_attention
-    logps_targets logps_rows logps_allowed logps_allowed_mask logps_chunk_ logps_chunk_backward_
+    logps_targets logps_rows logps_allowed logps_allowed_mask logps_chunk_ logps_chunk_backward_ mm_by_rows_
     token_logps token_logps_backward token_logps_backward_
     kl_rows kl_chunk_backward_ kl_scale_kept_ token_kl token_kl_backward
 """

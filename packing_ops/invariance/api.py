@@ -38,7 +38,7 @@ class invariant:
     - torch.compile for CUDA: code that is compiled in the mode rounds as eager code does (``emulate_precision_casts``),
       and from torch 2.13 on most sums over a row depend only on its size (``batch_invariant``). A function is compiled
       up to 64 times (``recompile_limit``).
-    - CPU: each product of the calling thread has 16 rows; more rows are split; products of float32 run in one thread.
+    - CPU: each product of the calling thread has 16 rows and runs in one thread; more rows are several products.
     - token_logps, chunked_cross_entropy and token_kl: sums and products go by 4,096 entries of the vocabulary, whatever
       the chunk; products on CUDA have at least 16 rows, in float32 32.
 

@@ -2,25 +2,20 @@
 sums that have the same bits in any order.
 """
 
-import contextlib
-import ctypes
-import functools
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import as_autocast, sum_dtype
 
 GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the mode, whatever the chunk
-# On the CPU every product has this many rows. Products of other numbers of rows may sum in other orders; which ones
-# depends on the CPU and the number of threads. Not 32: MKL's kernels for AVX2 take 6 rows at a time, and the 2 that
-# remain by another one.
-ROWS = 16
+ROWS = 16  # of every product on the CPU: csrc/ops/logps/logps_product_bind.cpp says why
 COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
 PAIR = 2  # terms that a CPU with AMX multiplies at a time in a half type: widths are a multiple of it (whole_pairs)
 # On a GPU the least rows of a product of the losses. cuBLASLt has other kernels for fewer: in float32 for up to 16
@@ -185,8 +180,6 @@ class _RmsNorm(torch.autograd.Function):
 
 # --- products: rows of zeros next to few, and on the CPU blocks of rows ---
 
-_Result = TypeVar("_Result")
-
 
 def rows_of_product(rows: int, like: torch.Tensor) -> int:
     """Return the number that ``rows`` of a product are padded to: on the CPU a multiple of ROWS, on a GPU at least
@@ -212,61 +205,6 @@ def whole_pairs(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, to
     if x.element_size() > 2 or x.shape[-1] % PAIR == 0:
         return x, weight
     return torch.nn.functional.pad(x, (0, 1)), torch.nn.functional.pad(weight, (0, 1))
-
-
-def at_once(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *others: torch.Tensor) -> list[_Result]:
-    """Return [product] of the tensors and others, with all rows."""
-    return [product(*tensors, *others)]
-
-
-def by_blocks(product: Callable[..., _Result], tensors: Sequence[torch.Tensor], *others: torch.Tensor) -> list[_Result]:
-    """Return the product of each block of ROWS rows of the tensors, and of all of the others; float32 in one thread.
-
-    The tensors' rows are a multiple of ROWS. MKL splits a float32 product of few rows among many threads by the row's
-    position.
-    """
-    with _one_thread() if tensors[0].element_size() > 2 else contextlib.nullcontext():
-        return [product(*blocks, *others) for blocks in zip(*(each.split(ROWS) for each in tensors), strict=True)]
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run products of the calling thread in one thread. torch.set_num_threads would also change every thread that
-    starts meanwhile.
-    """
-    set_threads = _setter_of_threads()
-    before = set_threads(1)
-    try:
-        yield
-    finally:
-        set_threads(before)
-
-
-@functools.cache
-def _setter_of_threads() -> Callable[[int], int]:
-    """Return a function that sets the calling thread's number of threads and returns the one before: MKL's, or
-    OpenMP's in a torch without MKL.
-    """
-    torch_cpu = _torch_cpu()
-    if hasattr(torch_cpu, "MKL_Set_Num_Threads_Local"):
-        return torch_cpu.MKL_Set_Num_Threads_Local
-    if not hasattr(torch_cpu, "omp_set_num_threads"):
-        return lambda threads: threads
-
-    def set_threads(threads: int) -> int:
-        before = torch_cpu.omp_get_max_threads()
-        torch_cpu.omp_set_num_threads(threads)
-        return before
-
-    return set_threads
-
-
-def _torch_cpu() -> Any:
-    """Return torch's library of CPU functions as it is loaded, with its dependencies; None if it has another name."""
-    try:
-        return ctypes.CDLL("libtorch_cpu.so", os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except (AttributeError, OSError):
-        return None
 
 
 class ProductsByBlocks(TorchFunctionMode):
@@ -312,7 +250,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
         pad, more, beside = torch.nn.functional.pad, -size % multiple, -columns % multiple
         rows, weight = pad(rows, (0, more)), pad(weight, (0, more, 0, beside))
         bias = None if bias is None else pad(bias, (0, beside))
-    out = _Product.apply(pad_rows(rows), weight.t(), bias)
+    out = Product.apply(pad_rows(rows), weight.t(), bias)
     return out[:count, :columns].reshape(*x.shape[:-1], columns)
 
 
@@ -339,19 +277,16 @@ def _by_groups(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> to
     return torch.cat([*out, x.new_zeros(x.shape[0] - ends[-1], weights.shape[2])])
 
 
-class _Product(torch.autograd.Function):
+class Product(torch.autograd.Function):
     """x @ other + bias, for a multiple of ROWS rows: it and the gradient of x by blocks, also where that is made
     outside of the mode.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        def product(rows: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-            return torch.mm(rows, other) if bias is None else torch.addmm(bias, rows, other)
-
-        return torch.cat(by_blocks(product, [x.contiguous()], other))
+        out = x.new_empty(x.shape[0], other.shape[1]) if bias is None else bias.repeat(x.shape[0], 1)
+        gate.mm_by_rows_(out, x, other, bias is not None)
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -360,11 +295,19 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x, other), (need_x, need_other, need_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        of_x = _Product.apply(grad, other.mH, None) if need_x else None
+        of_x = Product.apply(grad, other.mH, None) if need_x else None
         of_other = None
         if need_other:  # laid out as other is, or it would be copied once more
             of_other = (grad.mH @ x).mH if other.stride(0) == 1 else x.mH @ grad
         return of_x, of_other, grad.sum(0) if need_bias else None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[torch.Tensor, int]:
+        several = [
+            [each] * info.batch_size if dim is None else each.unbind(dim)
+            for each, dim in zip(inputs, in_dims, strict=True)
+        ]
+        return torch.stack([Product.apply(*each) for each in zip(*several, strict=True)]), 0
 
 
 _PRODUCTS: dict[Any, Callable[..., torch.Tensor]] = {

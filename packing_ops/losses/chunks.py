@@ -20,8 +20,6 @@ from packing_ops.invariance.mode import (
     COLUMNS,
     GRAIN,
     active,
-    at_once,
-    by_blocks,
     pad_rows,
     rows_of_product,
     whole_pairs,
@@ -173,7 +171,6 @@ class Chunks:
         self.hidden = rows.hidden(hidden)
         self.rows, self.invariant = self.hidden.shape[0], active()
         self.hidden = pad_rows(self.hidden) if self.invariant else self.hidden
-        self.by_rows = by_blocks if self.invariant and hidden.is_cpu else at_once
         self.weight = weight if 1 in weight.stride() else weight.contiguous()
         self.bias = None if bias is None else bias.to(sum_dtype(hidden.dtype)).contiguous()
         self.group = None
@@ -204,10 +201,9 @@ class Chunks:
     def multiply(self, weight: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
         """Compute logits of a chunk's weight, of all rows or those in hidden."""
         hidden, columns = self.hidden if hidden is None else hidden, logits.shape[1]
-        if logits.is_cpu:
-            hidden, weight = whole_pairs(hidden, weight)
-            for grain in self.grains(columns):
-                self.by_rows(lambda out, x, w: torch.mm(x, w, out=out), (logits[:, grain], hidden), weight[grain].t())
+        hidden, weight = whole_pairs(hidden, weight) if logits.is_cpu else (hidden, weight)
+        if logits.is_cpu and self.invariant:
+            gate.mm_by_rows_(logits, hidden, weight.t(), False)
         elif missing := self.missing_columns(columns):
             logits.copy_(torch.mm(hidden, pad(weight, (0, 0, 0, missing)).t())[:, :columns])
         else:
@@ -246,7 +242,7 @@ class Gradients:
                 of_grain, part_of_weight = all_logits[:, grain], weight[grain]
                 if missing := self.chunks.missing_columns(of_grain.shape[1]):
                     of_grain, part_of_weight = pad(of_grain, (0, missing)), pad(part_of_weight, (0, 0, 0, missing))
-                self.chunks.by_rows(_add_product, (self.hidden, of_grain), part_of_weight)
+                _add_product(self.hidden, of_grain, part_of_weight)
         if self.need_bias:
             self.bias[part] = logits.sum(0, dtype=self.hidden.dtype)
         if self.need_weight and later:
@@ -276,5 +272,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.is_cpu and active():
+        gate.mm_by_rows_(total, a.to(total.dtype), b, True)
     else:
         total.addmm_(a.to(total.dtype), b)

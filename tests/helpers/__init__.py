@@ -85,9 +85,12 @@ def assert_error_within(actual, torch_low, oracle, factor=2.0, floor=0.0):
     assert ours <= factor * theirs + floor, f"error {ours:.3e}, torch's own {theirs:.3e}"
 
 
+BY_ROWS = "packing_ops::mm_by_rows_"
+
+
 def rows_of_products(call):
-    """The number of rows of each product that call() runs on the CPU, forward and backward; of those with one term,
-    which add nothing up, none: transformers 5.17 makes RoPE's angles by one.
+    """The number of rows of each product that call() runs on the CPU, forward and backward: 16 for mm_by_rows_.
+    Those with one term, which add nothing up, are left out: transformers 5.17 makes RoPE's angles by one.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as found:
         call()
@@ -99,13 +102,14 @@ def rows_of_products(call):
         "aten::baddbmm": 1,
         "aten::_grouped_mm": 0,
     }
-    shapes = [event.input_shapes[first[event.name]] for event in found.events() if event.name in first]
-    return [shape[-2] for shape in shapes if shape[-1] > 1]
+    events = [event for event in found.events() if event.name in {*first, BY_ROWS}]
+    shapes = [(event.name, event.input_shapes[first.get(event.name, 1)]) for event in events]
+    return [16 if name == BY_ROWS else shape[-2] for name, shape in shapes if shape[-1] > 1]
 
 
 def products_by_pairs(monkeypatch):
-    """torch.mm and torch.addmm as oneDNN has them for half types on a CPU with AMX: the last term of an odd row is
-    paired with the first of the row after it, times 0.
+    """torch.mm, torch.addmm and mm_by_rows_ as oneDNN has them for half types on a CPU with AMX: the last term of an
+    odd row is paired with the first of the row after it, times 0.
     """
 
     def by_pairs(real, first):
@@ -119,6 +123,10 @@ def products_by_pairs(monkeypatch):
 
     for name, first in (("mm", 0), ("addmm", 1)):
         monkeypatch.setattr(torch, name, by_pairs(getattr(torch, name), first))
+    from packing_ops._runtime import gate  # not for the tests that import packing_ops themselves
+
+    by_rows = gate.mm_by_rows_
+    monkeypatch.setattr(gate, "mm_by_rows_", by_pairs(lambda out, *rest: (by_rows(out, *rest), out)[1], 1))
 
 
 def cpu_seconds(call, runs=3):

@@ -179,7 +179,7 @@ def test_every_product_of_the_library_has_16_rows(name, rows, dtype):
     hidden.requires_grad_()
     with po.invariant():
         found = rows_of_products(lambda: losses(name, hidden, labels).sum().backward())
-    assert len(found) >= 6  # of each of three grains: the logits, unless they are kept again in backward, the gradient
+    assert len(found) >= 4  # the logits, unless they are kept again in backward, and of three grains the gradient
     assert set(found) == {_invariant.ROWS}
 
 

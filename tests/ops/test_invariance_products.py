@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-import types
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +17,6 @@ import packing_ops as po
 from packing_ops.invariance import mode
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
-OPENMP = ("omp_get_max_threads", "omp_set_num_threads")
 
 functions = {
     "linear": lambda x, w: torch.nn.functional.linear(x, w.t(), w[0]),
@@ -99,39 +98,29 @@ def four_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [*LOW, torch.float64], ids=str)
-def test_products_of_float32_are_those_of_one_thread(four_threads, dtype):
-    """MKL splits those of a few rows among many threads by where a row is. Threads that start meanwhile have
-    all.
-    """
-    set_threads, found = mode._setter_of_threads(), []
+def test_products_leave_the_numbers_of_threads(four_threads):
+    """Of this thread, and of those that start meanwhile."""
+    x, stop, found = torch.randn(64, 2048), threading.Event(), set()
 
-    def product(rows):
-        threads = set_threads(1)
-        set_threads(threads)
-        with ThreadPoolExecutor(1) as other:
-            found.append((rows.shape[0], threads, other.submit(torch.get_num_threads).result()))
-        if len(found) == 3:
-            raise RuntimeError("stop")
+    def starts_threads():
+        while not stop.is_set():
+            with ThreadPoolExecutor(1) as other:
+                found.add(other.submit(torch.get_num_threads).result())
 
-    with pytest.raises(RuntimeError, match="stop"):
-        mode.by_blocks(product, [torch.zeros(4 * mode.ROWS, 2, dtype=dtype)])
-    assert found == [(mode.ROWS, 4 if dtype.itemsize == 2 else 1, 4)] * 3
-    assert set_threads(4) == 4
-
-
-def test_a_torch_without_mkl_sets_openmp_s_threads(four_threads, monkeypatch):
-    libraries = types.SimpleNamespace(**{name: getattr(mode._torch_cpu(), name) for name in OPENMP})
-    monkeypatch.setattr(mode, "_torch_cpu", lambda: libraries)
-    set_threads = mode._setter_of_threads.__wrapped__()
-    assert (set_threads(1), set_threads(4)) == (4, 1)
-    monkeypatch.setattr(mode, "_torch_cpu", lambda: None)
-    set_threads = mode._setter_of_threads.__wrapped__()
-    assert (set_threads(1), set_threads(1)) == (1, 1)
+    with ThreadPoolExecutor(1) as beside:
+        running = beside.submit(starts_threads)
+        with po.invariant():
+            for rows in (1, 64):
+                x[:rows] @ x.t()
+        stop.set()
+        running.result()
+    assert found == {4}
+    assert torch.get_num_threads() == 4
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs a torch with MKL")
-def test_mkl_says_that_it_runs_in_one_thread():
+def test_mkl_says_that_it_runs_16_rows_in_one_thread():
+    """Three blocks of rows, then a single one, which runs outside of a parallel region."""
     code = """
 import torch, packing_ops as po
 torch.set_num_threads(4)
@@ -139,13 +128,15 @@ x, w = torch.randn(40, 512), torch.randn(512, 512)
 x @ w
 with po.invariant():
     x @ w
+    x[:3] @ w
 x @ w
 """
     environment = {**os.environ, "MKL_VERBOSE": "1"}
     printed = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment
     ).stdout
-    assert re.findall(r"GEMM\(.*NThr:(\d)", printed) == ["4", "1", "1", "1", "4"]
+    found = re.findall(r"GEMM\(\w,\w,512,(\d+),.*NThr:(\d)", printed)
+    assert found == [("40", "4"), *4 * [("16", "1")], ("40", "4")]
 
 
 def test_derivatives_of_products_in_the_mode():

@@ -307,8 +307,8 @@ STATEMENTS = {
     "_runtime": 1017,  # older names came, and go with the next minor version; register_recurrence
     "contrib": 412,
     "data": 2080,
-    "integrations": 5603,  # vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came
-    "invariance": 728,  # rollouts came, what is none, and rows of narrow products
+    "integrations": 5602,  # vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came
+    "invariance": 701,  # rollouts came, what is none, and rows of narrow products
     "losses": 582,
     "parallel": 992,  # states over ranks came
     "reference": 722,

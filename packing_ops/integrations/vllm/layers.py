@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 from packing_ops.integrations._log_probs import log_sums_of
 from packing_ops.integrations._patching import PRIVATE, Patch
 from packing_ops.integrations.transformers.rms_norm import FORWARDS
-from packing_ops.invariance.mode import GRAIN, ProductsByBlocks, by_blocks, pad_rows, whole_pairs
+from packing_ops.invariance.mode import Product, ProductsByBlocks, pad_rows, whole_pairs
 from packing_ops.rope import apply_rotary_qk
 
 # --- norms, activations, RoPE ---
@@ -132,8 +132,7 @@ def _head(stock):
         if not x.is_cpu:
             return _product(x, weight)
         rows, weight = whole_pairs(pad_rows(x), weight)
-        parts = [torch.cat(by_blocks(torch.mm, [rows], part.t())) for part in weight.split(GRAIN)]
-        return torch.cat(parts, 1)[: x.shape[0]]
+        return Product.apply(rows, weight.t(), None)[: x.shape[0]]
 
     return apply
 
