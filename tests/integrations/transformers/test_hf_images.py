@@ -1,6 +1,8 @@
 """Rows of text and images by the collator and the stream: loss and gradients are those of separate documents."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -129,7 +131,7 @@ def test_axes_that_the_collator_asks_for(family, device):
 
 
 def test_axes_in_a_graph(device, fresh_compile):
-    """Where the model cannot ask for them."""
+    """Where the model cannot ask for them. No thread keeps the model."""
     family = "qwen2_5_vl"
     model = packed_model(family, device)
     model.forward = torch.compile(model.forward, backend="aot_eager")
@@ -137,6 +139,11 @@ def test_axes_in_a_graph(device, fresh_compile):
         training(model, [PaddingFreeCollator()(examples_of(family))], device)
     index = tiny_image_model(family).model.get_rope_index
     assert_trains(model, [PaddingFreeCollator(rope_index=index)(examples_of(family))], family, device)
+    gone = weakref.ref(model)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
