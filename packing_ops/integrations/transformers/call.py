@@ -411,8 +411,7 @@ class _Now(threading.local):
     __slots__ = ()  # a dict of all threads would keep a traced call, and its model: torch.compile writes to it
 
     def __init__(self):  # not of the class, where torch.compile would read them in place of the thread's
-        self.call = self.begun = self.mask_arguments = self.fused = self.row_documents = None
-        self.preparing = False
+        self.call = self.begun = self.mask_arguments = self.fused = self.row_documents = self.preparing = None
 
 
 now = _Now()
