@@ -311,7 +311,10 @@ def each_document_alone(mask_function, kwargs, prepared, batch, q_length, q_offs
     starts = first_tokens(padding, position_ids, batch, q_length, device)
     documents, runs = starts.cumsum(1), None
     if numbers is not None:
-        for message, is_wrong in wrong_in(padding, position_ids, batch, q_length, device).items():
+        for message, is_wrong in {
+            **wrong_in(padding, position_ids, batch, q_length, device),
+            _NEGATIVE: (numbers < 0).any(),  # of cached tokens too
+        }.items():
             refuse_where(is_wrong, message)
         runs = first_tokens(numbers, None, *numbers.shape, device).cumsum(1).expand(batch, -1)
 

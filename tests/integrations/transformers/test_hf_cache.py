@@ -90,6 +90,16 @@ def test_it_is_refused(kind, cache, length, device):
         more(model, kept)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_negative_number_of_a_cached_token_is_refused(cache, device):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    kept, mask = filled(model, "nothing", cache, device), torch.ones(1, 19, dtype=torch.long, device=device)
+    mask[0, 2] = -1
+    with pytest.raises(ValueError, match=r"attention_mask: expected 0 for padding .* got a negative one"):
+        model(torch.tensor([[5, 6, 7]], device=device), **{CACHE: kept}, use_cache=True, attention_mask=mask)
+
+
 @pytest.mark.parametrize("kind", ["one document", "nothing", "padding"])
 @pytest.mark.parametrize(("family", "cache"), [("llama", "dynamic"), ("llama", "static"), ("gemma3", "dynamic")])
 @torch.no_grad()
