@@ -187,7 +187,7 @@ def test_whole_models_are_told_by_model(results):
     assert f"| {partial} | 12.0k | 0.500 | 99.0 |" in said
     assert "torch's FlashAttention-2 | rows of 8,192, compiled layers, no checkpointing | out of memory |" in said
     unlike = next(line for line in said.splitlines() if "no checkpointing | 8.0k" in line)
-    assert unlike.split(" | ")[6] == "–"  # ours has checkpointing in all rows
+    assert unlike.split(" | ")[6] == "1.50"  # a ratio also where settings differ
     said = made("checkpointing")
     assert "full checkpointing | its input | 9.0k | – | 0.500 | 99.0 |" in said
     assert "48 GiB) | 1.00 GiB of attention, 0.50 GiB of 6 of 7 matrix products | 12.0k | 1.33 | 0.500 | 99.0 |" in said
@@ -212,8 +212,7 @@ def test_rows_at_equal_settings_are_compared(results):
         ("| packing_ops, fused_loss, best setting", "12.0k", "no", "–"),
         ("| packed, torch's FlashAttention-2", "8.0k", "no", "1.25"),
     ]
-    for name in ("headline", "short"):
-        assert "compiled layers | 1.25 times as fast, 60 GiB in place of 80 |" in made(name)
+    assert "compiled layers | 1.25 times as fast, 60 GiB in place of 80 |" in made("headline")
 
 
 def test_each_way_to_train_has_its_speedup(results):
