@@ -17,12 +17,6 @@ from helpers.pages import ROWS, block_with, blocks_of, tiny_llama
 import packing_ops as po
 
 
-def run_apply(block):
-    names = {"model": tiny_llama()}
-    exec(block, names)
-    assert names["model"].config._attn_implementation == "packing_ops"
-
-
 def run_grpo(block, folder):
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     from common.hf_setup import byte_tokenizer
@@ -54,10 +48,29 @@ def run_grpo(block, folder):
     )
 
 
+def test_the_program_of_the_readme(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    tiny_llama().save_pretrained(tmp_path)
+    (block,) = blocks_of("README.md")
+    assert "Qwen/Qwen3-0.6B" in block
+    names = {}
+    exec(block.replace("Qwen/Qwen3-0.6B", str(tmp_path)).replace('"cuda"', '"cpu"'), names)
+    said = capsys.readouterr().out
+    modules = names["model"].config.num_hidden_layers
+    for line in (
+        f"attention: packing_ops in {modules} modules",
+        "loss: packing_ops, from hidden",
+        "1 row, 2 documents",
+    ):
+        assert line in said
+    assert names["model"].get_decoder().layers[0].self_attn.q_proj.weight.grad is not None
+
+
 def test_a_model_that_is_there():
     pytest.importorskip("transformers")
-    for page in ("README.md", "docs/transformers.md"):
-        run_apply(blocks_of(page)[0])
+    names = {"model": tiny_llama()}
+    exec(blocks_of("docs/transformers.md")[0], names)
+    assert names["model"].config._attn_implementation == "packing_ops"
 
 
 def test_grpo_of_the_page(tmp_path):
