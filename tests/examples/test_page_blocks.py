@@ -219,12 +219,12 @@ def test_a_stream_is_loaded(tmp_path, monkeypatch):
     assert len(seen) < len(ROWS) / 2
 
 
-def rows_trained(trainer):
+def rows_trained(trainer, **options):
     seen = []
     trainer.model.model.register_forward_pre_hook(
         lambda _, __, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
     )
-    trainer.train()
+    trainer.train(**options)
     return seen
 
 
@@ -258,19 +258,30 @@ def test_trainers_take_a_stream(tmp_path, monkeypatch):
 
 
 def test_a_trainer_whose_rows_a_sampler_fills(tmp_path, monkeypatch):
+    """Other rows in a second epoch; a run that was stopped in it goes on at its next row."""
     transformers = pytest.importorskip("transformers")
     from packing_ops.data import PackedBatchSampler, PaddingFreeCollator
     from packing_ops.integrations.transformers import apply_packing_ops
 
     monkeypatch.chdir(tmp_path)
-    apply_packing_ops(model := tiny_llama())
-    names = {"Trainer": transformers.Trainer, "DataLoader": torch.utils.data.DataLoader}
-    names |= {"PackedBatchSampler": PackedBatchSampler, "PaddingFreeCollator": PaddingFreeCollator}
-    exec(block_with("docs/transformers.md", "PackedBatchSampler").replace("8192", "64"), names)
-    trainer = names["PackedTrainer"](model, transformers.TrainingArguments("out", **TRAINING), train_dataset=ROWS)
     sampler, collator = PackedBatchSampler(LENGTHS, 64, drop_last=True), PaddingFreeCollator(capacity=64)
-    wanted = [collator([ROWS[i] for i in batch])["input_ids"][0].tolist() for batch in sampler]
-    assert rows_trained(trainer) == wanted[:2]
+    wanted = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        wanted += [collator([ROWS[i] for i in batch])["input_ids"][0].tolist() for batch in sampler]
+    rows, last = len(sampler), len(wanted)
+    assert wanted[:rows] != wanted[rows : 2 * rows]
+    names = {}
+    exec(block_with("docs/transformers.md", "PackedBatchSampler").replace("8192", "64"), names)
+
+    def trained(steps, **resumed):
+        apply_packing_ops(model := tiny_llama())
+        options = TRAINING | {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+        trainer = names["PackedTrainer"](model, transformers.TrainingArguments("out", **options), train_dataset=ROWS)
+        return rows_trained(trainer, **resumed)
+
+    assert trained(rows + 2) == wanted[: rows + 2]
+    assert trained(last, resume_from_checkpoint=True) == wanted[rows + 2 :]
 
 
 SAMPLES = [
