@@ -189,7 +189,7 @@ def test_whole_models_are_told_by_model(results):
     unlike = next(line for line in said.splitlines() if "no checkpointing | 8.0k" in line)
     assert unlike.split(" | ")[6] == "1.50"  # a ratio also where settings differ
     said = made("checkpointing")
-    assert "full checkpointing | its input | 9.0k | – | 0.500 | 99.0 |" in said
+    assert "full checkpointing | its input | 9.0k | 1.00 | 0.500 | 99.0 |" in said
     assert "48 GiB) | 1.00 GiB of attention, 0.50 GiB of 6 of 7 matrix products | 12.0k | 1.33 | 0.500 | 99.0 |" in said
     said = made("headline")
     assert said.splitlines()[0].endswith(" compared with | Qwen3-8B, FSDP2, 2 GPUs |")
