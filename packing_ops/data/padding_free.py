@@ -327,16 +327,21 @@ class PaddingFreeCollator:
         if separator_id is None:
             return targets
         if labels is not None and targets.is_cpu:  # elsewhere the host would wait
-            starts = cu_seqlens[:-1].long()
-            first = targets[starts]
-            wrong = ((first != -100) & (first != self.separator_id) & (first != tokens[starts])).nonzero()
-            if wrong.numel():
-                raise ValueError(
-                    "labels: expected -100 or the token itself at a document's first token, which nothing predicts, "
-                    f"got {int(first[wrong[0]])}; PaddingFreeCollator(separator_id=None) keeps labels of the tokens "
-                    "themselves (masked language models, tags)"
-                )
+            self._check_first_labels(targets, tokens, cu_seqlens[:-1].long())
         return mask_boundary_labels(targets, cu_seqlens, ignore_index=separator_id)
+
+    def _check_first_labels(self, targets: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor) -> None:
+        """Raise ValueError where a document's first label is not -100, separator_id or the token: nothing predicts
+        it. The collator of contrib.open_instruct accepts them.
+        """
+        first = targets[starts]
+        wrong = ((first != -100) & (first != self.separator_id) & (first != tokens[starts])).nonzero()
+        if wrong.numel():
+            raise ValueError(
+                "labels: expected -100 or the token itself at a document's first token, which nothing predicts, got "
+                f"{int(first[wrong[0]])}; PaddingFreeCollator(separator_id=None) keeps labels of the tokens themselves "
+                "(masked language models, tags)"
+            )
 
     def _row(self, documents: Documents, total: int | None, separator_id: int | None) -> dict[str, Any]:
         lengths = documents.flat_lengths

@@ -34,6 +34,7 @@ def test_every_op_that_data_needs_is_there():
             "kl",
             "logps",
             "mamba2",
+            "mm",
             "paged",
             "prefix",
             "rope",
