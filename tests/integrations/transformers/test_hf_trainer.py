@@ -129,7 +129,12 @@ def test_label_smoothing_counts_the_targets_of_padded_rows(tmp_path):
 
 def test_a_model_that_the_trainer_compiles_beside_checkpointing(tmp_path, fresh_compile):
     models = [tiny_model("qwen3", vocab_size=258, num_hidden_layers=1) for _ in range(2)]
-    options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "gradient_checkpointing": True, "tf32": False}
+    options = {
+        "torch_compile": True,
+        "torch_compile_backend": "aot_eager",
+        "gradient_checkpointing": True,
+        "tf32": False,
+    }
     _, wanted = losses_of(models[0], padded(), tmp_path, ROWS)
     _, found = losses_of(models[1], PaddingFreeCollator(), tmp_path, ROWS, **options)
     assert found == pytest.approx(wanted, rel=1e-5)
