@@ -42,9 +42,9 @@ def _gate(op: torch._ops.OpOverload) -> Callable:
         try:
             return op(*args)
         except RuntimeError as error:
-            if type(error) is not RuntimeError:
+            if type(error) not in (RuntimeError, NotImplementedError):  # the latter for None as the only tensor
                 raise
-            if _MISTAKE.match(str(error)):
+            if type(error) is RuntimeError and _MISTAKE.match(str(error)):
                 raise ValueError(str(error)) from None
             # Arguments with a default may be left out. None for a tensor passes the dispatcher and fails in the kernel.
             given = [(str(a.real_type), value, a.name) for a, value in zip(op._schema.arguments, args, strict=False)]

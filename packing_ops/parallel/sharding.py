@@ -19,6 +19,7 @@ from packing_ops._runtime.arguments import (
     integer,
     old_name,
     one_of,
+    place_in,
     window_sides,
     wrong_type,
 )
@@ -211,7 +212,7 @@ def shard_indices(
         [[0, 1, 4], [2, 3, 5]]
 
     Raises:
-        ValueError: a total that the ranks do not divide, an unknown scheme.
+        ValueError: a total that the ranks do not divide, a rank that is not one of them, an unknown scheme.
 
     Determinism: the same integers in every call.
     Synchronises: never.
@@ -219,6 +220,8 @@ def shard_indices(
     Gradients: none: integers.
     """
     one_of(scheme, SCHEMES, "scheme")
+    ranks = at_least(ranks, "ranks", 1)
+    rank = place_in(rank, "rank", ranks, "ranks")
     if total is None:
         if not isinstance(cu_seqlens, PackedMetadata):
             raise ValueError("total: expected the slots of the row beside cu_seqlens, got None")

@@ -202,6 +202,8 @@ NOT_TAKEN = {
     "list of packed rows": (lambda: po.pad_input([1], LABELS, 1, 5), "packed: expected a tensor"),
     "list in a dict": (lambda: po.pad_inputs({"ids": [1]}, LABELS, 1, 5), "ids: expected a tensor"),
     "list of a device's lengths": (lambda: po.pack_ffd([3, 4], 8), r"lengths: expected a tensor, got \[3, 4\]"),
+    "None as the only tensor": (lambda: po.position_ids_from_cu_seqlens(None, 5), "cu_seqlens: expected a tensor, got None"),
+    "None for lengths": (lambda: po.pack_ffd(None, 8), "lengths: expected a tensor, got None"),
     "fraction of total": (lambda: po.position_ids_from_cu_seqlens(CU_SEQLENS, 5.5), "total: expected an integer, got 5.5"),
     "fraction of ignore_index": (lambda: po.shift_labels(LABELS, CU_SEQLENS, ignore_index=0.5), "ignore_index: expected an integer"),
     "text of average": (lambda: po.segment_sum(HEADS, CU_SEQLENS, None, "x"), "average: expected True or False, got 'x'"),

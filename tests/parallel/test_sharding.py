@@ -37,6 +37,21 @@ def test_every_slot_is_on_one_rank(lengths, ranks, scheme):
     assert all(torch.equal(part, part.sort().values) for part in parts)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("ranks", "rank", "error", "message"),
+    [
+        (2, 5, ValueError, "rank: expected 0 to 1 for ranks=2, got 5"),
+        (2, -1, ValueError, "rank: expected 0 to 1 for ranks=2, got -1"),
+        (2, 1.5, TypeError, "rank: expected an integer, got 1.5"),
+        (0, 0, ValueError, "ranks: expected at least 1, got 0"),
+    ],
+)
+def test_a_rank_is_one_of_the_ranks(scheme, ranks, rank, error, message):
+    with pytest.raises(error, match=message):
+        shard_indices(cu_seqlens_of([10, 6]), ranks, rank, scheme=scheme, total=16)
+
+
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(2, 4))
 def test_zigzag_is_megatron_s_where_that_divides(chunks, ranks):
     lengths = [2 * ranks * chunk for chunk in chunks]

@@ -310,7 +310,7 @@ STATEMENTS = {
     "integrations": 5602,  # vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came
     "invariance": 701,  # rollouts came, what is none, and rows of narrow products
     "losses": 582,
-    "parallel": 992,  # states over ranks came
+    "parallel": 994,  # states over ranks came
     "reference": 722,
     "report": 888,
     "varlen": 705,
