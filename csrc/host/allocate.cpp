@@ -1,12 +1,13 @@
 #include "host/allocate.h"
 
-#include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <cstddef>
 #include <optional>
 #include <stdexcept>
 #include <string>
+
+#include "host/loaded_function.h"
 
 namespace packing_ops {
 
@@ -35,19 +36,14 @@ using EmptyStrided = TorchTensor (*)(IntArray sizes, IntArray strides, std::opti
                                      std::optional<bool> pinned);
 // at::_ops::empty_strided::call(c10::SymIntArrayRef, c10::SymIntArrayRef, std::optional<at::ScalarType>,
 // std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>): other types give another name.
+constexpr const char* kTorch = "libtorch_cpu.so";
 constexpr const char* kEmptyStrided =
     "_ZN2at4_ops13empty_strided4callEN3c108ArrayRefINS2_6SymIntEEES5_St8optionalINS2_10ScalarTypeEES6_INS2_6LayoutEES6_"
     "INS2_6DeviceEES6_IbE";
 
-template <class Function>
-Function torch_function(const char* name) {
-  void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-  return reinterpret_cast<Function>(library ? dlsym(library, name) : nullptr);
-}
-
 // For a torch without that function: its text if it has one (2.13 does), else ours.
 [[noreturn]] void raise_without_class(const std::vector<int64_t>& sizes) {
-  if (const auto text = torch_function<const char* (*)()>("torch_exception_get_what_without_backtrace")) {
+  if (const auto text = loaded_function<const char* (*)()>(kTorch, "torch_exception_get_what_without_backtrace")) {
     throw std::runtime_error(text());
   }
   std::string shape;
@@ -65,7 +61,7 @@ Tensor allocate(const std::vector<int64_t>& sizes, const std::vector<int64_t>& s
           &handle) == AOTI_TORCH_SUCCESS) {
     return Tensor(handle);
   }
-  const auto empty_strided = torch_function<EmptyStrided>(kEmptyStrided);
+  const auto empty_strided = loaded_function<EmptyStrided>(kTorch, kEmptyStrided);
   if (!empty_strided) raise_without_class(sizes);
   const TorchDevice device{static_cast<int8_t>(device_type), static_cast<int8_t>(device_index)};
   constexpr int8_t kStrided = 0;

@@ -1,22 +1,22 @@
 #include "host/stream.h"
 
-#include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <stdexcept>
+
+#include "host/loaded_function.h"
 
 namespace packing_ops {
 
 #ifdef PACKING_OPS_WITH_CUDA
 
 void* current_cuda_stream(int32_t device_index) {
-  // libtorch_cuda is loaded by whoever made a CUDA tensor; looking the symbol up keeps it out of our link line.
+  // libtorch_cuda is loaded by whoever made a CUDA tensor.
   using Getter = decltype(&aoti_torch_get_current_cuda_stream);
   static const Getter getter = [] {
-    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    void* symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
-    if (!symbol) throw std::runtime_error("packing_ops: this torch has no libtorch_cuda.so with a current stream");
-    return reinterpret_cast<Getter>(symbol);
+    const auto found = loaded_function<Getter>("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream");
+    if (!found) throw std::runtime_error("packing_ops: this torch has no libtorch_cuda.so with a current stream");
+    return found;
   }();
   void* stream = nullptr;
   if (getter(device_index, &stream) != AOTI_TORCH_SUCCESS) {

@@ -15,7 +15,7 @@ from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import as_autocast, sum_dtype
 
 GRAIN = 4096  # entries of a vocabulary that one product and one sum take in the mode, whatever the chunk
-ROWS = 16  # of every product on the CPU: csrc/ops/logps/logps_product_bind.cpp says why
+ROWS = 16  # of every product on the CPU: csrc/ops/logps/logps_mm_by_rows_bind.cpp says why
 COLUMNS = 8  # on a GPU columns of a product go by whole sets of 8: cuBLASLt has other kernels for few rows of others
 PAIR = 2  # terms that a CPU with AMX multiplies at a time in a half type: widths are a multiple of it (whole_pairs)
 # On a GPU the least rows of a product of the losses. cuBLASLt has other kernels for fewer: in float32 for up to 16

@@ -1,11 +1,11 @@
 // mm_by_rows_: torch's product on the CPU, with bits of a row that no other row, place or number of threads changes.
-#include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <vector>
 
+#include "host/loaded_function.h"
 #include "host/memory_overlap.h"
 #include "host/parallel.h"
 #include "host/register.h"
@@ -40,8 +40,7 @@ class OneThread {
   // As torch has them loaded, with its dependencies: another OpenMP would have other threads. Null if it has none.
   template <class Function>
   static Function of_torch(const char* name) {
-    void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-    return reinterpret_cast<Function>(library ? dlsym(library, name) : nullptr);
+    return loaded_function<Function>("libtorch_cpu.so", name);
   }
   using Set = int (*)(int);
   static Set set_mkl() {
