@@ -107,10 +107,12 @@ def _head_backward(a, chunks, columns, teacher=0):
     return product * (a.need_hidden + a.need_weight) + again
 
 
-def _logps_backward(a, _):
-    return _head_backward(a, *a.logits.shape[::2])
-
-
+# Operations of one product, of the arguments of an op that is made of several.
+_PRODUCT = {
+    "conv": lambda a: 2 * a.x.numel() * a.weight.shape[1],
+    "delta rule": lambda a: 2 * a.v.numel() * a.q.shape[-1],
+    "mamba": lambda a: 2 * a.x.numel() * a.B.shape[-1],
+}
 # Of an op's arguments, by their names, and of its results.
 _FORMULAS = {
     "varlen_attention": _attention,
@@ -118,16 +120,15 @@ _FORMULAS = {
     "paged_attention": _attention,
     "varlen_attention_backward": _attention_backward,
     "prefix_attention_backward": _attention_backward,
-    "causal_conv1d": lambda a, _: 2 * a.x.numel() * a.weight.shape[1],
-    # dx, dweight; the activation's argument
-    "causal_conv1d_backward": lambda a, _: (2 + a.silu) * 2 * a.x.numel() * a.weight.shape[1],
-    "gated_delta_rule": lambda a, _: 3 * 2 * a.v.numel() * a.q.shape[-1],
-    "gated_delta_rule_backward": lambda a, _: 8 * 2 * a.v.numel() * a.q.shape[-1],
-    "mamba2_scan": lambda a, _: 2 * 2 * a.x.numel() * a.B.shape[-1],
-    "mamba2_scan_backward": lambda a, _: 5 * 2 * a.x.numel() * a.B.shape[-1],
+    "causal_conv1d": lambda a, _: _PRODUCT["conv"](a),
+    "causal_conv1d_backward": lambda a, _: (2 + a.silu) * _PRODUCT["conv"](a),  # dx, dweight; the activation's argument
+    "gated_delta_rule": lambda a, _: 3 * _PRODUCT["delta rule"](a),
+    "gated_delta_rule_backward": lambda a, _: 8 * _PRODUCT["delta rule"](a),
+    "mamba2_scan": lambda a, _: 2 * _PRODUCT["mamba"](a),
+    "mamba2_scan_backward": lambda a, _: 5 * _PRODUCT["mamba"](a),
     "token_logps": lambda a, _: _product_of_head(a),
-    "token_logps_backward": _logps_backward,
-    "token_logps_backward_": _logps_backward,
+    "token_logps_backward": lambda a, _: _head_backward(a, *a.logits.shape[::2]),
+    "token_logps_backward_": lambda a, _: _head_backward(a, *a.logits.shape[::2]),
     "token_kl": lambda a, _: _product_of_head(a) + _product_of_head(a, "teacher_"),
     "token_kl_backward": lambda a, _: _head_backward(a, *a.kept_dz.shape[1:], _product_of_head(a, "teacher_")),
 }
