@@ -19,12 +19,8 @@ sys.path.insert(0, str(ROOT))  # pip runs this file without its folder on sys.pa
 from tools import build_checks as checks  # noqa: E402
 from tools.archs import is_asked, macros  # noqa: E402
 from tools.build_progress import progress  # noqa: E402
-from tools.find_cuda import (  # noqa: E402
-    archs_to_build,
-    cuda_version,
-    find_cuda_home,
-    nvcc_of_each_file,
-)
+from tools.find_cuda import archs_to_build, cuda_version, find_cuda_home, nvcc_of_each_file  # noqa: E402
+from tools.nvcc import ANY, callers, sizes  # noqa: E402
 from tools.units import longest_first, units  # noqa: E402
 
 # A read-only source tree is built in a temporary folder.
@@ -109,9 +105,11 @@ def extension():
         define += [f'-DPACKING_OPS_WITH_CUDA="{cuda_version(home)}"', f'-DPACKING_OPS_CUDA_ARCHS="{archs}"']
         define += macros(archs)
         nvcc_of_each_file(home)
+        shared = sizes(archs)
+        define += [f'-DPACKING_OPS_SHARED_MEMORY_KB="{" ".join(map(str, shared))}"'] if shared != ANY else []
         dims = checks.head_dims()
         define += [f'-DPACKING_OPS_HEAD_DIMS="{" ".join(map(str, dims))}"'] if dims != checks.HEAD_DIMS else []
-        files += [file for file in sources(".cu") if is_asked(file, dims)]
+        files += [file for file in sources(".cu") if is_asked(file, dims) and {*callers(file)} & {*shared}]
         if torch.version.cuda is None:
             checks.drop_stale_cuda_objects(ROOT, units(files, ROOT, BUILD / "units"))
         include_dirs += [str(home / "include"), str(home / "include" / "cccl")]

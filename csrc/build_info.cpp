@@ -20,6 +20,9 @@ std::string build_info() {
 #else
   info += "|cuda_archs=|attention_kernels=cpu";
 #endif
+#ifdef PACKING_OPS_SHARED_MEMORY_KB
+  info += " for " PACKING_OPS_SHARED_MEMORY_KB " KB";
+#endif
 #ifdef PACKING_OPS_SM90
   info += ", sm90";
 #endif

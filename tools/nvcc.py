@@ -1,9 +1,8 @@
 """A wrapper of nvcc that chooses the architectures of each file: `python3 tools/nvcc.py nvcc <options>`.
 
 A kernel instance of attention is compiled only for the architectures whose GPUs call it (tiles.h chooses by the size of
-shared memory). If no asked architecture calls it, it is compiled to PTX: with PACKING_OPS_SHARED_MEMORY a larger GPU
-may call it, and the driver compiles the PTX. What ptxas reports of the instances of one architecture (archs.py) stays
-beside their objects (.ptxas), for tools/check_ptxas.py.
+shared memory). If no asked architecture calls it, but a later minor version does, it is compiled to PTX. What ptxas
+reports of the instances of one architecture (archs.py) stays beside their objects (.ptxas), for tools/check_ptxas.py.
 """
 
 import os
@@ -58,6 +57,22 @@ def wanted(arch: str, source: str) -> bool:
     if os.environ.get("PACKING_OPS_EVERY_INSTANCE") == "1":
         return True
     return number not in SHARED_MEMORY or SHARED_MEMORY[number] in callers(source)
+
+
+def sizes(archs: str) -> tuple[int, ...]:
+    """Returns the sizes of shared memory of the GPUs that a library for TORCH_CUDA_ARCH_LIST is for: machine code runs
+    on later minor versions too. Instances that none of them calls are left out.
+
+    >>> sizes("9.0a"), sizes("8.0"), sizes("12.0+PTX")
+    ((227,), (99, 163), (99, 163, 227))
+    """
+    asked = [tuple(map(int, re.findall(r"\d+", arch))) for arch in archs.split(";")]
+    known = {tuple(map(int, (number[:-1], number[-1]))): size for number, size in SHARED_MEMORY.items()}
+    if "PTX" in archs or not set(asked) <= set(known) or os.environ.get("PACKING_OPS_EVERY_INSTANCE") == "1":
+        return ANY
+    return tuple(
+        sorted({size for (major, minor), size in known.items() for a, b in asked if a == major and b <= minor})
+    )
 
 
 def ptx_of(arch: str) -> str:

@@ -113,6 +113,8 @@ def test_units_differ_by_the_number_of_tokens_and_bits_do_not(dim, dtype, option
 @pytest.mark.parametrize("limit", [163 << 10, 99 << 10])
 def test_kernels_for_less_shared_memory(limit):
     """Those that sm_80 and sm_89 take, where this GPU has more."""
+    if " for " in po.build_info()["attention_kernels"]:
+        pytest.skip("the library was built without PACKING_OPS_EVERY_INSTANCE=1")
     pytest_of_its_own([__file__], "edges or differ or bits", PACKING_OPS_SHARED_MEMORY=str(limit))
 
 

@@ -13,25 +13,20 @@ import pytest
 from helpers import ROOT
 
 from tools import archs, build_checks, generate_instances, wheel
-from tools.nvcc import SHARED_MEMORY, callers, gencodes, wanted
+from tools.nvcc import ANY, SHARED_MEMORY, callers, gencodes, sizes, wanted
 
 # Every instance that a GPU calls, as tiles.h and tiles.cu choose.
 CALLED = r"""
 #include <cstdio>
 #include <initializer_list>
 #include <string>
-#include "ops/attention/cuda/tiles.h"
+#include "ops/attention/cuda/tiers.h"
 using namespace packing_ops::attention;
 int kb(SmemTier tier) { return tier == SmemTier::k227KB ? 227 : tier == SmemTier::k163KB ? 163 : 99; }
 int main() {
   for (int shared : {99, 163, 227})
     for (const auto [dim, dim_v] : {PaddedDims{64, 64}, {96, 96}, {128, 128}, {192, 192}, {192, 128}, {256, 256}, {512, 512}}) {
-      const int row_sums = is_wide(dim) ? 0 : 1024;
-      const auto fits = [&](SmemTier t) {
-        return backward_shared(dim, dim_v, backward_keys(dim, t), t) + row_sums <= (shared << 10);
-      };
-      const SmemTier tier = fits(SmemTier::k227KB) ? SmemTier::k227KB
-                            : fits(SmemTier::k163KB) || !has_99kb_tier(dim) ? SmemTier::k163KB : SmemTier::k99KB;
+      const SmemTier tier = backward_tier(dim, dim_v, shared << 10);
       std::string name = std::to_string(dim);
       if (dim != dim_v) name += "_" + std::to_string(dim_v);
       std::printf("%d backward_%s_smem%d\n", shared, name.c_str(), kb(tier));
@@ -44,20 +39,49 @@ int main() {
       if (has_short_forward(dim) && resident_shared(dim) + kResidentRingBytes <= (shared << 10))
         std::printf("%d forward_resident_%d\n", shared, dim);
     }
+  for (const auto [dim, dim_v] : {PaddedDims{64, 64}, {96, 96}, {128, 128}, {192, 192}, {192, 128}, {256, 256}, {512, 512}})
+    for (const SmemTier tier : {SmemTier::k99KB, SmemTier::k163KB, SmemTier::k227KB}) {
+      const std::string name = std::to_string(dim) + (dim != dim_v ? "_" + std::to_string(dim_v) : "");
+      if (is_tier_built(dim, dim_v, tier)) std::printf("built backward_%s_smem%d\n", name.c_str(), kb(tier));
+    }
 }
 """
 
 
-def test_each_instance_is_compiled_for_the_gpus_that_call_it(tmp_path):
-    (tmp_path / "called.cpp").write_text(CALLED)
+def said_by_tiles(folder, *options):
+    """The lines of the program above, as pairs of words."""
+    (folder / "called.cpp").write_text(CALLED)
     compiler = os.environ.get("CXX", "c++").split()
-    command = [*compiler, "-std=c++20", f"-I{ROOT / 'csrc'}", "called.cpp", "-o", "called"]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    told = subprocess.run([tmp_path / "called"], capture_output=True, text=True, check=True).stdout
-    called = {(int(shared), name) for shared, name in map(str.split, told.splitlines())}
+    command = [*compiler, "-std=c++20", f"-I{ROOT / 'csrc'}", *options, "called.cpp", "-o", "called"]
+    subprocess.run(command, cwd=folder, check=True)
+    said = subprocess.run([folder / "called"], capture_output=True, text=True, check=True).stdout
+    return {tuple(line.split()) for line in said.splitlines()}
+
+
+def test_each_instance_is_compiled_for_the_gpus_that_call_it(tmp_path):
+    called = {(int(size), name) for size, name in said_by_tiles(tmp_path) if size != "built"}
     folder = generate_instances.FOLDER
     compiled = {(shared, path.stem) for path in folder.iterdir() for shared in callers(str(path))}
     assert compiled == called
+
+
+@pytest.mark.parametrize(
+    ("archs", "shared"), [("9.0a", (227,)), ("8.0", (99, 163)), ("8.9;12.0", (99,)), ("8.0;9.0a", (99, 163, 227))]
+)
+def test_what_no_gpu_of_a_library_calls_is_left_out(tmp_path, archs, shared):
+    """setup.py leaves out the files, and dispatch.cu the calls of what they hold."""
+    assert sizes(archs) == shared
+    said = said_by_tiles(tmp_path, f'-DPACKING_OPS_SHARED_MEMORY_KB="{" ".join(map(str, shared))}"')
+    backward = [path for path in generate_instances.FOLDER.glob("backward_*") if "single" not in path.stem]
+    left = {path.stem for path in backward if {*callers(str(path))} & {*shared}}
+    assert left == {name for built, name in said if built == "built"}
+
+
+@pytest.mark.parametrize("archs", ["12.0+PTX", "9.0a+PTX", "13.0", "9.0a;13.0"])
+def test_nothing_is_left_out_where_a_later_gpu_may_come(archs, monkeypatch):
+    assert sizes(archs) == ANY
+    monkeypatch.setenv("PACKING_OPS_EVERY_INSTANCE", "1")
+    assert sizes("9.0a") == ANY
 
 
 SM80 = "csrc/ops/attention/cuda/sm80/instances"

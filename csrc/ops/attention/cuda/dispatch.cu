@@ -18,6 +18,7 @@
 #include "ops/attention/cuda/sm90/backward.h"
 #include "ops/attention/cuda/sm90/forward.h"
 #include "ops/attention/cuda/softmax.cuh"
+#include "ops/attention/cuda/tiers.h"
 
 namespace packing_ops {
 
@@ -115,14 +116,24 @@ constexpr bool is_built(int padded) {
   return kHeadDims.find(name) != std::string_view::npos;
 }
 
-// f(tier), as a constant.
-template <int kDim, class F>
-void with_tier(SmemTier tier, F&& f) {
-  if (tier == SmemTier::k227KB) return f(std::integral_constant<SmemTier, SmemTier::k227KB>{});
-  if constexpr (has_99kb_tier(kDim)) {
-    if (tier == SmemTier::k99KB) return f(std::integral_constant<SmemTier, SmemTier::k99KB>{});
-  }
-  return f(std::integral_constant<SmemTier, SmemTier::k163KB>{});
+// f(tier of this device), as a constant.
+template <int kDim, int kDimV, class F>
+void with_tier(int device, F&& f) {
+  const int64_t bytes = max_shared_memory(device);
+  const auto if_it_is = [&](auto constant) {
+    constexpr SmemTier kTier = decltype(constant)::value;
+    if constexpr (is_tier_built(kDim, kDimV, kTier)) {
+      if (backward_tier(kDim, kDimV, bytes) != kTier) return false;
+      f(constant);
+      return true;
+    }
+    return false;
+  };
+  if (if_it_is(std::integral_constant<SmemTier, SmemTier::k227KB>{})) return;
+  if (if_it_is(std::integral_constant<SmemTier, SmemTier::k163KB>{})) return;
+  if (if_it_is(std::integral_constant<SmemTier, SmemTier::k99KB>{})) return;
+  fail("PACKING_OPS_SHARED_MEMORY: expected a size of the GPUs that this library was built for (", kSharedMemoryKb,
+       "KB), since it was built without PACKING_OPS_EVERY_INSTANCE=1, got ", bytes, " bytes");
 }
 
 // f(element type, padded head_dims, whether scores are transformed), each as a constant.
@@ -202,10 +213,10 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
     constexpr int kDimV = decltype(dims)::v;
     constexpr bool kTransform = decltype(transform)::value;
     if constexpr (is_wide(kDim)) {
-      if (backward_tier(kDim, kDimV, p.device) == SmemTier::k99KB) {
-        return sm80::run_forward_wide<T, SmemTier::k99KB>(args, stream);
-      }
-      return sm80::run_forward_wide<T, SmemTier::k163KB>(args, stream);
+      with_tier<kDim, kDimV>(p.device, [&](auto tier) {
+        constexpr bool kSmall = decltype(tier)::value == SmemTier::k99KB;
+        sm80::run_forward_wide<T, kSmall ? SmemTier::k99KB : SmemTier::k163KB>(args, stream);
+      });
     } else {
       const AttentionTiles& tiles = args.plan.tiles;
       const bool resident = tiles.resident_max_keys >= 0;
@@ -242,7 +253,7 @@ void launch_varlen_attention_backward_cuda(const VarlenAttentionBackwardParams& 
         if (kernels == Kernels::kSm90)
           sm90::run_backward<T, wgmma_backward_dim(kDim), wgmma_backward_dim(kDimV), kTransform>(args, p.dtype, stream);
       }
-      with_tier<kDim>(backward_tier(kDim, kDimV, static_cast<int>(p.device)), [&](auto constant) {
+      with_tier<kDim, kDimV>(p.device, [&](auto constant) {
         constexpr SmemTier kTier = decltype(constant)::value;
         constexpr SmemTier kSingleTier = backward_single_tier(kDim, kTier);
         constexpr int kSmallKeys = backward_small_keys(kDim, kTier);

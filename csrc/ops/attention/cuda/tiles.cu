@@ -1,4 +1,4 @@
-// The heuristics of tiles.h that depend on the GPU.
+// The heuristics of tiles.h and tiers.h that depend on the GPU.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -6,7 +6,7 @@
 
 #include "core/launch.cuh"
 #include "ops/attention/cuda/persistent.cuh"
-#include "ops/attention/cuda/tiles.h"
+#include "ops/attention/cuda/tiers.h"
 
 namespace packing_ops::attention {
 
@@ -21,16 +21,6 @@ int64_t max_shared_memory(int device) {
     bytes = wanted && *wanted ? std::min<int64_t>(limit, std::strtoll(wanted, nullptr, 10)) : limit;
   }
   return bytes.load(std::memory_order_relaxed);
-}
-
-SmemTier backward_tier(int padded, int padded_v, int device) {
-  const int row_sums = is_wide(padded) ? 0 : 1024;  // BackwardShape::kRowSums, at most
-  const int64_t bytes = max_shared_memory(device);
-  const auto fits = [&](SmemTier tier) {
-    return backward_shared(padded, padded_v, backward_keys(padded, tier), tier) + row_sums <= bytes;
-  };
-  if (fits(SmemTier::k227KB)) return SmemTier::k227KB;
-  return fits(SmemTier::k163KB) || !has_99kb_tier(padded) ? SmemTier::k163KB : SmemTier::k99KB;
 }
 
 bool has_resident_forward(int padded, int device) {
@@ -66,7 +56,7 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim
   tiles.resident_max_keys = has_resident_forward(padded, device) ? kResidentMaxKeys : -1;
   const int32_t short_max_keys = has_short_forward(padded) && !wgmma ? kShortMaxKeysTimesGroup / tiles.group : -1;
   tiles.short_max_keys = short_max_keys > tiles.resident_max_keys ? short_max_keys : -1;
-  const SmemTier tier = backward_tier(padded, padded_v, device);
+  const SmemTier tier = backward_tier(padded, padded_v, max_shared_memory(device));
   tiles.backward_rows = wgmma ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);
   tiles.backward_keys = wgmma ? wgmma_backward_keys(padded) : backward_keys(padded, tier);
   const int small_keys = backward_small_keys(padded, tier);

@@ -195,8 +195,6 @@ constexpr int wgmma_dq_stages(int dim) {
 constexpr bool has_99kb_tier(int padded) {
   return padded > 64;  // head_dim 64 fits k163KB's tiles into 99 KB
 }
-SmemTier backward_tier(int padded, int padded_v, int device);
-
 constexpr int backward_rows(int padded, SmemTier tier) {
   if (is_wide(padded)) return tier == SmemTier::k99KB ? 16 : 32;
   return padded == 256 && tier == SmemTier::k99KB ? 32 : 64;
