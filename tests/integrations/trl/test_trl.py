@@ -225,8 +225,9 @@ def trained(model, lengths, tmp_path, collator=None, **options):
 
     class Recorded(trl.SFTTrainer):
         def training_step(self, *args, **kwargs):
-            losses.append(super().training_step(*args, **kwargs).item())
-            return torch.tensor(losses[-1])
+            loss = super().training_step(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
 
     rows = rows_of(lengths).map(lambda row: {"input_ids": [i % 256 for i in row["input_ids"]]})
     rows = rows.map(lambda row: {"labels": [-100, *row["input_ids"][1:]]})
