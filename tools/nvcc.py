@@ -1,6 +1,6 @@
 """A wrapper of nvcc that chooses the architectures of each file: `python3 tools/nvcc.py nvcc <options>`.
 
-A kernel instance of attention is compiled only for the architectures whose GPUs call it (tiles.h chooses by the size of
+A kernel instance of attention is compiled only for the architectures whose GPUs call it (tiers.h chooses by the size of
 shared memory). If no asked architecture calls it, but a later minor version does, it is compiled to PTX. What ptxas
 reports of the instances of one architecture (archs.py) stays beside their objects (.ptxas), for tools/check_ptxas.py.
 """
@@ -28,7 +28,7 @@ RESOURCES = re.compile(r"ptxas info +: (?!\(C)| +\d+ bytes stack frame")  # -v s
 
 
 def callers(source: str) -> tuple[int, ...]:
-    """The sizes of shared memory of the GPUs that call what this file holds, as tiles.h and tiles.cu choose."""
+    """The sizes of shared memory of the GPUs that call what this file holds, as tiles.h and tiers.h choose."""
     path = Path(source)
     if path.parent.name != "instances" or path.parent.parent.name != "sm80":
         return ANY
@@ -47,6 +47,10 @@ def callers(source: str) -> tuple[int, ...]:
     return (tier,)
 
 
+def every_instance() -> bool:
+    return os.environ.get("PACKING_OPS_EVERY_INSTANCE") == "1"
+
+
 def wanted(arch: str, source: str) -> bool:
     """Whether GPUs of this architecture ("90a", "120") call what the file holds; PACKING_OPS_EVERY_INSTANCE=1: any
     may.
@@ -54,7 +58,7 @@ def wanted(arch: str, source: str) -> bool:
     if only := only_arch(source):
         return arch == only
     number = arch.rstrip("af")
-    if os.environ.get("PACKING_OPS_EVERY_INSTANCE") == "1":
+    if every_instance():
         return True
     return number not in SHARED_MEMORY or SHARED_MEMORY[number] in callers(source)
 
@@ -68,7 +72,7 @@ def sizes(archs: str) -> tuple[int, ...]:
     """
     asked = [tuple(map(int, re.findall(r"\d+", arch))) for arch in archs.split(";")]
     known = {tuple(map(int, (number[:-1], number[-1]))): size for number, size in SHARED_MEMORY.items()}
-    if "PTX" in archs or not set(asked) <= set(known) or os.environ.get("PACKING_OPS_EVERY_INSTANCE") == "1":
+    if "PTX" in archs or not set(asked) <= set(known) or every_instance():
         return ANY
     return tuple(
         sorted({size for (major, minor), size in known.items() for a, b in asked if a == major and b <= minor})
