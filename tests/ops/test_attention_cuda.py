@@ -1,10 +1,13 @@
 """What only the CUDA kernels have: tiles, plans, graphs, errors that are found on the GPU."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from helpers import assert_error_within, assert_same, captured, cu_seqlens_of, pytest_of_its_own
+from helpers import assert_error_within, assert_same, captured, cu_seqlens_of, has_every_instance, pytest_of_its_own
 from helpers.attention_case import Case, assert_close, document_alone, document_results
 
 import packing_ops as po
@@ -113,9 +116,23 @@ def test_units_differ_by_the_number_of_tokens_and_bits_do_not(dim, dtype, option
 @pytest.mark.parametrize("limit", [163 << 10, 99 << 10])
 def test_kernels_for_less_shared_memory(limit):
     """Those that sm_80 and sm_89 take, where this GPU has more."""
-    if " for " in po.build_info()["attention_kernels"]:
-        pytest.skip("the library was built without PACKING_OPS_EVERY_INSTANCE=1")
     pytest_of_its_own([__file__], "edges or differ or bits", PACKING_OPS_SHARED_MEMORY=str(limit))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 512])
+def test_kernels_that_are_not_in_the_library_are_named(dim):
+    if has_every_instance():
+        pytest.skip("the library has the kernels of every GPU")
+    q = f"torch.randn(8, 1, {dim}, device='cuda', dtype=torch.bfloat16, requires_grad=True)"
+    call = f"q = {q}; po.varlen_attention(q, q, q, torch.tensor([0, 8], device='cuda', dtype=torch.int32)).sum().backward()"
+    command = [sys.executable, "-c", f"import torch, packing_ops as po; {call}"]
+    environment = {**os.environ, "PACKING_OPS_SHARED_MEMORY": str(99 << 10)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        "PACKING_OPS_SHARED_MEMORY: expected a size of the GPUs that this library was built for ( 227 KB)"
+        in done.stderr
+    )
 
 
 def test_a_row_heads_first_shares_the_plan():

@@ -7,8 +7,6 @@ import pytest
 import torch
 from helpers import pytest_of_its_own
 
-import packing_ops as po
-
 # memcheck runs the suite, and of attention the small cases; the slower tools run every op once (tests/ops/test_cuda.py:
 # step, tests/ops/test_attention_cuda.py: one_pass) and the smallest cases. torch.compile and opcheck would only add
 # torch's kernels.
@@ -100,8 +98,6 @@ def test_no_findings(name, tmp_path):
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    if variables is LESS_MEMORY and " for " in po.build_info()["attention_kernels"]:
-        pytest.skip("the library was built without PACKING_OPS_EVERY_INSTANCE=1")
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *options]
     # initcheck has to see torch's kernels too: they write what ours read.
     command += [] if tool == "initcheck" else ["--kernel-regex", "kns=packing_ops"]

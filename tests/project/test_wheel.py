@@ -15,7 +15,7 @@ from helpers import ROOT
 from tools import archs, build_checks, generate_instances, wheel
 from tools.nvcc import ANY, SHARED_MEMORY, callers, gencodes, sizes, wanted
 
-# Every instance that a GPU calls, as tiles.h and tiles.cu choose.
+# Every instance that a GPU calls, as tiles.h and tiers.h choose, and the backward's that are in the library.
 CALLED = r"""
 #include <cstdio>
 #include <initializer_list>
@@ -23,12 +23,16 @@ CALLED = r"""
 #include "ops/attention/cuda/tiers.h"
 using namespace packing_ops::attention;
 int kb(SmemTier tier) { return tier == SmemTier::k227KB ? 227 : tier == SmemTier::k163KB ? 163 : 99; }
+const PaddedDims kDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 192}, {192, 128}, {256, 256}, {512, 512}};
+std::string name_of(PaddedDims dims) {
+  return std::to_string(dims.qk) + (dims.qk != dims.v ? "_" + std::to_string(dims.v) : "");
+}
 int main() {
   for (int shared : {99, 163, 227})
-    for (const auto [dim, dim_v] : {PaddedDims{64, 64}, {96, 96}, {128, 128}, {192, 192}, {192, 128}, {256, 256}, {512, 512}}) {
-      const SmemTier tier = backward_tier(dim, dim_v, shared << 10);
-      std::string name = std::to_string(dim);
-      if (dim != dim_v) name += "_" + std::to_string(dim_v);
+    for (const PaddedDims dims : kDims) {
+      const int dim = dims.qk;
+      const SmemTier tier = backward_tier(dim, dims.v, shared << 10);
+      const std::string name = name_of(dims);
       std::printf("%d backward_%s_smem%d\n", shared, name.c_str(), kb(tier));
       if (is_wide(dim)) {
         std::printf("%d forward_wide_smem%d\n", shared, tier == SmemTier::k99KB ? 99 : 163);
@@ -39,11 +43,9 @@ int main() {
       if (has_short_forward(dim) && resident_shared(dim) + kResidentRingBytes <= (shared << 10))
         std::printf("%d forward_resident_%d\n", shared, dim);
     }
-  for (const auto [dim, dim_v] : {PaddedDims{64, 64}, {96, 96}, {128, 128}, {192, 192}, {192, 128}, {256, 256}, {512, 512}})
-    for (const SmemTier tier : {SmemTier::k99KB, SmemTier::k163KB, SmemTier::k227KB}) {
-      const std::string name = std::to_string(dim) + (dim != dim_v ? "_" + std::to_string(dim_v) : "");
-      if (is_tier_built(dim, dim_v, tier)) std::printf("built backward_%s_smem%d\n", name.c_str(), kb(tier));
-    }
+  for (const PaddedDims dims : kDims)
+    for (const SmemTier tier : {SmemTier::k99KB, SmemTier::k163KB, SmemTier::k227KB})
+      if (is_tier_built(dims.qk, dims.v, tier)) std::printf("built backward_%s_smem%d\n", name_of(dims).c_str(), kb(tier));
 }
 """
 
