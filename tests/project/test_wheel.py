@@ -15,7 +15,7 @@ from helpers import ROOT
 from tools import archs, build_checks, generate_instances, wheel
 from tools.nvcc import ANY, SHARED_MEMORY, callers, gencodes, sizes, wanted
 
-# Every instance that a GPU calls, as tiles.h and tiers.h choose, and the backward's that are in the library.
+# Every instance that a GPU calls, as tiles.h and tiers.h choose, and those that dispatch.cu calls in a library.
 CALLED = r"""
 #include <cstdio>
 #include <initializer_list>
@@ -40,9 +40,11 @@ int main() {
       }
       std::printf("%d forward_%s\n", shared, name.c_str());
       std::printf("%d backward_single_%s_smem%d\n", shared, name.c_str(), kb(backward_single_tier(dim, tier)));
-      if (has_short_forward(dim) && resident_shared(dim) + kResidentRingBytes <= (shared << 10))
+      if (has_resident_forward(dim, shared << 10))
         std::printf("%d forward_resident_%d\n", shared, dim);
     }
+  for (const int dim : {64, 96, 128})
+    if (is_resident_built(dim)) std::printf("built forward_resident_%d\n", dim);
   for (const PaddedDims dims : kDims)
     for (const SmemTier tier : {SmemTier::k99KB, SmemTier::k163KB, SmemTier::k227KB})
       if (is_tier_built(dims.qk, dims.v, tier)) std::printf("built backward_%s_smem%d\n", name_of(dims).c_str(), kb(tier));
@@ -74,8 +76,8 @@ def test_what_no_gpu_of_a_library_calls_is_left_out(tmp_path, archs, shared):
     """setup.py leaves out the files, and dispatch.cu the calls of what they hold."""
     assert sizes(archs) == shared
     said = said_by_tiles(tmp_path, f'-DPACKING_OPS_SHARED_MEMORY_KB="{" ".join(map(str, shared))}"')
-    backward = [path for path in generate_instances.FOLDER.glob("backward_*") if "single" not in path.stem]
-    left = {path.stem for path in backward if {*callers(str(path))} & {*shared}}
+    named = [*generate_instances.FOLDER.glob("forward_resident_*"), *generate_instances.FOLDER.glob("backward_[0-9]*")]
+    left = {path.stem for path in named if {*callers(str(path))} & {*shared}}
     assert left == {name for built, name in said if built == "built"}
 
 

@@ -220,7 +220,7 @@ void launch_varlen_attention_cuda(const VarlenAttentionParams& p, const CudaLaun
     } else {
       const AttentionTiles& tiles = args.plan.tiles;
       const bool resident = tiles.resident_max_keys >= 0;
-      if constexpr (has_short_forward(kDim)) {
+      if constexpr (is_resident_built(kDim)) {
         if (resident) sm80::run_forward_resident<T, kDim, kTransform>(args, stream);
       }
       if (tiles.kernels == Kernels::kSm90) {

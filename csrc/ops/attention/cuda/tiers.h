@@ -1,4 +1,4 @@
-// Which of the backward's instances a GPU runs, by its shared memory, and which of them are in the library.
+// Which of sm80's instances a GPU runs, by its shared memory, and which of them are in the library.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,19 @@ constexpr std::string_view kSharedMemoryKb = " " PACKING_OPS_SHARED_MEMORY_KB " 
 #else
 constexpr std::string_view kSharedMemoryKb = " 99 163 227 ";
 #endif
-// Whether one of these GPUs runs the backward's instances of a tier. Others are not in the library.
+// Whether has(bytes of shared memory) holds for one of these GPUs. Instances that none of them runs are not in the
+// library.
+template <class F>
+constexpr bool has_some_gpu(F has) {
+  const auto is_among = [](std::string_view name) { return kSharedMemoryKb.find(name) != std::string_view::npos; };
+  return (is_among(" 99 ") && has(99 << 10)) || (is_among(" 163 ") && has(163 << 10)) ||
+         (is_among(" 227 ") && has(227 << 10));
+}
 constexpr bool is_tier_built(int padded, int padded_v, SmemTier tier) {
-  const auto built_for = [&](int kb, std::string_view name) {
-    return kSharedMemoryKb.find(name) != std::string_view::npos && backward_tier(padded, padded_v, kb << 10) == tier;
-  };
-  return built_for(99, " 99 ") || built_for(163, " 163 ") || built_for(227, " 227 ");
+  return has_some_gpu([=](int64_t bytes) { return backward_tier(padded, padded_v, bytes) == tier; });
+}
+constexpr bool is_resident_built(int padded) {
+  return has_some_gpu([=](int64_t bytes) { return has_resident_forward(padded, bytes); });
 }
 
 }  // namespace packing_ops::attention

@@ -23,10 +23,6 @@ int64_t max_shared_memory(int device) {
   return bytes.load(std::memory_order_relaxed);
 }
 
-bool has_resident_forward(int padded, int device) {
-  return has_short_forward(padded) && resident_shared(padded) + kResidentRingBytes <= max_shared_memory(device);
-}
-
 Kernels kernels_for(int64_t group, int64_t head_dim, int64_t head_dim_v, int device) {
 #if defined(PACKING_OPS_SM90)
   static const char* value = std::getenv("PACKING_OPS_SM90");
@@ -53,10 +49,11 @@ AttentionTiles attention_tiles(int64_t group, int64_t head_dim, int64_t head_dim
   tiles.forward_keys = forward_keys(padded);
   tiles.forward_by_document = wgmma;
   tiles.short_rows = kShortRows;
-  tiles.resident_max_keys = has_resident_forward(padded, device) ? kResidentMaxKeys : -1;
+  const int64_t bytes = max_shared_memory(device);
+  tiles.resident_max_keys = has_resident_forward(padded, bytes) ? kResidentMaxKeys : -1;
   const int32_t short_max_keys = has_short_forward(padded) && !wgmma ? kShortMaxKeysTimesGroup / tiles.group : -1;
   tiles.short_max_keys = short_max_keys > tiles.resident_max_keys ? short_max_keys : -1;
-  const SmemTier tier = backward_tier(padded, padded_v, max_shared_memory(device));
+  const SmemTier tier = backward_tier(padded, padded_v, bytes);
   tiles.backward_rows = wgmma ? tile_tokens(group) * tiles.group : backward_rows(padded, tier);
   tiles.backward_keys = wgmma ? wgmma_backward_keys(padded) : backward_keys(padded, tier);
   const int small_keys = backward_small_keys(padded, tier);

@@ -105,7 +105,10 @@ constexpr int resident_shared(int padded) {
   return (2 * resident_key_tiles(padded) * kShortKeys + kResidentWarps * kResidentRowTile) * padded * 2 + 128;
 }
 constexpr int kResidentRingBytes = 2048;  // at least sizeof(ResidentRing)
-bool has_resident_forward(int padded, int device);
+// Where a block may have so many bytes of shared memory.
+constexpr bool has_resident_forward(int padded, int64_t bytes) {
+  return has_short_forward(padded) && resident_shared(padded) + kResidentRingBytes <= bytes;
+}
 
 // Wide rows: warps of 16 rows and a share of the columns, as many as fit into a block with k163KB, or with k99KB.
 constexpr int wide_forward_rows(SmemTier tier) {
