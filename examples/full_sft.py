@@ -29,6 +29,7 @@ def parse_arguments():
     parser.add_argument(
         "--lora", type=at_least(0), default=0, metavar="R", help="rank of adapters on all linear layers"
     )
+    parser.add_argument("--mixed", action="store_true", help="weights in float32, which compute in bfloat16")
     parser.add_argument("--compile", action="store_true", help="torch.compile of each layer")
     parser.add_argument("--checkpointing", type=checkpointing, help='"full", or a checkpoint_policy: "auto" or GiB')
     parser.add_argument("--learning-rate", type=float, default=1e-5)
@@ -55,7 +56,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common.chats import chat_examples
 from common.hf_setup import new_model
-from common.training import cosine, mfu, put_checkpoints, start_processes
+from common.training import cosine, mfu, over_ranks, put_checkpoints, start_processes
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -63,8 +64,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import packing_ops as po
@@ -78,7 +77,7 @@ OF_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 def model_of(arguments):
     """The model on its device, wrapped, and its layers' policy."""
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    dtype = torch.bfloat16 if arguments.device == "cuda" and not arguments.mixed else torch.float32
     if arguments.model is None:
         model = new_model(None, arguments.row, arguments.seed)
     elif any(Path(arguments.model).glob("*.safetensors")) or not Path(arguments.model).is_dir():
@@ -101,11 +100,7 @@ def model_of(arguments):
         put_checkpoints(layers, model, arguments.checkpointing)
     for layer in layers if arguments.compile else ():
         layer.compile()
-    if arguments.wrapper == "ddp":
-        return DistributedDataParallel(outer, broadcast_buffers=False, gradient_as_bucket_view=True), applied
-    for layer in layers:
-        fully_shard(layer)
-    return fully_shard(outer), applied
+    return over_ranks(outer, layers, arguments.wrapper, arguments.mixed), applied
 
 
 # --- training ---

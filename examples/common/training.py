@@ -8,6 +8,8 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import packing_ops as po
@@ -38,6 +40,19 @@ def put_checkpoints(layers, model, how: str) -> None:
             return checkpoint(functools.partial(stock, **kwargs), *args, use_reentrant=False, **contexts)
 
         layer.forward = forward
+
+
+def over_ranks(model, layers, wrapper: str, mixed: bool):
+    """Wrap the model by "ddp" or "fsdp2". mixed: its weights stay in float32 and compute in bfloat16."""
+    if wrapper == "ddp":
+        if mixed:
+            device = next(model.parameters()).device.type
+            model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
+        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
+    for layer in layers:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(**dtypes))
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(**dtypes))
 
 
 def cosine(step: int, first: int, steps: int) -> float:

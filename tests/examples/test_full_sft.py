@@ -85,6 +85,16 @@ def test_an_interrupted_run_goes_on_to_the_bit(folder, setting):
     assert all("lora" in name for name in weights) == ("--lora" in setting)
 
 
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
+def test_mixed_precision(folder, wrapper):
+    """Weights that are trained in float32, by products in bfloat16."""
+    (exact, *_), _ = trained(folder, "exact", "--wrapper", wrapper, "--stop-after", 1)
+    steps, weights = trained(folder, "mixed", "--wrapper", wrapper, "--mixed")
+    assert 0 < abs(steps[0]["loss"] - exact["loss"]) < 1e-2
+    assert steps[-1]["held_out_loss"] < steps[1]["held_out_loss"]
+    assert {each.dtype for each in weights.values()} == {torch.float32}
+
+
 def test_another_plan_is_named(folder):
     trained(folder, "run", "--stop-after", 2)
     with pytest.raises(AssertionError, match="state_dict: expected that of a sampler with capacity=512, got 256"):
