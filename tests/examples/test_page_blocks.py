@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import json
+import re
 import statistics
+import textwrap
 
 import pytest
 import torch
@@ -72,12 +74,18 @@ def test_model_on_two_ranks(tmp_path):
 LENGTHS = [len(row["input_ids"]) for row in ROWS]
 
 
-def parameters_of_a_rank(folder):
+def parameters_of_a_rank(folder, wrapper):
+    """What the loop gives; as the page says it for DDP, in float32 or with autocast."""
     block = block_with("docs/parallel.md", "PackedBatchSampler")
+    if wrapper != "FSDP2":
+        wrap, loss = (block_with("docs/parallel.md", words) for words in ("DistributedDataParallel", "torch.autocast("))
+        block = re.sub(r"mixed = (?s:.*?)(?=optimizer = )", wrap, block)
+        block = re.sub(r"^( +)loss = .*\n", lambda found: textwrap.indent(loss, found[1]), block, flags=re.M)
+        block = block.replace("dtype=torch.bfloat16", f"dtype=torch.bfloat16, enabled={wrapper == 'DDP, autocast'}")
     for there, here in (
         ('"cuda"', '"cpu"'),
         ('int(os.environ["WORLD_SIZE"])', "2"),
-        ("param_dtype=torch.bfloat16", "param_dtype=torch.float32"),
+        *([("param_dtype=torch.bfloat16", "param_dtype=torch.float32")] if wrapper == "FSDP2" else []),
         ("AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"),
         ("model.parameters(), 1.0)", "model.parameters(), 1e6)"),
     ):
@@ -85,10 +93,12 @@ def parameters_of_a_rank(folder):
         block = block.replace(there, here)
     names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 1}
     exec(block, names)
-    return [parameter.full_tensor().detach() for parameter in names["model"].parameters()]
+    parameters = [each.detach() for each in names["model"].parameters()]
+    return [each.full_tensor() if wrapper == "FSDP2" else each for each in parameters]
 
 
-def test_data_parallel_rows_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP", "DDP, autocast"])
+def test_rows_of_each_rank_on_two_ranks(wrapper, tmp_path):
     """An epoch gives the parameters that documents give one by one, averaged over the targets of both ranks."""
     from packing_ops.data import PackedBatchSampler
 
@@ -103,8 +113,12 @@ def test_data_parallel_rows_on_two_ranks(tmp_path):
         (sum(losses) / sum(ids.numel() - 1 for ids in documents)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for found in processes.spawn(functools.partial(parameters_of_a_rank, tmp_path), 2, tmp_path):
-        torch.testing.assert_close(found, [each.detach() for each in model.parameters()], rtol=1e-4, atol=1e-6)
+    wanted = [each.detach() for each in model.parameters()]
+    limits = {"rtol": 0, "atol": 2e-2} if "autocast" in wrapper else {"rtol": 1e-4, "atol": 1e-6}
+    for found in processes.spawn(functools.partial(parameters_of_a_rank, tmp_path, wrapper), 2, tmp_path):
+        assert all(each.dtype == torch.float32 for each in found)
+        torch.testing.assert_close(found, wanted, **limits)
+        assert ("autocast" in wrapper) == (max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) > 1e-4)
 
 
 def attention_of_a_rank():
@@ -428,7 +442,7 @@ def test_every_block_is_run():
         "docs/data.md": 4,
         "docs/ops.md": 4,
         "docs/pages.md": 2,
-        "docs/parallel.md": 6,
+        "docs/parallel.md": 8,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
         "docs/transformers.md": 11,

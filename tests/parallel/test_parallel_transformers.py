@@ -349,12 +349,20 @@ def test_tensor_parallel_model(tmp_path):
         assert list(skipped) == ["fused_loss"]
 
 
-def sharded_gradients(packed, **policies):
-    """Of a float32 model in FSDP2, on a packed row of each rank with ours, or on its documents one by one."""
+def averaged_gradients(packed, wrapper="fsdp2", adapters=None, **policies):
+    """Of a float32 model on two ranks, on a packed row of each rank with ours, or on its documents one by one."""
     model = tiny_model("qwen3")
+    layers = model.model.layers
+    if adapters is not None:
+        import peft
+
+        torch.manual_seed(7)
+        model = peft.get_peft_model(model, adapters)
     if packed:
         apply_packing_ops(model, fused_loss=True)
-    for module in (*model.model.layers, model):
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model)
+    for module in (*layers, model) if wrapper == "fsdp2" else ():
         fully_shard(module, **policies)
     row = batch_of()
     row["input_ids"] = (row["input_ids"] + dist.get_rank()) % 61
@@ -369,10 +377,10 @@ def sharded_gradients(packed, **policies):
 def policies_of_fsdp2():
     """Errors of gradients: of ours with an offload policy; in mixed precision of the stock model, and of ours."""
     mixed = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-    exact = sharded_gradients(False)
+    exact = averaged_gradients(False)
 
     def error(packed, **policies):
-        return float((sharded_gradients(packed, **policies) - exact).norm() / exact.norm())
+        return float((averaged_gradients(packed, **policies) - exact).norm() / exact.norm())
 
     offload = error(True, offload_policy=CPUOffloadPolicy(pin_memory=False))
     return offload, error(False, **mixed), error(True, **mixed)
@@ -382,3 +390,19 @@ def test_policies_of_fsdp2(tmp_path):
     for offloaded, stock, ours in spawn(policies_of_fsdp2, 2, tmp_path):
         assert offloaded <= 1e-5
         assert 1e-4 <= ours <= 2 * stock
+
+
+def adapters_around():
+    """Errors of the gradients of LoRA's adapters, in DDP and FSDP2."""
+    import peft
+
+    adapters, errors = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False), []
+    for wrapper in ("ddp", "fsdp2"):
+        found, wanted = (averaged_gradients(packed, wrapper, adapters) for packed in (True, False))
+        errors.append(float((found - wanted).norm() / wanted.norm()))
+    return errors
+
+
+def test_adapters_in_ddp_and_fsdp2(tmp_path):
+    pytest.importorskip("peft")
+    assert max(error for rank in spawn(adapters_around, 2, tmp_path) for error in rank) <= 1e-5
