@@ -406,6 +406,33 @@ def test_distillation_of_the_page():
     assert names["teacher_head"].weight.grad is None
 
 
+def decoder_of_a_rank(sharded):
+    """Gradients of a rank's row, or of the rows of both in one process."""
+    text = (ROOT / "docs/ops.md").read_text().partition("## A decoder in plain torch")[2]
+    names = {"torch": torch, "po": packing_ops, "world_size": 2}
+    exec(re.search(r"```python\n(.*?)\ndevice, capacity =", text, re.S)[1], names)
+    torch.manual_seed(1)
+    names["model"] = names["Decoder"]()
+    rows = [packing_ops.PackedMetadata.from_lengths(lengths) for lengths in ([9, 4, 2], [3, 20])]
+    if not sharded:
+        losses = []
+        for metadata in rows:
+            ids = torch.arange(metadata.total) % 7
+            found = names["model"](ids, metadata), names["model"].head.weight
+            losses.append(packing_ops.chunked_cross_entropy(*found, ids, metadata, num_items_in_batch=12 + 21))
+        sum(losses).backward()
+        return [each.grad for each in names["model"].parameters()]
+    metadata = rows[torch.distributed.get_rank()]
+    ids = torch.arange(metadata.total) % 7
+    exec(block_with("docs/ops.md", "fully_shard"), names | {"input_ids": ids, "labels": ids, "metadata": metadata})
+    return [each.grad.full_tensor() for each in names["model"].parameters()]
+
+
+def test_a_decoder_in_fsdp2(tmp_path):
+    for found in processes.spawn(functools.partial(decoder_of_a_rank, True), 2, tmp_path):
+        torch.testing.assert_close(found, decoder_of_a_rank(False))
+
+
 def test_balance_loss_of_the_page():
     model = pytest.importorskip("helpers.hf_models").tiny_model("gpt_oss", vocab_size=64)
     metadata = packing_ops.PackedMetadata.from_lengths([3, 5])
@@ -440,7 +467,7 @@ def test_every_block_is_run():
     assert found == {
         "README.md": 1,
         "docs/data.md": 4,
-        "docs/ops.md": 4,
+        "docs/ops.md": 5,
         "docs/pages.md": 2,
         "docs/parallel.md": 8,
         "docs/prefix-trees.md": 5,
