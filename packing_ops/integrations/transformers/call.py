@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from packing_ops._runtime.batch_cache import check_same, kept_with
+from packing_ops.integrations._patching import PADDING_FREE
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     TIME,
@@ -71,10 +72,11 @@ class PackedCall:
         self.outers = () if outer is None else (outer, *outer.outers)
         traits = _traits_of(type(model), type(model.config))
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
-        positions = self.given("position_ids", args, kwargs)
+        positions, packs = self.given("position_ids", args, kwargs), model.__dict__.get(PADDING_FREE)
         if outer is None and reads:
             _check_form(positions)
-        mask = self.given("attention_mask", args, kwargs)
+        # Of rows that trl.enable_padding_free packs, only the models inside know the documents.
+        mask = None if packs and packs(args, kwargs) else self.given("attention_mask", args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
         self.needs_positions = positions is None  # of models that otherwise count along the row
@@ -255,10 +257,12 @@ class PackedCall:
             return
         # Where an attention found the documents, the host knows whether there are several.
         batch, message = self.where_several
-        known = [found.several for _, (_, _, padding, _), found in self.answers if padding is self.numbers]
-        known = [several for several in known if several is not None]
-        several = known[0] if known else self.several(batch, self.position_ids)
-        refuse_where(several, message)
+        known = [
+            found.several
+            for _, (_, _, padding, _), found in self.answers
+            if padding is self.numbers and found.several is not None
+        ]
+        refuse_where(known[0] if known else self.several(batch, self.position_ids), message)
 
     def several(self, batch, position_ids=None):
         """Return whether a row has several documents: bool ``[]``, None if it is unknown. Nothing waits for it."""

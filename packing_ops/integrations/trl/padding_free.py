@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import packing_ops as po
-from packing_ops.integrations._patching import put_around, take_out_function
+from packing_ops.integrations._patching import PADDING_FREE, put_around, take_out_function
 from packing_ops.integrations.trl import fused_logps
 
 _TRAINERS = (
@@ -60,19 +60,19 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
         TypeError: another trainer.
         ValueError: a model with another attention; a dataset with images; an adapter of PEFT that looks at a whole row
             (prompt tuning, activated LoRA, Lily, Shadow). In training: images in a batch; a row of only padding that is
-            to be scored; a batch without tokens.
+            to be scored; a batch without tokens; an attention_mask with document numbers.
     """
-    names = [cls.__name__ for cls in type(trainer).__mro__]
-    if not any(name in names for name in _TRAINERS):
-        raise TypeError(f"trainer: expected {', '.join(_TRAINERS[:-1])} or {_TRAINERS[-1]} of TRL, got {names[0]}")
+    if not any(cls.__name__ in _TRAINERS for cls in type(trainer).__mro__):
+        got = type(trainer).__name__
+        raise TypeError(f"trainer: expected {', '.join(_TRAINERS[:-1])} or {_TRAINERS[-1]} of TRL, got {got}")
     if getattr(trainer, "_is_vision_dataset", False):
         raise ValueError(f"trainer: expected text alone, got a dataset with images; {_IMAGES}")
-    models = [_host_of(model, trainer) for model in _models_of(trainer)]
-    for model in [_called(model, trainer) for model in models]:
+    for model in [_called(_host_of(model, trainer), trainer) for model in _models_of(trainer)]:
         for head in fused_logps.patches():
             head.apply(model)
         if not _is_wrapped(model):
             put_around(model, "forward", _packed)
+            vars(model)[PADDING_FREE] = _packs
             functools.wraps(type(model).forward)(model.forward)  # generate and Trainer read its parameters
     return tuple(name for name in _MODELS if getattr(trainer, name, None) is not None)
 
@@ -83,14 +83,17 @@ def revert_padding_free(trainer: Any) -> None:
     Example:
         >>> revert_padding_free(trainer)  # needs a DPOTrainer # doctest: +SKIP
     """
+    from packing_ops.integrations.transformers.apply import hosts
+
     for model in _models_of(trainer):
-        host = _called(_hosts(model)[0], trainer)
+        host = _called(hosts(model)[0], trainer)
         if _is_wrapped(host):
             raise ValueError(
                 "trainer: expected the forward that enable_padding_free put into its model, got accelerate's around "
                 "it; take that off first (accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
             )
         take_out_function(host, _packed)
+        vars(host).pop(PADDING_FREE, None)
         for head in fused_logps.patches():
             head.revert(host)
 
@@ -108,21 +111,14 @@ def _models_of(trainer: Any) -> list[Any]:
 
 def _called(model: Any, trainer: Any) -> Any:
     """Return the module of a host that the trainer calls."""
-    names = [cls.__name__ for cls in type(trainer).__mro__]
-    return model.base_model if any(name in names for name in _CALL_BACKBONES) else model
-
-
-def _hosts(model: Any) -> list[Any]:
-    from packing_ops.integrations.transformers.apply import hosts
-
-    return hosts(model)
+    return model.base_model if any(cls.__name__ in _CALL_BACKBONES for cls in type(trainer).__mro__) else model
 
 
 def _host_of(model: Any, trainer: Any) -> Any:
     from packing_ops.integrations._additions import why_one_row
-    from packing_ops.integrations.transformers.call import NAMES
+    from packing_ops.integrations.transformers.apply import NAMES, hosts
 
-    found = _hosts(model)
+    found = hosts(model)
     if not found:
         raise ValueError(f"trainer: expected a model of transformers, got {type(model).__name__}")
     for config in getattr(model, "peft_config", {}).values():
@@ -143,14 +139,19 @@ def _is_wrapped(model: Any) -> bool:
     return getattr(model.__dict__.get("_original_forward"), "func", None) is _packed
 
 
+def _packs(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether _packed makes one row of this call's batch. A cache holds padded rows."""
+    mask, input_ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
+    has_cache = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
+    return not (args or has_cache or input_ids is None or mask is None or mask.shape != input_ids.shape)
+
+
 def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a model; padded rows of text go through it as one row."""
     stock = before or functools.partial(type(model).forward, model)
-    mask, input_ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
-    if args or input_ids is None or mask is None or mask.shape != input_ids.shape:
+    if not _packs(args, kwargs):
         return stock(*args, **kwargs)
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        return stock(*args, **kwargs)  # a cache holds padded rows
+    mask, input_ids = kwargs["attention_mask"], kwargs["input_ids"]
     batch, seqlen = input_ids.shape
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape != (batch, seqlen):
@@ -163,9 +164,14 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
     if scored and kwargs.get("labels") is not None:
         raise ValueError("labels: expected None, got labels of whole documents, whose loss TRL's trainer computes")
 
-    # The layout: the only wait for the GPU. The empty rows arrive before it, in the order of the stream.
+    # The layout: the only wait for the GPU. What is refused arrives before it, in the order of the stream.
     empty = (mask == 0).all(1).to("cpu", non_blocking=True) if scored else None
+    numbers = (mask > 1).any().to("cpu", non_blocking=True)
     metadata = po.PackedMetadata.from_attention_mask(mask)
+    if numbers:
+        raise ValueError(
+            "attention_mask: expected 0 and 1, got numbers of documents; give each document a row of its own"
+        )
     if empty is not None and empty.any():
         raise ValueError(
             "attention_mask: expected a token in each row, whose last one is scored, got rows "

@@ -15,6 +15,7 @@ from common.hf_setup import byte_tokenizer  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
 from helpers.trl_case import CLOSE, PAIRS, settings, without_padding  # noqa: E402
 
+from packing_ops._runtime import gate  # noqa: E402
 from packing_ops.integrations import trl as integration  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, info, register  # noqa: E402
 
@@ -133,28 +134,40 @@ def both(model, kind):
     return model.eval(), packed.eval()
 
 
+@pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
+@torch.no_grad()
+def test_a_forward_makes_its_layout_once(kind, device, monkeypatch):
+    """On a GPU the forward waits for the totals of each layout."""
+    model = tiny_model("llama", vocab_size=258, device=device) if kind == "DPOTrainer" else reward_model(device)
+    _, packed = both(model, kind)
+    shapes, stock = [], gate.unpad_layout
+    monkeypatch.setattr(gate, "unpad_layout", lambda mask, *more: shapes.append(mask.shape) or stock(mask, *more))
+    mask = ROWS.clone().to(device)  # of which no other test's layout is kept
+    packed(input_ids=mask * 9, attention_mask=mask)
+    assert shapes == [ROWS.shape]
+
+
 class OpsCalled(TorchDispatchMode):
-    """The names of the ops of packing_ops that are called."""
+    """The names of the ops that are called."""
 
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.names += [op._opname] if op.namespace == "packing_ops" else []
+        self.names.append(op._opname)
         return op(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
 @torch.no_grad()
-def test_a_forward_makes_its_layout_once(kind, device):
-    """On a GPU the forward waits for the totals of each layout."""
-    model = tiny_model("llama", vocab_size=258, device=device) if kind == "DPOTrainer" else reward_model(device)
-    _, packed = both(model, kind)
-    mask = ROWS.to(device)
+def test_nothing_is_read_behind_a_forward(kind):
+    """There the host would wait for all of its kernels."""
+    _, packed = both(tiny_model("llama", vocab_size=258) if kind == "DPOTrainer" else reward_model("cpu"), kind)
     with OpsCalled() as called:
-        packed(input_ids=mask * 9, attention_mask=mask)
-    assert [name for name in called.names if name in ("unpad_layout", "unpad_rows")] == ["unpad_layout"]
+        packed.register_forward_hook(lambda *_: called.names.clear())
+        packed(input_ids=ROWS * 9, attention_mask=ROWS)
+    assert "_local_scalar_dense" not in called.names
 
 
 @pytest.mark.gpu
@@ -163,8 +176,8 @@ def test_a_forward_makes_its_layout_once(kind, device):
 def test_the_empty_rows_of_a_reward_model_are_not_waited_for(monkeypatch):
     monkeypatch.setenv("PACKING_OPS_CHECK", "0")  # as for a user
     _, packed = both(reward_model("cuda"), "RewardTrainer")
-    mask = ROWS.cuda()
-    packed(input_ids=mask * 9, attention_mask=mask)
+    packed(input_ids=ROWS.cuda() * 9, attention_mask=ROWS.cuda())
+    mask = ROWS.cuda()  # of which no layout is kept
     torch.cuda.synchronize()
     monkeypatch.setattr(type(packed), "forward", lambda *_, **__: {})  # what transformers waits for does not count
     torch.cuda.set_sync_debug_mode("error")
@@ -252,6 +265,9 @@ def test_what_is_refused(device, tmp_path):
         trainer.compute_loss(trainer.model, {**batch, "pixel_values": images})
     with pytest.raises(ValueError, match="labels: expected None, got labels of whole documents"):
         trainer.model(**{name: batch[name] for name in ("input_ids", "attention_mask")}, labels=torch.zeros(8))
+    numbers = batch["attention_mask"].cumsum(1).clamp(max=2) * batch["attention_mask"]
+    with pytest.raises(ValueError, match=r"attention_mask: expected 0 and 1, got numbers of documents"):
+        trainer.model(input_ids=batch["input_ids"], attention_mask=numbers)
     trainer._is_vision_dataset = True
     with pytest.raises(ValueError, match=r"trainer: expected text alone, got a dataset with images; .*or leave this"):
         integration.enable_padding_free(trainer)
