@@ -46,7 +46,7 @@ def device_name(device: str) -> str:
 
 def measured_on(device: str) -> dict[str, str]:
     """The columns that say where figures come from."""
-    return {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
+    return {"device": device_name(device), "torch": torch.__version__, "commit": commit() or ""}
 
 
 def bench_parser(description: str | None) -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ import csv
 import bench_parallel
 import bench_parallel_host
 import parallel_training
+import provenance
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +17,11 @@ import packing_ops as po
 from packing_ops.parallel import choose_attention
 
 
-def test_host_time_of_ranks_that_are_not_there(monkeypatch, tmp_path):
+@pytest.mark.parametrize("commit", ["0123456789ab", ""], ids=["commit", "no checkout"])
+def test_host_time_of_ranks_that_are_not_there(commit, monkeypatch, tmp_path):
     """A step of each; a second run keeps what the first one measured in other cases."""
+    monkeypatch.setenv("PACKING_OPS_COMMIT", commit)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setattr(parallel_training, "WRAPPERS", {name: WRAPPERS[name] for name in ("one rank", "FSDP2")})
     monkeypatch.setattr(
         parallel_training, "timed_together", lambda step, *given, **options: step() or 2.0 + dist.get_rank()
