@@ -76,7 +76,8 @@ GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varle
 
 def torch_fa2(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **_):
     """torch's built-in FlashAttention-2 over the row's documents."""
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    # Under autocast RMSNorm's weights make q and k float32.
+    q, k, v = (t.to(value.dtype).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     documents = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     out = varlen.varlen_attn(q, k, v, *documents, scale=scaling, window_size=(-1, 0), **GROUPED)
     return out[None], None

@@ -72,6 +72,10 @@ class Case(NamedTuple):
         rows = "batches of 8" if self.provider == "padded" else f"rows of {self.row:,}"
         return f"{self.model}{where}, {self.documents} documents: {self.provider}, {', '.join([rows, *how])}"
 
+    def small(self) -> "Case":
+        """What --tiny makes of it."""
+        return self._replace(tokens=1024, longest=256, row=self.row // 32, steps=1)
+
 
 def _full(provider: str, row: int, **more) -> Case:
     return Case("8b", "Qwen3-8B", provider, row, wrapper="FSDP2", ranks=2, **more)

@@ -45,28 +45,36 @@ def shape_of(case: Case, tiny: bool) -> dict:
     return {name: TINY.get(name, value) if tiny else value for name, value in shape.items()}
 
 
-def model_of(case: Case, device: str, tiny: bool):
-    """The model as the case trains it, on this rank, and the parameters that a token is multiplied with."""
+def random_model(shape: dict, attention: str, device: str, dtype: torch.dtype):
+    """A Qwen3 of transformers with random weights, the same ones in each call."""
     import transformers
     from transformers.masking_utils import AttentionMaskInterface
 
     transformers.AttentionInterface.register("torch_fa2", torch_fa2)
     AttentionMaskInterface.register("torch_fa2", lambda *args, **kwargs: None)  # it has cu_seqlens
+    family = family_of(shape)
+    config = getattr(transformers, f"{family}Config")(**shape, max_position_embeddings=40_960, use_cache=False)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = getattr(transformers, f"{family}ForCausalLM")
+        return model._from_config(config, attn_implementation=attention, dtype=dtype).train()
+
+
+def family_of(shape: dict) -> str:
+    return "Qwen3Moe" if "moe_intermediate_size" in shape else "Qwen3"
+
+
+def model_of(case: Case, device: str, tiny: bool):
+    """The model as the case trains it, on this rank, and the parameters that a token is multiplied with."""
     shape = shape_of(case, tiny)
-    family = "Qwen3Moe" if "moe_intermediate_size" in shape else "Qwen3"
+    family = family_of(shape)
     if case.provider.startswith("liger"):
         import liger_kernel.transformers as liger
 
         patches = {"Qwen3": "apply_liger_kernel_to_qwen3", "Qwen3Moe": "apply_liger_kernel_to_qwen3_moe"}
         getattr(liger, patches[family])()
-    config = getattr(transformers, f"{family}Config")(**shape, max_position_embeddings=40_960, use_cache=False)
-    torch.manual_seed(0)
-    with torch.device(device):
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model = getattr(transformers, f"{family}ForCausalLM")._from_config(
-            config, attn_implementation=ATTENTION[case.provider], dtype=dtype
-        )
-    model.train()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = random_model(shape, ATTENTION[case.provider], device, dtype)
     multiplied = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
     if shape.get("tie_word_embeddings"):
         multiplied += model.get_input_embeddings().weight.numel()
@@ -167,8 +175,7 @@ def measured(case: Case, device: str, tiny: bool) -> dict:
 def run(cases: dict[int, Case], device: str, tiny: bool) -> None:
     """In a separate process, or one of torchrun's: rank 0 prints a line for each case, by its index."""
     for index, case in cases.items():
-        if tiny:
-            case = case._replace(tokens=1024, longest=256, row=case.row // 32, steps=1)
+        case = case.small() if tiny else case
         if case.ranks > 1:
             if device == "cuda":
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,0 +1,175 @@
+"""Training steps of TRL's SFTTrainer: python benchmarks/bench_trl.py [--only padded ours] [--repeats 3] [--limit 540]
+
+Qwen3-0.6B's shape. Weights are random and float32, as SFTTrainer loads a model that it gets by name. bf16=True
+(autocast) and gradient checkpointing are TRL's defaults, and so is every setting that settings_of does not name. No
+case cuts a document. ours is what README says: patch_pack_dataset(), packing=True, apply_packing_ops(trainer.model).
+
+A repeat trains a new model by trainer.train(). What is timed is a whole epoch, after some steps to warm up: steps of
+the optimizer, the trainer's batches, all that it does beside. Tokens are those of documents, without padding. Cases
+take turns, so that the repeats of each are apart; each repeat is a row of the CSV, written as soon as it is measured.
+A case that fails has its error in the place of a time and is not repeated. After --limit seconds no repeat starts.
+Needs trl and datasets, and downloads nothing.
+"""
+
+import contextlib
+import tempfile
+import time
+import traceback
+
+import datasets
+import torch
+import transformers
+import trl
+from bench_e2e import release
+from bench_whole import setting_of
+from e2e_batches import documents_of
+from harness import bench_parser, measured_on, read_rows, write_csv
+from tokenizers import Tokenizer, models
+from transformers.models.qwen3 import modeling_qwen3
+from whole_cases import ATTENTION, ERROR, Case
+from whole_model import random_model, shape_of
+
+from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, revert_registration
+from packing_ops.integrations.trl import patch_pack_dataset, revert_pack_dataset
+
+WARM_UPS = 4  # steps, or an epoch where it has fewer
+
+
+def _case(provider: str, row: int = 16_384, **more) -> Case:
+    return Case(
+        "trl", "Qwen3-0.6B", provider, row, tokens=65_536, **{"compiled": False, "checkpointing": "full", **more}
+    )
+
+
+CASES = [
+    _case("padded", 0),
+    _case("fa2"),
+    _case("liger"),
+    _case("ours"),
+    _case("liger", checkpointing=""),
+    *(_case(provider, compiled=True, checkpointing="") for provider in ("fa2", "liger", "ours")),
+]
+FIGURES = ("tokens_per_second_a_gpu", "peak_gib", "step_ms", "steps", "loss", "warm_up_s", "tokens", "error")
+
+
+class Clock(transformers.TrainerCallback):
+    """Ends the first epoch after the steps to warm up, and times the second."""
+
+    def __init__(self, device: str):
+        self.device, self.epochs, self.times = device, 0, []
+
+    def now(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+    def on_train_begin(self, *_, **__):
+        self.now()
+
+    def on_epoch_begin(self, args, state, control, **_):
+        self.epochs += 1
+        self.first = state.global_step
+        if self.epochs == 2:
+            if self.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            self.now()
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_epoch_stop = self.epochs == 1 and state.global_step == WARM_UPS
+
+    def on_epoch_end(self, args, state, control, **_):
+        if self.epochs == 2:
+            self.now()
+            self.steps = state.global_step - self.first
+
+
+def settings_of(case: Case, device: str, folder: str) -> trl.SFTConfig:
+    packed = {"packing": True, "per_device_train_batch_size": 1} if case.row else {}
+    return trl.SFTConfig(
+        folder, max_length=case.row or None, num_train_epochs=2, **packed,
+        **({} if case.checkpointing else {"gradient_checkpointing": False}),
+        **({"use_liger_kernel": True} if case.provider == "liger" else {}),
+        save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True, use_cpu=device == "cpu",
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def trainer_of(case: Case, device: str, tiny: bool):
+    """The trainer as a user sets it up; what was changed outside of its model is undone in the end."""
+    shape, stock = shape_of(case, tiny), dict(vars(modeling_qwen3))
+    rows = [document.tolist() for document in documents_of(case.tokens, case.longest, shape["vocab_size"])]
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0}, "<pad>"))  # documents are token ids: nothing is tokenized
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>")
+    with contextlib.ExitStack() as undo:
+        undo.callback(vars(modeling_qwen3).update, stock)  # Liger replaces functions there
+        model = random_model(shape, ATTENTION[case.provider], device, torch.float32)
+        if case.provider == "ours":
+            undo.callback(revert_pack_dataset)
+            patch_pack_dataset()
+        trainer = trl.SFTTrainer(
+            model,
+            settings_of(case, device, undo.enter_context(tempfile.TemporaryDirectory())),
+            train_dataset=datasets.Dataset.from_dict({"input_ids": rows}),
+            processing_class=tokenizer,
+        )
+        if case.provider == "ours":
+            undo.callback(revert_registration)
+            undo.callback(revert_packing_ops, trainer.model)
+            print(apply_packing_ops(trainer.model), flush=True)
+        for layer in trainer.model.get_decoder().layers if case.compiled else ():
+            layer.compile(backend="inductor" if device == "cuda" else "aot_eager")
+        yield trainer
+
+
+def measured(case: Case, device: str, tiny: bool) -> dict:
+    """What the CSV has of a repeat beside its setting."""
+    clock = Clock(device)
+    with trainer_of(case, device, tiny) as trainer:
+        trainer.add_callback(clock)
+        loss = trainer.train().training_loss
+        tokens = sum(map(len, trainer.train_dataset["input_ids"]))
+    begin, timed, end = clock.times
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return {
+        "tokens_per_second_a_gpu": f"{tokens / (end - timed):.0f}", "peak_gib": f"{peak:.1f}",
+        "step_ms": f"{(end - timed) / clock.steps * 1e3:.1f}", "steps": clock.steps, "loss": f"{loss:.4f}",
+        "warm_up_s": f"{timed - begin:.1f}", "tokens": tokens,
+    }  # fmt: skip
+
+
+def main():
+    parser = bench_parser(__doc__)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="cases whose name contains one of these; the CSV keeps the others"
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=540, help="seconds for all")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
+    arguments = parser.parse_args()
+    device, deadline = arguments.device, time.perf_counter() + arguments.limit
+    cases = [case for case in CASES if not arguments.only or any(part in case.name for part in arguments.only)]
+    path, chosen = arguments.out / f"trl_{device}.csv", {case.name for case in cases}
+    rows = [row for row in read_rows(path) if row["case"] not in chosen] if path.exists() else []
+    where = measured_on(device) | {"transformers": transformers.__version__, "trl": trl.__version__}
+    datasets.disable_progress_bars()
+    failed = set()
+    for repeat in range(1, arguments.repeats + 1):
+        for case in cases:
+            if case in failed or time.perf_counter() > deadline:
+                print(f"{case.name}, repeat {repeat}: left out", flush=True)
+                continue
+            try:
+                found = measured(case.small() if arguments.tiny else case, device, arguments.tiny)
+            except Exception as error:  # one that cannot run here says nothing about the others
+                traceback.print_exc()
+                found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:ERROR]}
+                failed.add(case)
+            setting = setting_of(case) | {"fused_loss": "TRL", "repeat": repeat}
+            rows.append({**setting, **dict.fromkeys(FIGURES, ""), **found, **where})
+            print(f"{case.name}, repeat {repeat}: {found}", flush=True)
+            write_csv(path, rows, show=False)
+            release(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The benchmark of TRL's SFTTrainer, with a tiny model on the CPU, where FlashAttention-2 cannot run."""
+
+import dataclasses
+import sys
+import weakref
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("trl")
+
+import bench_trl
+import trl.data_utils
+import trl.trainer.sft_trainer
+from transformers.models.qwen3 import modeling_qwen3
+
+FULL = "full checkpointing"
+
+
+def case_of(provider, **more):
+    return next(case for case in bench_trl.CASES if case.provider == provider)._replace(**more)
+
+
+def test_cases_have_names_of_their_own():
+    assert len({case.name for case in bench_trl.CASES}) == len(bench_trl.CASES)
+
+
+def test_repeats_take_turns_and_a_case_that_fails_leaves_the_others_theirs(tmp_path, monkeypatch):
+    path = tmp_path / "trl_cpu.csv"
+    again = case_of("padded").name
+    bench_trl.write_csv(path, [{"case": "another", "repeat": 1}, {"case": again, "repeat": 1}], show=False)
+    only = ["padded", f"fa2, rows of 16,384, {FULL}", f"ours, rows of 16,384, {FULL}"]
+    arguments = ["--device", "cpu", "--tiny", "--repeats", "2", "--only", *only, "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_trl.py", *arguments])
+    bench_trl.main()
+    before, *rows = bench_trl.read_rows(path)
+    assert (before["case"], before["loss"]) == ("another", "")
+    found = [(row["provider"], row["repeat"]) for row in rows]
+    assert found == [("padded", "1"), ("fa2", "1"), ("ours", "1"), ("padded", "2"), ("ours", "2")]
+    for row in rows:
+        assert bool(row["error"]) == (row["provider"] == "fa2") == (not row["tokens_per_second_a_gpu"])
+    measured = [row for row in rows if not row["error"]]
+    assert {row["tokens"] for row in measured} == {"1012"}  # no document is cut
+    assert {row["provider"]: row["steps"] for row in measured} == {"padded": "11", "ours": "2"}
+    assert all(5 < float(row["loss"]) < 6 for row in measured)  # log of the vocabulary
+
+
+def test_nothing_starts_after_the_limit(tmp_path, monkeypatch, capsys):
+    arguments = ["--device", "cpu", "--tiny", "--limit", "0", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_trl.py", *arguments])
+    bench_trl.main()
+    assert capsys.readouterr().out.count("left out") == 3 * len(bench_trl.CASES)
+    assert not (tmp_path / "trl_cpu.csv").exists()
+
+
+@pytest.mark.parametrize("case", bench_trl.CASES, ids=lambda case: case.name)
+def test_settings_are_trls_defaults_but_for_what_a_case_names(case, tmp_path):
+    ours, stock = bench_trl.settings_of(case, "cpu", str(tmp_path)), trl.SFTConfig(str(tmp_path), use_cpu=True)
+    changed = {f.name for f in dataclasses.fields(stock) if getattr(ours, f.name) != getattr(stock, f.name)}
+    named = {"num_train_epochs", "max_length", "save_strategy", "logging_strategy", "disable_tqdm"}
+    named |= {"packing", "per_device_train_batch_size"} if case.row else set()
+    named |= set() if case.checkpointing else {"gradient_checkpointing"}
+    named |= {"use_liger_kernel"} if case.provider == "liger" else set()
+    assert changed - {"activation_checkpointing"} == named  # transformers' newer name of gradient_checkpointing
+    assert ours.bf16
+    assert ours.gradient_checkpointing == bool(case.checkpointing)
+
+
+def test_a_case_leaves_no_model_and_nothing_that_it_replaced():
+    stock = modeling_qwen3.apply_rotary_pos_emb, trl.trainer.sft_trainer.pack_dataset, trl.data_utils.pack_dataset
+    with bench_trl.trainer_of(case_of("ours").small(), "cpu", tiny=True) as trainer:
+        assert trl.trainer.sft_trainer.pack_dataset is not stock[1]
+        modeling_qwen3.apply_rotary_pos_emb = None  # as Liger does
+        model = weakref.ref(trainer.model)
+    assert stock == (
+        modeling_qwen3.apply_rotary_pos_emb, trl.trainer.sft_trainer.pack_dataset, trl.data_utils.pack_dataset,
+    )  # fmt: skip
+    del trainer
+    bench_trl.release("cpu")
+    assert model() is None
