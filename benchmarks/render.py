@@ -209,11 +209,12 @@ def text_of(block: dict) -> str:
 
 
 def tables_of(lines: list[dict], block: dict, names: dict) -> Iterator[str]:
-    """A table for each value of a column, below its title, or one for each figure of all providers."""
+    """A table for each value of a column, between its title and its foot, or one for each figure of all providers."""
     if "providers" not in block:
         for each in split(lines, block.get("tables")):
             yield fill(block.get("title", ""), each[0])
             yield table_of(each, block, names)
+            yield fill(block.get("foot", ""), {"commits": result_rows.commits(each)} if "foot" in block else {})
         return
     shared = result_rows.shared_words([line["label"] for line in lines], "=")
     for line in lines:

@@ -138,7 +138,9 @@ def sft_lengths() -> list[dict]:
         batches = [each[i : i + 8] for i in range(0, len(each), 8)]
         padding.append(1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches))
     found = {"documents": len(lengths), "shortest": min(lengths), "longest": max(lengths), "median": median(lengths)}
-    return [{**found, "mean": sum(lengths) / len(lengths), "padding": padding[0], "padding_sorted": padding[1]}]
+    slots = 1 / (1 - padding[0])  # for each token of a document
+    found |= {"mean": sum(lengths) / len(lengths), "slots": slots}
+    return [{**found, "padding": padding[0], "padding_sorted": padding[1]}]
 
 
 def workload(name: str) -> str:
