@@ -46,10 +46,11 @@ def register(name: str = "packing_ops") -> None:
     Documents of a batch are found in this order, once per forward, and shared by all layers: ``cu_seq_lens_q`` /
     ``cu_seq_lens_k`` passed to the model (no host synchronisation); the 2-D attention_mask (left, right, holes; numbers
     above 1 start a document where they change) and position_ids, which start one in each row and where they stop
-    growing (one synchronisation); else each row is one. Causal and full attention, sliding windows, softcap, sinks,
-    grouped heads and scaling follow the model. Everything else runs by SDPA with a mask of the same meaning, after one
-    warning that says
-    why: a KV cache, 4-D masks (models that read theirs), dropout, head_dim over 512. A second call changes nothing.
+    growing (one synchronisation); else each row is one. A model that takes one document in each row (an
+    encoder-decoder, a head with one result for a row) synchronises again to refuse several. Causal and full attention,
+    sliding windows, softcap, sinks, grouped heads and scaling follow the model. Everything else runs by SDPA with a
+    mask of the same meaning, after one warning that says why: a KV cache, 4-D masks (models that read theirs), dropout,
+    head_dim over 512. A second call changes nothing.
 
     What this adds to transformers stays until revert_registration(name): the name in its two tables, and wrappers
     around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
