@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from helpers import ROOT, fresh_process
+from helpers.pages import block_with
 
 import packing_ops as po
 
@@ -206,22 +207,36 @@ def test_the_batches_of_the_page_are_made():
     assert names["row"]["cu_seq_lens_q"].tolist() == [0, 5, 12]
 
 
-def test_both_ways_into_the_mode_of_the_page(capsys):
+def test_a_model_in_plain_torch_enters_the_mode_of_the_page(capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.ReLU())
+    names = {"model": model, "run": lambda row, cu_seqlens: model(row), "batch": torch.ones(3, 24)}
+    names |= {"documents": [torch.ones(n, 24) for n in (1, 5, 40)], "loss_of": lambda model, x: model(x).sum()}
+    exec(blocks("same-bits.md")[2], names)
+    assert capsys.readouterr().out == "[]\n"
+    assert model[0].weight.grad is not None
+
+
+def test_a_rollout_of_the_page_has_the_bits_of_the_update(capsys):
     pytest.importorskip("transformers")
     from helpers.hf_models import tiny_model
 
-    from packing_ops.integrations.transformers import revert_packing_ops
+    from packing_ops.integrations.transformers import continuous_batching, revert_packing_ops
 
-    host = tiny_model("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=16)
-    own = torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.ReLU())
-    applied, entered = blocks("same-bits.md")
-    exec(applied, {"model": host})
-    revert_packing_ops(host)
-    names = {"po": po, "model": own, "run": lambda row, cu_seqlens: own(row), "batch": torch.ones(3, 24)}
-    names |= {"documents": [torch.ones(n, 24) for n in (1, 5, 40)], "loss_of": lambda model, x: model(x).sum()}
-    exec(entered, names)
-    assert capsys.readouterr().out == "None\nTrue\n[]\n"
-    assert own[0].weight.grad is not None
+    if not continuous_batching.PATCHES:
+        pytest.skip("transformers batches in another way")
+    model = tiny_model("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=16)
+    names = {"model": model, "prompts": [[5, 6, 7], [9] * 20]}
+    exec(blocks("same-bits.md")[1], names)
+    revert_packing_ops(model)
+    assert capsys.readouterr().out.startswith("None\nTrue\n")
+    ends = names["documents"].cu_seqlens.tolist()
+    for start, end, prompt, each in zip(ends, ends[1:], names["prompts"], names["sampled"], strict=False):
+        assert len(each.logprobs) == end - start - len(prompt) > 0
+        assert names["logps"][start + len(prompt) - 1 : end - 1].tolist() == each.logprobs
+
+
+def test_the_calls_of_trl_with_vllm_are_those_of_its_page():
+    assert blocks("same-bits.md")[0] == block_with("docs/vllm.md", "GRPOConfig(")
 
 
 def test_megatron_names_of_the_page_exist():
