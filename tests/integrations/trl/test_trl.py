@@ -20,6 +20,7 @@ from helpers.hf_models import tiny_model  # noqa: E402
 import packing_ops as po  # noqa: E402
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations import trl as integration  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops  # noqa: E402
 
 STOCK = data_utils.pack_dataset
 datasets.disable_progress_bars()
@@ -218,8 +219,8 @@ def test_packed_logps_want_one_entry_less_than_tokens():
         integration.packed_logps(torch.zeros(1, 5), torch.ones(1, 5), cu_seqlens_of([5]))
 
 
-def trained(model, lengths, tmp_path, collator=None, **options):
-    """Losses of three steps over the same documents, every one of them in each step; what the decoder was given."""
+def trained(model, lengths, tmp_path, collator=None, prepare=None, **options):
+    """Losses of three passes over the same documents; what the decoder was given. prepare gets the trainer's model."""
     trl = pytest.importorskip("trl")
     losses, given_kwargs = [], []
 
@@ -246,6 +247,8 @@ def trained(model, lengths, tmp_path, collator=None, **options):
     )
     trainer = Recorded(model, settings, collator, rows, processing_class=byte_tokenizer())
     model.model.register_forward_pre_hook(lambda _, args, kwargs: given_kwargs.append(kwargs), with_kwargs=True)
+    if prepare is not None:
+        prepare(trainer.model)
     trainer.train()
     return losses, given_kwargs, trainer
 
@@ -286,6 +289,37 @@ def test_sft_trainer_trains_the_same_without_padding(device, mode, checkpointing
         assert len(trainer.train_dataset) == 3
     if mode == "our collator":
         assert all("seq_idx" in kwargs for kwargs in given_kwargs)
+
+
+@pytest.mark.parametrize("multiple", [None, 64])
+def test_sft_trainer_trains_compiled_layers_as_eager_ones(device, multiple, tmp_path, fresh_compile):
+    """Packed rows of TRL differ in length; pad_to_multiple_of=max_length makes them equal."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def compiled(model):
+        apply_packing_ops(model)
+        for layer in model.get_decoder().layers:
+            layer.compile(backend=backend)
+
+    integration.patch_pack_dataset()
+    lengths = [30, 7, 21, 2, 50, 33, 12, 9, 40, 60]
+    options = {"packing": True, "max_length": 64, "per_device_train_batch_size": 1, "pad_to_multiple_of": multiple}
+    (wanted, rows, _), (losses, same_rows, _) = (
+        trained(tiny_model("llama", device=device, vocab_size=258), lengths, tmp_path, prepare=prepare, **options)
+        for prepare in (apply_packing_ops, compiled)
+    )
+    assert len(losses) == 15
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+    assert 0 < len(graphs) <= (2 if multiple else 3)  # the first row, other numbers of documents, of slots
+    slots = [row["position_ids"].shape for row in rows]
+    assert slots == [row["position_ids"].shape for row in same_rows]
+    assert {*slots} == {(1, 64)} if multiple else len({*slots}) > 2
+    documents = sorted(n for row in rows for n in row["cu_seq_lens_q"].diff().tolist())
+    assert [n for n in documents if n > 1] == sorted(lengths * 3)  # a slot of padding is a document of one token
 
 
 def test_register_enters_the_list_of_implementations_where_trl_has_one(monkeypatch):
