@@ -71,6 +71,7 @@ def test_every_script_is_tested():
     assert {path.name for path in FIRST.glob("*.py")} == {
         "dpo_packed.py",
         "grpo_packed.py",
+        "grpo_trl.py",
         "megatron_step.py",
         "sft_trl.py",
     }
@@ -80,6 +81,16 @@ def test_sft(model_folder, chats, tmp_path):
     pytest.importorskip("trl")
     output = run("sft_trl.py", model_folder, chats, cwd=tmp_path)
     assert re.search(r"attention=2.*rope=", output)
+    assert "train_loss" in output
+
+
+def test_grpo_with_trl(model_folder, tmp_path):
+    pytest.importorskip("trl")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"What is {i} and {i}?"}) + "\n" for i in range(4)))
+    output = run("grpo_trl.py", model_folder, prompts, cwd=tmp_path)
+    assert re.search(r"attention=2.*rope=", output)
+    assert "('model',)" in output
     assert "train_loss" in output
 
 

@@ -227,7 +227,7 @@ def test_a_stream_is_loaded(tmp_path, monkeypatch):
 
     names = {"load_dataset": datasets.load_dataset, "PackedStream": PackedStream, "StatefulDataLoader": loader}
     names |= {"PaddingFreeCollator": PaddingFreeCollator, "rank": 0, "world_size": 1, "epochs": 1}
-    exec(small(blocks_of("docs/data.md")[0]), names)
+    exec(small(blocks_of("docs/data.md")[1]), names)
     documents = [each for row in seen for each in row["input_ids"][0].split(row["cu_seq_lens_q"].diff().tolist())]
     assert sorted(each.tolist() for each in documents) == sorted(row["input_ids"] for row in ROWS)
     assert len(seen) < len(ROWS) / 2
@@ -257,7 +257,7 @@ def test_trainers_take_a_stream(tmp_path, monkeypatch):
     from packing_ops.integrations.transformers import apply_packing_ops
 
     monkeypatch.chdir(tmp_path)
-    _, by_trainer, by_trl, _ = map(small, blocks_of("docs/data.md"))
+    _, _, by_trainer, by_trl, _ = map(small, blocks_of("docs/data.md"))
     apply_packing_ops(model := tiny_llama())
     names = {"PackedStream": PackedStream, "PaddingFreeCollator": PaddingFreeCollator, "model": model, "examples": ROWS}
     names |= {"Trainer": transformers.Trainer, "SFTTrainer": trl.SFTTrainer, "tokenizer": byte_tokenizer()}
@@ -286,7 +286,7 @@ def test_a_trainer_whose_rows_a_sampler_fills(tmp_path, monkeypatch):
     rows, last = len(sampler), len(wanted)
     assert wanted[:rows] != wanted[rows : 2 * rows]
     names = {}
-    exec(block_with("docs/transformers.md", "PackedBatchSampler").replace("8192", "64"), names)
+    exec(block_with("docs/data.md", "class PackedTrainer").replace("8192", "64"), names)
 
     def trained(steps, **resumed):
         apply_packing_ops(model := tiny_llama())
@@ -331,7 +331,7 @@ def parameters_after_the_loop(world_size, capacity):
         "world_size": world_size,
         "capacity": capacity,
     }
-    exec(blocks_of("docs/data.md")[3], names)
+    exec(blocks_of("docs/data.md")[4], names)
     return [parameter.detach() for parameter in model.parameters()], names["steps"]
 
 
@@ -465,14 +465,16 @@ def test_every_block_is_run():
     """A page with a new block needs a test above."""
     found = {page: len(blocks) for page in PAGES if (blocks := blocks_of(page))}
     assert found == {
-        "README.md": 1,
-        "docs/data.md": 4,
+        "README.md": 2,
+        "docs/adopt/README.md": 1,
+        "docs/data.md": 5,
+        "docs/memory.md": 1,
         "docs/ops.md": 5,
         "docs/pages.md": 2,
         "docs/parallel.md": 8,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
-        "docs/transformers.md": 11,
+        "docs/transformers.md": 7,
         "docs/vllm.md": 3,
     }
 

@@ -1,5 +1,5 @@
-"""The Python of docs/transformers.md and docs/transformers-models.md runs as it is written, and what their tables say
-of models that are copied and loaded holds.
+"""The Python of README.md, docs/transformers.md and docs/transformers-models.md runs as it is written, and what their
+tables say of models that are copied and loaded holds.
 """
 
 import copy
@@ -17,43 +17,10 @@ from helpers.pages import ROWS, block_with, blocks_of, tiny_llama
 import packing_ops as po
 
 
-def run_grpo(block, folder):
-    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
-    from common.hf_setup import byte_tokenizer
-
-    from packing_ops.integrations.transformers import apply_packing_ops
-
-    datasets.disable_progress_bars()
-    options = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
-    options |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
-    options |= {"disable_tqdm": True}
-    names = {
-        "trl": type("trl", (), {"GRPOTrainer": lambda *args, **more: trl.GRPOTrainer(*args, **more, **tokens)}),
-        "model": tiny_llama(),
-        "reward": lambda completions, **_: [float(len(set(text))) for text in completions],
-        "args": trl.GRPOConfig(str(folder), **options),
-        "prompts": datasets.Dataset.from_list([{"prompt": "p" * i} for i in (1, 2, 3)]),
-        "packing_ops": po,
-        "apply_packing_ops": apply_packing_ops,
-    }
-    tokens = {"processing_class": byte_tokenizer()}
-    exec(block, names)
-    trainer, rows = names["trainer"], []
-    trainer.model.model.register_forward_pre_hook(
-        lambda _, __, kwargs: rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True
-    )
-    trainer.train()
-    assert rows == [1] * 5, (
-        "four samples in one packed row; this model has no KV cache: also while four tokens are sampled"
-    )
-
-
 def test_the_program_of_the_readme(tmp_path, capsys):
     pytest.importorskip("transformers")
     tiny_llama().save_pretrained(tmp_path)
-    (block,) = blocks_of("README.md")
-    assert "Qwen/Qwen3-0.6B" in block
-    names = {}
+    block, names = block_with("README.md", "Qwen/Qwen3-0.6B"), {}
     exec(block.replace("Qwen/Qwen3-0.6B", str(tmp_path)).replace('"cuda"', '"cpu"'), names)
     said = capsys.readouterr().out
     modules = names["model"].config.num_hidden_layers
@@ -66,15 +33,54 @@ def test_the_program_of_the_readme(tmp_path, capsys):
     assert names["model"].get_decoder().layers[0].self_attn.q_proj.weight.grad is not None
 
 
+def test_trainers_of_the_readme(tmp_path):
+    """SFT and GRPO of TRL, and transformers' Trainer: each runs the lines that the page has for it."""
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    from common.hf_setup import byte_tokenizer
+
+    from packing_ops.data import PaddingFreeCollator
+    from packing_ops.integrations import trl as integration
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    def of_trl(kind):
+        return lambda *args, **more: getattr(trl, kind)(*args, processing_class=byte_tokenizer(), **more)
+
+    datasets.disable_progress_bars()
+    sft, grpo, stock = block_with("README.md", "SFTTrainer").split("\n\n")
+    options = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    names = trainer_of(tmp_path, max_steps=1)
+    names |= {"PaddingFreeCollator": PaddingFreeCollator, "apply_packing_ops": apply_packing_ops}
+    exec(stock, names)
+    names["trainer"].train()
+    names |= {"model": tiny_llama(), "dataset": datasets.Dataset.from_list(ROWS), "SFTTrainer": of_trl("SFTTrainer")}
+    names["SFTConfig"] = lambda folder, **more: trl.SFTConfig(str(tmp_path / folder), max_steps=1, **options, **more)
+    try:
+        exec(sft, names)
+        names["trainer"].train()
+    finally:
+        integration.revert_pack_dataset()
+    assert "seq_lengths" in names["trainer"].train_dataset.column_names
+    options |= {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
+    names |= {"model": tiny_llama(), "args": trl.GRPOConfig(str(tmp_path), **options)}
+    prompts = datasets.Dataset.from_list([{"prompt": "p" * i} for i in (1, 2, 3)])
+    names |= {"GRPOTrainer": of_trl("GRPOTrainer"), "prompts": prompts}
+    names["reward"] = lambda completions, **_: [float(len(set(text))) for text in completions]
+    exec(grpo, names)
+    rows = []
+    names["trainer"].model.model.register_forward_pre_hook(
+        lambda _, __, kwargs: rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    names["trainer"].train()
+    assert rows == [1] * 5, (
+        "four samples in one packed row; this model has no KV cache: also while four tokens are sampled"
+    )
+
+
 def test_a_model_that_is_there():
     pytest.importorskip("transformers")
     names = {"model": tiny_llama()}
     exec(blocks_of("docs/transformers.md")[0], names)
     assert names["model"].config._attn_implementation == "packing_ops"
-
-
-def test_grpo_of_the_page(tmp_path):
-    run_grpo(block_with("docs/transformers.md", "GRPOTrainer"), tmp_path)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -93,7 +99,7 @@ def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
     assert steps in block
     assert enable in block
     if inside:
-        block = block.replace(enable, block_with("docs/transformers.md", "def put_checkpoint"))
+        block = block.replace(enable, block_with("docs/memory.md", "def put_checkpoint"))
     names = {"packing_ops": po, "model": model, "torch": torch, "apply_packing_ops": apply_packing_ops}
     exec(block, names)
     names.clear()  # guards of torch.compile keep the globals of put_checkpoint
@@ -104,8 +110,8 @@ def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
 
 
 def test_the_alias_of_the_page_and_its_undo():
-    names = {"torch": torch}
-    exec(block_with("docs/transformers.md", "install_flash_attn_alias"), names)
+    names = {}
+    exec(block_with("docs/adopt/README.md", "install_flash_attn_alias"), names)
     q, k, v, ends = (names[name] for name in ("q", "k", "v", "ends"))
     assert torch.equal(names["out"], po.varlen_attention(q, k, v, ends))
     assert "flash_attn" not in sys.modules
@@ -280,6 +286,7 @@ def test_experts_of_the_sampler_are_replayed():
         assert gradient.flatten(1).any(1).tolist() == [True, True, True, False]
 
 
-def test_the_script_of_the_page_is_the_one_that_is_tested():
-    _, script = (ROOT / "examples" / "first" / "sft_trl.py").read_text().split('"""\n\n', 1)
+@pytest.mark.parametrize("name", ["sft_trl.py", "grpo_trl.py"])
+def test_the_scripts_of_the_page_are_those_that_are_tested(name):
+    _, script = (ROOT / "examples" / "first" / name).read_text().split('"""\n\n', 1)
     assert f"```python\n{script}```" in (ROOT / "docs" / "transformers.md").read_text()
