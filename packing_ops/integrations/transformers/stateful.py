@@ -338,7 +338,7 @@ def revert() -> None:
 def _checkpoint(module, stock, function, *args, **kwargs):
     """Take the documents along: the layer is run again in backward, when the model's call is over."""
     documents = _current_documents()
-    if documents is None or torch.compiler.is_compiling():
+    if documents is None:
         return stock(function, *args, **kwargs)
     return stock(functools.partial(_with_documents, documents, function), *args, **kwargs)
 

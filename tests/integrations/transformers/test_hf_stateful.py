@@ -8,6 +8,8 @@ import threading
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 transformers = pytest.importorskip("transformers")
 
@@ -139,6 +141,28 @@ def test_compiled(device, fresh_compile):
     torch.testing.assert_close(logits(model, ids, position_ids=one), logits(stock, ids), **CLOSE)
 
 
+@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant", "selective", "around"])
+def test_compiled_and_checkpointed(checkpointing, device, fresh_compile):
+    """A graph that breaks inside a checkpoint would save other tensors than the layer that runs again."""
+    ids, positions, _ = packed(device)
+    models = [stateful_model("lfm2", device=device) for _ in range(2)]
+    if checkpointing == "around":
+        for index, layer in enumerate(models[0].model.layers):
+            models[0].model.layers[index] = checkpoint_wrapper(layer)
+    else:
+        options = {"use_reentrant": checkpointing == "reentrant"}
+        if checkpointing == "selective":
+            products = [torch.ops.aten.mm.default]
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, products)
+        models[0].gradient_checkpointing_enable(options)
+    models[0].compile(backend="aot_eager")
+    for _ in range(2):
+        for model in models:
+            model(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("compiled", ["layers", "model"])
 def test_compiled_in_two_threads_at_once(compiled, device, fresh_compile):
     """Layers of both run when both calls have begun, and both have found their documents. Their graphs are there
@@ -243,8 +267,6 @@ def test_in_a_wrapper(wrapper, device, one_rank):
 
 def test_with_torchs_checkpoint_wrapper(device):
     """As FSDP's recipes apply it, around the layers."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     ids, positions, _ = packed(device)
     models = [stateful_model("jamba", device=device) for _ in range(2)]
     for index, layer in enumerate(models[0].model.layers):
