@@ -164,6 +164,15 @@ WHOLE = {
     "case": "", "part": "8b", "model": "Qwen3-8B", "wrapper": "FSDP2", "ranks": "2", "lora": "0", "documents": "sft",
     "loss": "12.1", "error": "", "mfu": "0.5", "kept": "",
 }  # fmt: skip
+IN_SFT_TRAINER = [
+    WHOLE | {
+        "provider": provider, "compiled": compiled, "checkpointing": "" if compiled == "1" else "full", "row": "16384",
+        "tokens_per_second_a_gpu": speed, "peak_gib": "9",
+    }
+    for provider, compiled, speed in (
+        ("ours", "0", "3000"), ("padded", "0", "1000"), ("fa2", "0", "2000"), ("ours", "1", "5000"), ("fa2", "1", "4000")
+    )
+]  # fmt: skip
 
 
 def test_whole_models_are_told_by_model(results):
@@ -182,6 +191,7 @@ def test_whole_models_are_told_by_model(results):
     }
     rows[-1] |= {"error": "torch.OutOfMemoryError: no memory"}
     results("whole_cuda", rows)
+    results("trl_cuda", IN_SFT_TRAINER)
     said = made("whole")
     partial = "rows of 8,192, compiled layers, partial checkpointing (checkpoint_policy, budget 48 GiB)"
     assert f"| {partial} | 12.0k | 0.500 | 99.0 |" in said
@@ -196,6 +206,7 @@ def test_whole_models_are_told_by_model(results):
     assert said.splitlines()[0].endswith(" compared with | Qwen3-8B, FSDP2, 2 GPUs |")
     assert "| packed, torch's FlashAttention-2, compiled layers | 1.50x as fast, 99 GiB (theirs: 99) |" in said
     assert "| packed, Liger's kernels, torch's FlashAttention-2, compiled layers | out of memory |" in said
+    assert "3.0x as fast as padded, 1.50x as packed FlashAttention-2, 1.25x if compiled." in " ".join(said.split())
 
 
 def test_rows_at_equal_settings_are_compared(results):
@@ -207,6 +218,7 @@ def test_rows_at_equal_settings_are_compared(results):
             ("ours", "48", "12000", "95"), ("fa2", "", "8000", "80"), ("ours", "", "10000", "60")
         )
     ])  # fmt: skip
+    results("trl_cuda", IN_SFT_TRAINER)
     lines = [line.split(" | ") for line in made("whole").splitlines() if " | rows of 8,192" in line]
     assert [(line[0], line[2], *line[5:]) for line in lines] == [
         ("| packing_ops, fused_loss", "12.0k", "–", "1.00 |"),
@@ -250,6 +262,39 @@ def test_each_way_to_train_has_its_speedup(results):
         ("2", "**1.25**", "75%", "**1.10 to 1.15**", "80% to 90%"),
         ("5", "**1.50**", "50%", "–", "–"),
     ]
+
+
+def test_repeats_of_a_trainer_are_one_line_with_their_spread(results):
+    """Of each setting the median of its repeats; speedups at equal checkpointing, and of our fastest row."""
+    assert made("trl") == "Not run yet: `benchmarks/bench_trl.py`."
+    row = WHOLE | {
+        "model": "Qwen3-0.6B",
+        "part": "trl",
+        "trl": "1",
+        "transformers": "5",
+        "tokens": "2000",
+        "steps": "4",
+    }
+    repeats = [
+        row | {
+            "case": f"{provider}, {kept}", "provider": provider, "row": "16384", "compiled": "0" if kept else "1",
+            "checkpointing": kept, "repeat": str(repeat), "tokens_per_second_a_gpu": str(speed * 1000), "peak_gib": "9",
+        }
+        for repeat in (1, 2, 3)
+        for provider, kept, speed in (("ours", "full", 28 + repeat), ("fa2", "full", 19 + repeat % 3), ("ours", "", 60))
+    ]  # fmt: skip
+    failed = row | {"case": "liger", "provider": "liger", "repeat": "1", "row": "16384", "error": "ImportError"}
+    results("trl_cuda", [*repeats, failed | {"compiled": "0", "checkpointing": ""}])
+    said = made("trl")
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if "| rows of" in line]
+    full = "rows of 16,384, not compiled, full checkpointing"
+    assert [line[1:] for line in lines] == [
+        [full, "20.0k", "19.0k to 21.0k", "9.0", "1.50", "3.00"],
+        [full, "30.0k", "29.0k to 31.0k", "9.0", "–", "2.00"],
+        ["rows of 16,384, not compiled, no checkpointing", "failed", "–", "–", "–", "–"],
+        ["rows of 16,384, compiled layers, no checkpointing", "60.0k", "60.0k", "9.0", "–", "1.00"],
+    ]
+    assert "3 repeats of each row" in said
 
 
 def test_padding_of_batches(monkeypatch):
