@@ -20,7 +20,7 @@ import packing_ops as po
 def test_the_program_of_the_readme(tmp_path, capsys):
     pytest.importorskip("transformers")
     tiny_llama().save_pretrained(tmp_path)
-    block, names = block_with("README.md", "Qwen/Qwen3-0.6B"), {}
+    block, names = block_with("README.md", "info(model)"), {}
     exec(block.replace("Qwen/Qwen3-0.6B", str(tmp_path)).replace('"cuda"', '"cpu"'), names)
     said = capsys.readouterr().out
     modules = names["model"].config.num_hidden_layers
@@ -38,32 +38,32 @@ def test_trainers_of_the_readme(tmp_path):
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     from common.hf_setup import byte_tokenizer
 
-    from packing_ops.data import PaddingFreeCollator
-    from packing_ops.integrations import trl as integration
-    from packing_ops.integrations.transformers import apply_packing_ops
+    options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
 
-    def of_trl(kind):
-        return lambda *args, **more: getattr(trl, kind)(*args, processing_class=byte_tokenizer(), **more)
+    def on_the_cpu(config, **fixed):
+        return lambda folder, **more: config(str(tmp_path / folder), **{**more, **options, "bf16": False, **fixed})
+
+    def of_trl(kind, **more):
+        return lambda *args, **given: getattr(trl, kind)(*args, processing_class=byte_tokenizer(), **more, **given)
 
     datasets.disable_progress_bars()
+    tiny_llama().save_pretrained(tmp_path / "model")
     sft, grpo, stock = block_with("README.md", "SFTTrainer").split("\n\n")
-    options = {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    names = trainer_of(tmp_path, max_steps=1)
-    names |= {"PaddingFreeCollator": PaddingFreeCollator, "apply_packing_ops": apply_packing_ops}
+    imports, sft = sft.split("\nargs = ")
+    first = [line for line in block_with("README.md", "info(model)").splitlines() if re.match("import|from", line)]
+    names = {}
+    exec("\n".join([*first, imports.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))]), names)
+    names |= {"SFTTrainer": of_trl("SFTTrainer"), "SFTConfig": on_the_cpu(trl.SFTConfig)}
+    names |= {"dataset": datasets.Dataset.from_list(ROWS)}
+    names["TrainingArguments"] = on_the_cpu(names["TrainingArguments"], dataloader_pin_memory=False)
     exec(stock, names)
     names["trainer"].train()
-    names |= {"model": tiny_llama(), "dataset": datasets.Dataset.from_list(ROWS), "SFTTrainer": of_trl("SFTTrainer")}
-    names["SFTConfig"] = lambda folder, **more: trl.SFTConfig(str(tmp_path / folder), max_steps=1, **options, **more)
-    try:
-        exec(sft, names)
-        names["trainer"].train()
-    finally:
-        integration.revert_pack_dataset()
+    exec(f"args = {sft}", names)
+    names["trainer"].train()
     assert "seq_lengths" in names["trainer"].train_dataset.column_names
-    options |= {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
-    names |= {"model": tiny_llama(), "args": trl.GRPOConfig(str(tmp_path), **options)}
+    args = on_the_cpu(trl.GRPOConfig)("grpo", per_device_train_batch_size=4, num_generations=2, max_completion_length=4)
     prompts = datasets.Dataset.from_list([{"prompt": "p" * i} for i in (1, 2, 3)])
-    names |= {"GRPOTrainer": of_trl("GRPOTrainer"), "prompts": prompts}
+    names |= {"GRPOTrainer": of_trl("GRPOTrainer", args=args), "prompts": prompts}
     names["reward"] = lambda completions, **_: [float(len(set(text))) for text in completions]
     exec(grpo, names)
     rows = []
