@@ -19,7 +19,7 @@ model, data = sys.argv[1:]  # each line of data: {"prompt": "..."}
 settings = GRPOConfig(
     "out",
     num_generations=4,  # answers to each prompt
-    per_device_train_batch_size=8,  # answers: two prompts
+    per_device_train_batch_size=8,  # answers: two prompts. A multiple of num_generations
     max_completion_length=256 if torch.cuda.is_available() else 16,
     use_cpu=not torch.cuda.is_available(),
 )

@@ -474,7 +474,7 @@ def test_every_block_is_run():
         "docs/parallel.md": 8,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
-        "docs/transformers.md": 7,
+        "docs/transformers.md": 8,
         "docs/vllm.md": 3,
     }
 

@@ -196,6 +196,24 @@ def test_adapters_of_the_page_and_compiled_layers(fresh_compile):
     assert len(compiled) == model.config.num_hidden_layers
 
 
+def test_weights_of_four_bits_of_the_page(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for library in ("peft", "bitsandbytes"):
+        pytest.importorskip(library)
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    tiny_llama().save_pretrained(tmp_path)
+    names = {"torch": torch, "AutoModelForCausalLM": transformers.AutoModelForCausalLM, "name": str(tmp_path)}
+    names["apply_packing_ops"] = apply_packing_ops
+    exec(block_with("docs/transformers.md", "prepare_model_for_kbit_training"), names)
+    exec(block_with("docs/transformers.md", "get_peft_model"), names)
+    model, ids = names["model"].train(), torch.arange(9)[None]
+    assert model.get_decoder().layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
+    model(input_ids=ids, labels=ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])).loss.backward()
+    learnt = {name.split(".")[-3] for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert learnt == {"lora_A", "lora_B"}
+
+
 def test_undo_of_the_page():
     pytest.importorskip("transformers")
     from packing_ops.integrations.transformers import apply_packing_ops

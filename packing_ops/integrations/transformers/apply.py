@@ -113,9 +113,9 @@ def apply_packing_ops(
             formula runs, which the compiler fuses. None, the default, leaves other modules without a word; True names
             them in ``skipped``.
         fused_loss: in training with labels the loss is chunked_cross_entropy of the hidden states. The logits are never
-            made, and the output has None for them: do not use this where something reads them, as TRL's SFTTrainer
-            does for its metrics. Apply before others wrap forward. If lm_head is replaced later (resized, LoRA), the
-            loss is the stock one again, after a warning.
+            made, and the output has None for them: do not use this where something reads them. TRL 1.16's trainers
+            compute their losses themselves: it changes nothing there. Apply before others wrap forward. If lm_head is
+            replaced later (resized, LoRA), the loss is the stock one again, after a warning.
         balance_loss: what a mixture of experts adds to its loss (``output_router_logits=True``, ``aux_loss``).
             "document": the mean over the documents of each document's loss. "batch": the loss of the tokens of all
             documents, as transformers has it of padded rows. Padding counts nowhere: neither the padding of a 2-D
