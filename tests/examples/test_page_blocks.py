@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import statistics
-import textwrap
 
 import pytest
 import torch
@@ -13,193 +12,6 @@ from helpers import ROOT, processes
 from helpers.pages import PAGES, ROWS, block_with, blocks_of, tiny_llama
 
 import packing_ops
-
-
-def packed_row():
-    torch.manual_seed(1)
-    lengths = [5, 7, 4]
-    metadata = packing_ops.PackedMetadata.from_lengths(lengths)
-    ids = torch.randint(3, 250, (1, 16))
-    labels = packing_ops.mask_boundary_labels(ids, metadata)
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "position_ids": metadata.position_ids[None],
-        **metadata.to_transformers(),
-    }
-
-
-def long_document(folder):
-    """What the script of one document over 4 GPUs gives on two ranks: its parameters after a step."""
-    block = block_with("docs/parallel.md", "for document in documents")
-    for there, here in (
-        ("param_dtype=torch.bfloat16", "param_dtype=torch.float32"),
-        ('"cuda"', '"cpu"'),
-        ("(4,)", "(2,)"),
-        ("targets / 4", "targets / 2"),
-        ("AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"),
-    ):
-        assert there in block
-        block = block.replace(there, here)
-    names = {"name": folder / "model", "documents": [{"input_ids": packed_row()["input_ids"][0, :13].tolist()}]}
-    exec(block, names)
-    return [parameter.full_tensor().detach() for parameter in names["model"].parameters()]
-
-
-def losses_of_a_rank(folder):
-    from torch.distributed.fsdp import fully_shard
-
-    block = block_with("docs/parallel.md", "targets / (dp * sp)")
-    names = {"dp": 1, "sp": 2, "model": tiny_llama(), "rows": [packed_row()], "fully_shard": fully_shard}
-    exec(block.replace('"cuda"', '"cpu"'), names)
-    return names["loss"].item(), long_document(folder)
-
-
-def test_model_on_two_ranks(tmp_path):
-    whole = tiny_llama("eager")
-    whole.save_pretrained(tmp_path / "model")
-    losses, stepped = zip(*processes.spawn(functools.partial(losses_of_a_rank, tmp_path), 2, tmp_path), strict=True)
-    row, alone = packed_row(), []
-    for start, end in ((0, 5), (5, 12), (12, 16)):
-        ids = row["input_ids"][:, start:end]
-        alone.append(whole(ids, labels=ids).loss.item() * (end - start - 1))
-    assert sum(losses) / 2 == pytest.approx(sum(alone) / 13, rel=1e-5)
-    ids, optimizer = row["input_ids"][:, :13], torch.optim.SGD(whole.parameters(), lr=0.1)
-    whole.train()(ids, labels=ids).loss.backward()
-    optimizer.step()
-    for found in stepped:
-        torch.testing.assert_close(found, [each.detach() for each in whole.parameters()], rtol=1e-4, atol=1e-6)
-
-
-LENGTHS = [len(row["input_ids"]) for row in ROWS]
-
-
-def parameters_of_a_rank(folder, wrapper):
-    """What the loop gives; as the page says it for DDP, in float32 or with autocast."""
-    block = block_with("docs/parallel.md", "PackedBatchSampler")
-    if wrapper != "FSDP2":
-        wrap, loss = (block_with("docs/parallel.md", words) for words in ("DistributedDataParallel", "torch.autocast("))
-        block = re.sub(r"mixed = (?s:.*?)(?=optimizer = )", wrap, block)
-        block = re.sub(r"^( +)loss = .*\n", lambda found: textwrap.indent(loss, found[1]), block, flags=re.M)
-        block = block.replace("dtype=torch.bfloat16", f"dtype=torch.bfloat16, enabled={wrapper == 'DDP, autocast'}")
-    for there, here in (
-        ('"cuda"', '"cpu"'),
-        ('int(os.environ["WORLD_SIZE"])', "2"),
-        *([("param_dtype=torch.bfloat16", "param_dtype=torch.float32")] if wrapper == "FSDP2" else []),
-        ("AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"),
-        ("model.parameters(), 1.0)", "model.parameters(), 1e6)"),
-    ):
-        assert there in block
-        block = block.replace(there, here)
-    names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 1}
-    exec(block, names)
-    parameters = [each.detach() for each in names["model"].parameters()]
-    return [each.full_tensor() if wrapper == "FSDP2" else each for each in parameters]
-
-
-@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP", "DDP, autocast"])
-def test_rows_of_each_rank_on_two_ranks(wrapper, tmp_path):
-    """An epoch gives the parameters that documents give one by one, averaged over the targets of both ranks."""
-    from packing_ops.data import PackedBatchSampler
-
-    model = tiny_llama("eager")
-    model.save_pretrained(tmp_path / "model")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    samplers = [PackedBatchSampler(LENGTHS, 64, rank, 2, drop_last=True) for rank in range(2)]
-    assert len(samplers[0]) > 3
-    for rows in zip(*samplers, strict=True):
-        documents = [torch.tensor([ROWS[i]["input_ids"]]) for row in rows for i in row]
-        losses = [model(ids, labels=ids).loss * (ids.numel() - 1) for ids in documents]
-        (sum(losses) / sum(ids.numel() - 1 for ids in documents)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    wanted = [each.detach() for each in model.parameters()]
-    limits = {"rtol": 0, "atol": 2e-2} if "autocast" in wrapper else {"rtol": 1e-4, "atol": 1e-6}
-    for found in processes.spawn(functools.partial(parameters_of_a_rank, tmp_path, wrapper), 2, tmp_path):
-        assert all(each.dtype == torch.float32 for each in found)
-        torch.testing.assert_close(found, wanted, **limits)
-        assert ("autocast" in wrapper) == (max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) > 1e-4)
-
-
-def attention_of_a_rank():
-    from packing_ops.parallel import shard_packed, sharded_loss, ulysses_attention
-
-    torch.manual_seed(torch.distributed.get_rank())
-    q, k, v = (torch.randn(8, 2, 8, requires_grad=True) for _ in range(3))
-    row = packed_row()
-    names = {"shard_packed": shard_packed, "sharded_loss": sharded_loss, "ulysses_attention": ulysses_attention}
-    names |= {"ids": row["input_ids"][0], "labels": row["labels"][0], "q": q, "k": k, "v": v, "world_size": 2}
-    names |= {"metadata": packing_ops.PackedMetadata.from_lengths([5, 7, 4]), "losses": torch.ones(8)}
-    names["group"] = torch.distributed.group.WORLD
-    block = block_with("docs/parallel.md", "sharded_loss")
-    exec(block, names)
-    return [each.detach() for each in (q, k, v, names["out"], names["loss"])]
-
-
-def planned_loss_of_a_rank():
-    """The sum over the ranks of what the plan's block gives, and the mean over the targets of the separate
-    documents; whether some rank has no document in a step.
-    """
-    texts = [{"input_ids": [3 + i] * length} for i, length in enumerate((30, 29, 28, 9, 5))]
-    model, alone, found = tiny_llama(), tiny_llama("eager"), []
-    model.register_forward_hook(lambda _, __, output: found.append(output.loss.detach()))
-    names = {"model": model, "world_size": 4, "capacity": 16, "examples": texts}
-    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.0)
-    exec(block_with("docs/parallel.md", "plan_step").replace("max_size=8", "max_size=2"), names)
-    assert any(not share.documents for shares in names["plan"].steps for share in shares)
-    total = torch.stack(found).sum()
-    torch.distributed.all_reduce(total)
-    ids = [torch.tensor([text["input_ids"]]) for text in texts]
-    wanted = sum(alone(each, labels=each).loss.detach() * (each.numel() - 1) for each in ids) / 96
-    return (total / 4).item(), wanted.item()
-
-
-def test_a_plan_on_four_ranks(tmp_path):
-    for found, wanted in processes.spawn(planned_loss_of_a_rank, 4, tmp_path):
-        assert found == pytest.approx(wanted, rel=1e-5)
-
-
-def test_attention_on_two_ranks(tmp_path):
-    ranks = processes.spawn(attention_of_a_rank, 2, tmp_path)
-    q, k, v, out = (torch.cat(parts) for parts in list(zip(*ranks, strict=True))[:4])
-    metadata = packing_ops.PackedMetadata.from_lengths([5, 7, 4])
-    torch.testing.assert_close(out, packing_ops.varlen_attention(q, k, v, metadata, causal=True))
-    assert sum(loss.item() for *_, loss in ranks) / 2 == pytest.approx(1)
-
-
-def tree_over(group):
-    """log-probs, and the gradient of the embedding for a loss that is divided by the ranks."""
-    from packing_ops.parallel import shard_packed, ulysses_attention, unshard
-
-    torch.manual_seed(3)
-    embedding = torch.randn(300, 4, 8, requires_grad=True)
-    prompt = torch.arange(140)
-
-    def model(input_ids, position_ids, metadata):
-        heads = embedding[input_ids] + position_ids[:, None, None] / 100
-        return ulysses_attention(heads, heads[:, :2], heads[:, 2:], metadata, group).flatten(1)
-
-    names = {"po": packing_ops, "shard_packed": shard_packed, "unshard": unshard, "model": model, "group": group}
-    names |= {"tokens": torch.cat([prompt, torch.arange(200, 209), prompt, torch.arange(250, 256)])}
-    names |= {"cu_seqlens": torch.tensor([0, 149, 295]), "weight": torch.randn(300, 32)}
-    exec(block_with("docs/parallel.md", "pack_prefix_tree"), names)
-    (names["logps"].square().sum() / group.size()).backward()
-    return names["logps"].detach(), embedding.grad
-
-
-def tree_of_a_rank():
-    world = torch.distributed.group.WORLD
-    alone = [torch.distributed.new_group([rank]) for rank in range(2)][world.rank()]
-    return tree_over(world), tree_over(alone)
-
-
-def test_tree_on_two_ranks(tmp_path):
-    ((logps, first), (expected, whole)), ((others, second), _) = processes.spawn(tree_of_a_rank, 2, tmp_path)
-    assert torch.equal(logps, expected)
-    assert torch.equal(others, expected)
-    assert whole.abs().max() > 0.1
-    torch.testing.assert_close(first + second, whole)
-
 
 # --- data.md ---
 
@@ -278,7 +90,10 @@ def test_a_trainer_whose_rows_a_sampler_fills(tmp_path, monkeypatch):
     from packing_ops.integrations.transformers import apply_packing_ops
 
     monkeypatch.chdir(tmp_path)
-    sampler, collator = PackedBatchSampler(LENGTHS, 64, drop_last=True), PaddingFreeCollator(capacity=64)
+    sampler, collator = (
+        PackedBatchSampler([len(row["input_ids"]) for row in ROWS], 64, drop_last=True),
+        PaddingFreeCollator(capacity=64),
+    )
     wanted = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -462,7 +277,7 @@ def test_which_kernels_the_page_asks_for():
 
 
 def test_every_block_is_run():
-    """A page with a new block needs a test above."""
+    """A page with a new block needs a test above, parallel.md one in test_page_parallel.py."""
     found = {page: len(blocks) for page in PAGES if (blocks := blocks_of(page))}
     assert found == {
         "README.md": 2,
@@ -471,7 +286,7 @@ def test_every_block_is_run():
         "docs/memory.md": 1,
         "docs/ops.md": 5,
         "docs/pages.md": 2,
-        "docs/parallel.md": 8,
+        "docs/parallel.md": 11,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
         "docs/transformers.md": 8,

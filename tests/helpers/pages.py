@@ -32,7 +32,7 @@ def block_with(page, text):
 ROWS = [{"input_ids": [3 + i] * (2 + 7 * i % 29), "labels": [3 + i] * (2 + 7 * i % 29)} for i in range(40)]
 
 
-def tiny_llama(attention="sdpa"):
+def tiny_llama(attention="sdpa", **overrides):
     from helpers.hf_models import tiny_model
 
-    return tiny_model("llama", vocab_size=258, attn_implementation=attention)
+    return tiny_model("llama", vocab_size=258, attn_implementation=attention, **overrides)
