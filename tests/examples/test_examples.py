@@ -208,8 +208,12 @@ def test_the_batches_of_the_page_are_made():
 
 
 def test_a_model_in_plain_torch_enters_the_mode_of_the_page(capsys):
-    model = torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.ReLU())
-    names = {"model": model, "run": lambda row, cu_seqlens: model(row), "batch": torch.ones(3, 24)}
+    class Rows(torch.nn.Sequential):
+        def forward(self, row, metadata=None):
+            return super().forward(row)
+
+    model = Rows(torch.nn.Linear(24, 24), torch.nn.ReLU())
+    names = {"model": model, "batch": torch.ones(3, 24)}
     names |= {"documents": [torch.ones(n, 24) for n in (1, 5, 40)], "loss_of": lambda model, x: model(x).sum()}
     exec(blocks("same-bits.md")[2], names)
     assert capsys.readouterr().out == "[]\n"
