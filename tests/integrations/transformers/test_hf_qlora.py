@@ -26,7 +26,7 @@ class Linear4bit(torch.nn.Linear):
         return torch.nn.functional.linear(x, entries.reshape(self.out_features, -1) * self.scale)
 
 
-def quantized(kind, folder):
+def quantized(kind, folder, device):
     """A Llama whose linear layers, but for the head, hold four bits."""
     model = tiny_model("llama")
     if kind == "bitsandbytes":
@@ -36,14 +36,14 @@ def quantized(kind, folder):
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
         )
         return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=config, attn_implementation="eager", device_map="cpu"
+            folder, quantization_config=config, attn_implementation="eager", device_map={"": device}
         )
     declare(Linear4bit, mixes=False)  # bitsandbytes' is known
     for module in [*model.model.modules()]:
         for name, child in module.named_children():
             if isinstance(child, torch.nn.Linear):
                 setattr(module, name, Linear4bit(child))
-    return model
+    return model.to(device)
 
 
 def loss_and_gradients(model, batches):
@@ -60,15 +60,16 @@ def loss_and_gradients(model, batches):
 @pytest.mark.parametrize("fused_loss", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["bitsandbytes", "stand-in"])
-def test_adapters_over_four_bits_train_as_document_by_document(kind, checkpointing, fused_loss, tmp_path):
-    model = peft.prepare_model_for_kbit_training(quantized(kind, tmp_path), use_gradient_checkpointing=checkpointing)
+def test_adapters_over_four_bits_train_as_document_by_document(kind, checkpointing, fused_loss, tmp_path, device):
+    model = quantized(kind, tmp_path, device)
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
     torch.manual_seed(7)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     model = peft.get_peft_model(model, config).train()
-    documents = [torch.randint(3, 61, (length,)) for length in LENGTHS]
+    documents = [torch.randint(3, 61, (length,), device=device) for length in LENGTHS]
     wanted = loss_and_gradients(model, [{"input_ids": d[None], "labels": d[None]} for d in documents])
     apply_packing_ops(model, fused_loss=fused_loss)
-    metadata = po.PackedMetadata.from_lengths(LENGTHS)
+    metadata = po.PackedMetadata.from_lengths(LENGTHS, device=device)
     ids = torch.cat(documents)
     row = {"input_ids": ids[None], "labels": po.mask_boundary_labels(ids, metadata)[None], **metadata.to_transformers()}
     found = loss_and_gradients(model, [{**row, "position_ids": metadata.position_ids[None]}])
