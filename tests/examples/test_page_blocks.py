@@ -303,6 +303,10 @@ def test_blocks_of_vllm_are_run_with_it():
     for call in ("apply_packing_ops(trainer.model, invariant=True)", "enable_padding_free(trainer)"):
         assert call in under_trl
         assert call in trl
+    (settings,) = re.findall(r"GRPOConfig\((.*?)^\)", under_trl, re.S | re.M)
+    found = dict(re.findall(r"^    (\w+)=(.*?),(?:  #.*)?$", settings, re.M))
+    assert found.keys() == {"use_vllm", "vllm_mode", "bf16", "model_init_kwargs"}
+    assert all(f'"{name}": {value}' in trl for name, value in found.items())
     assert '"attention_backend": "CUSTOM"' in cases
     assert 'attention_backend="CUSTOM"' in engine
     for call in ("record(llm, ", "po.check_invariance(model, rollout=rollout)"):
