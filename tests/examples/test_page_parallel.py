@@ -78,7 +78,7 @@ def in_place_of(line, block, text):
 
 
 def parameters_of_a_rank(folder, wrapper):
-    """What the loop gives; as the page says it for DDP, with autocast, with adapters, or for a larger model."""
+    """Parameters and the loss to log; as the page says it for DDP, with autocast, adapters, or a larger model."""
     of_page = functools.partial(block_with, "docs/parallel.md")
     block = of_page("PackedBatchSampler")
     if "DDP" in wrapper:
@@ -104,7 +104,7 @@ def parameters_of_a_rank(folder, wrapper):
     names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 1}
     exec(block, names)
     parameters = [each.detach() for each in names["model"].parameters()]
-    return [each if "DDP" in wrapper else each.full_tensor() for each in parameters]
+    return [each if "DDP" in wrapper else each.full_tensor() for each in parameters], names["mean"].item()
 
 
 WRAPPERS = ["FSDP2", "DDP", "DDP, autocast", "FSDP2, LoRA", "DDP, LoRA", "FSDP2, a larger model", "FSDP2, larger, tied"]
@@ -130,13 +130,15 @@ def test_rows_of_each_rank_on_two_ranks(wrapper, tmp_path):
     for rows in zip(*samplers, strict=True):
         documents = [torch.tensor([ROWS[i]["input_ids"]]) for row in rows for i in row]
         losses = [model(ids, labels=ids).loss * (ids.numel() - 1) for ids in documents]
-        (sum(losses) / sum(ids.numel() - 1 for ids in documents)).backward()
+        mean = sum(losses) / sum(ids.numel() - 1 for ids in documents)
+        mean.backward()
         optimizer.step()
         optimizer.zero_grad()
     wanted = [each.detach() for each in model.parameters()]
     assert sum((a - b).abs().sum() for a, b in zip(start, wanted, strict=True)) > 1
     limits = {"rtol": 0, "atol": 2e-2} if "autocast" in wrapper else {"rtol": 1e-4, "atol": 1e-6}
-    for found in processes.spawn(functools.partial(parameters_of_a_rank, tmp_path, wrapper), 2, tmp_path):
+    for found, logged in processes.spawn(functools.partial(parameters_of_a_rank, tmp_path, wrapper), 2, tmp_path):
+        assert logged == pytest.approx(mean.item(), rel=1e-2 if "autocast" in wrapper else 1e-5)
         assert all(each.dtype == torch.float32 for each in found)
         torch.testing.assert_close(found, wanted, **limits)
         assert ("autocast" in wrapper) == (max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) > 1e-4)
