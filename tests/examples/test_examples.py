@@ -182,6 +182,16 @@ def test_the_snippets_of_the_ops_run_one_after_the_other():
     assert names["padded"].shape == (2, 5, 16)
 
 
+def test_the_losses_have_the_signatures_of_the_page():
+    text = (ROOT / "docs" / "ops.md").read_text()
+    for function in (po.token_logps, po.chunked_cross_entropy):
+        (found,) = re.findall(rf"^    {function.__name__}\((.*?)\)$", text, re.M | re.S)
+        found, wanted = inspect.signature(eval(f"(lambda {found}: 0)")), inspect.signature(function)
+        assert {each.name: each.default for each in found.parameters.values()} == {
+            each.name: each.default for each in wanted.parameters.values()
+        }
+
+
 def test_the_page_of_ops_says_who_shifts_labels():
     """All functions that take labels are in the table; their names say where labels are shifted."""
     text = (ROOT / "docs" / "ops.md").read_text().partition("## Who shifts labels\n")[2]
