@@ -207,13 +207,13 @@ def test_whole_models_are_told_by_model(results):
     said = made("headline")
     lines = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("| p")]
     assert [line[1:] for line in lines] == [
-        ["3.0x as fast", "not measured"],
+        ["3.0x as fast; 3.0x over its fastest run", "not measured"],
         ["1.50x as fast", "not measured"],
         ["1.25x as fast", "1.50x as fast, 99 GiB (theirs: 99)"],
         ["1.20x as fast", "out of memory"],
         ["not measured", "not measured"],
     ]
-    assert "Medians of three runs, which differ by up to 1.00 times." in " ".join(said.split())
+    assert "Packed runs of a line differ by up to 1.00 times." in " ".join(said.split())
 
 
 def test_rows_at_equal_settings_are_compared(results):

@@ -196,7 +196,9 @@ def test_adapters_of_the_page_and_compiled_layers(fresh_compile):
     assert len(compiled) == model.config.num_hidden_layers
 
 
-def test_weights_of_four_bits_of_the_page(tmp_path):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_weights_of_four_bits_of_the_page(tmp_path, autocast):
+    """Attention computes in float32 unless there is autocast, as the page says."""
     transformers = pytest.importorskip("transformers")
     for library in ("peft", "bitsandbytes"):
         pytest.importorskip(library)
@@ -209,7 +211,14 @@ def test_weights_of_four_bits_of_the_page(tmp_path):
     exec(block_with("docs/transformers.md", "get_peft_model"), names)
     model, ids = names["model"].train(), torch.arange(9)[None]
     assert model.get_decoder().layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
-    model(input_ids=ids, labels=ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])).loss.backward()
+    dtypes = []
+    model.get_decoder().layers[0].self_attn.o_proj.register_forward_pre_hook(
+        lambda _, args: dtypes.append(args[0].dtype)
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(input_ids=ids, labels=ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))
+    out.loss.backward()
+    assert {*dtypes} == {torch.bfloat16 if autocast else torch.float32}
     learnt = {name.split(".")[-3] for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert learnt == {"lora_A", "lora_B"}
 
