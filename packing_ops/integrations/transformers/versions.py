@@ -12,7 +12,7 @@ import packing_ops
 from packing_ops._runtime.arguments import first_time, warned
 from packing_ops.integrations._patching import kept_with_class
 
-OLDEST, NEWEST = "5.17", "5.24"  # that the tests have run with
+OLDEST, NEWEST = "5.17", "5.24"  # oldest and newest that tests have run with, 5.24 by hand
 
 
 def refusal(version: str | None) -> str:
