@@ -49,7 +49,8 @@ def over_ranks(model, layers, wrapper: str, mixed: bool):
             device = next(model.parameters()).device.type
             model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
         return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
+    # Inputs are not cast: num_items_in_batch would be rounded to bfloat16.
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cast_forward_inputs": False} if mixed else {}
     for layer in layers:
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(**dtypes))
     return fully_shard(model, mp_policy=MixedPrecisionPolicy(**dtypes))

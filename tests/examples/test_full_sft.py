@@ -95,6 +95,22 @@ def test_mixed_precision(folder, wrapper):
     assert {each.dtype for each in weights.values()} == {torch.float32}
 
 
+def test_mixed_precision_of_fsdp2_keeps_the_count_of_targets(monkeypatch):
+    """A cast of its inputs to bfloat16 would make 997 targets 996."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from common.training import over_ranks
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny_model("llama", vocab_size=258)
+        model = over_ranks(model, model.model.layers, "fsdp2", mixed=True)
+        ids = torch.arange(3, 103)[None]
+        exact, found = (model(ids, labels=ids, num_items_in_batch=n).loss for n in (997, torch.tensor(997.0)))
+        assert torch.equal(found, exact)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_another_plan_is_named(folder):
     trained(folder, "run", "--stop-after", 2)
     with pytest.raises(AssertionError, match="state_dict: expected that of a sampler with capacity=512, got 256"):
