@@ -72,16 +72,17 @@ class PackedCall:
         self.outers = () if outer is None else (outer, *outer.outers)
         traits = _traits_of(type(model), type(model.config))
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
-        positions, packs = self.given("position_ids", args, kwargs), model.__dict__.get(PADDING_FREE)
+        packs = model.__dict__.get(PADDING_FREE)
+        # Of rows that trl.enable_padding_free packs, only the models inside know the documents.
+        given = (lambda *_: None) if packs and packs(args, kwargs) else self.given
+        positions, mask = given("position_ids", args, kwargs), given("attention_mask", args, kwargs)
         if outer is None and reads:
             _check_form(positions)
-        # Of rows that trl.enable_padding_free packs, only the models inside know the documents.
-        mask = None if packs and packs(args, kwargs) else self.given("attention_mask", args, kwargs)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
         self.needs_positions = positions is None  # of models that otherwise count along the row
-        self.walks = None  # what is kept with the model, see _walks.py
-        self.counting = None  # what in the model counts along the row, see positions.py
+        # What is kept with the model, see _walks.py, and what in it counts along the row, see positions.py.
+        self.walks = self.counting = None
         self.where_several = None  # (batch, what to say at the end where a row has several documents), see documents.py
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         if REQUESTS in kwargs:  # a dict: the cache of a layer knows which

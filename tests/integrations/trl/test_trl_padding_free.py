@@ -136,6 +136,18 @@ def both(model, kind):
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
 @torch.no_grad()
+def test_positions_of_padded_rows_change_nothing(kind, device):
+    """They restart at no document of the row that runs."""
+    model = tiny_model("llama", vocab_size=258, device=device) if kind == "DPOTrainer" else reward_model(device)
+    _, packed = both(model, kind)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]], device=device)
+    given = {"input_ids": torch.arange(9, 19, device=device).view(2, 5), "attention_mask": mask, "use_cache": False}
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    assert torch.equal(packed(**given, position_ids=positions).logits, packed(**given).logits)
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
+@torch.no_grad()
 def test_a_forward_makes_its_layout_once(kind, device, monkeypatch):
     """On a GPU the forward waits for the totals of each layout."""
     model = tiny_model("llama", vocab_size=258, device=device) if kind == "DPOTrainer" else reward_model(device)
