@@ -50,7 +50,9 @@ def over_ranks(model, layers, wrapper: str, mixed: bool):
             model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
         return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
     # Inputs are not cast: num_items_in_batch would be rounded to bfloat16.
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cast_forward_inputs": False} if mixed else {}
+    dtypes = (
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cast_forward_inputs": False} if mixed else {}
+    )
     for layer in layers:
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(**dtypes))
     return fully_shard(model, mp_policy=MixedPrecisionPolicy(**dtypes))
