@@ -26,18 +26,24 @@ def packed_row():
     }
 
 
+def on_the_cpu(block, *more):
+    """A block of the page for two CPU processes, with steps whose size goes by the gradient."""
+    step = "AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"
+    for there, here in (('"cuda"', '"cpu"'), step, *more):
+        assert there in block
+        block = block.replace(there, here)
+    return block
+
+
 def long_document(folder):
     """What the script of one document over 4 GPUs gives on two ranks: its parameters after a step."""
     block = block_with("docs/parallel.md", "for document in documents")
-    for there, here in (
+    block = on_the_cpu(
+        block,
         ("param_dtype=torch.bfloat16", "param_dtype=torch.float32"),
-        ('"cuda"', '"cpu"'),
         ("(4,)", "(2,)"),
         ("targets / 4", "targets / 2"),
-        ("AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"),
-    ):
-        assert there in block
-        block = block.replace(there, here)
+    )
     names = {"name": folder / "model", "documents": [{"input_ids": packed_row()["input_ids"][0, :13].tolist()}]}
     exec(block, names)
     return [parameter.full_tensor().detach() for parameter in names["model"].parameters()]
@@ -93,14 +99,11 @@ def parameters_of_a_rank(folder, wrapper):
     if "larger" in wrapper:
         block = in_place_of("model = AutoModelForCausalLM", of_page("init_empty_weights"), block)
         block = block.replace("optimizer = ", of_page("set_model_state_dict") + "\noptimizer = ", 1)
-    for there, here in (
-        ('"cuda"', '"cpu"'),
+    block = on_the_cpu(
+        block,
         ('int(os.environ["WORLD_SIZE"])', "2"),
-        ("AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"),
         ("model.parameters(), 1.0)", "model.parameters(), 1e6)"),
-    ):
-        assert there in block
-        block = block.replace(there, here)
+    )
     names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 1}
     exec(block, names)
     parameters = [each.detach() for each in names["model"].parameters()]
