@@ -4,6 +4,7 @@ python benchmarks/bench_parallel_host.py [--fake-ranks 4] [--device cuda] [--onl
 Collectives of torch's fake process group wait for nobody and send nothing; a gather copies this rank's part for each of
 the others. What is lost against one rank alone is of the host and of kernels, so that efficiency is what no link can
 exceed. Writes results/parallel-host_<device>.csv; rows of the same commit, which this run does not measure, stay.
+Where no commit is known, rows without one stay.
 """
 
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 Qwen3-0.6B's shape. Weights are random and float32, as SFTTrainer loads a model that it gets by name. bf16=True
 (autocast) and gradient checkpointing are TRL's defaults, and so is every setting that settings_of does not name. No
-case cuts a document. ours is what README says: patch_pack_dataset(), packing=True, apply_packing_ops(trainer.model).
+case cuts a document. ours: patch_pack_dataset(), packing=True, then apply_packing_ops(trainer.model).
 
 A repeat trains a new model by trainer.train(). What is timed is a whole epoch, after some steps to warm up: steps of
 the optimizer, the trainer's batches, all that it does beside. Tokens are those of documents, without padding. Cases
