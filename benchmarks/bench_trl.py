@@ -4,10 +4,14 @@ Qwen3-0.6B's shape. Weights are random and float32, as SFTTrainer loads a model 
 (autocast) and gradient checkpointing are TRL's defaults, and so is every setting that settings_of does not name. No
 case cuts a document. ours: patch_pack_dataset(), packing=True, then apply_packing_ops(trainer.model).
 
-A repeat trains a new model by trainer.train(). What is timed is a whole epoch, after some steps to warm up: steps of
-the optimizer, the trainer's batches, all that it does beside. Tokens are those of documents, without padding. Cases
-take turns, so that the repeats of each are apart; each repeat is a row of the CSV, written as soon as it is measured.
-A case that fails has its error in the place of a time and is not repeated. After --limit seconds no repeat starts.
+sorted: padded batches of a data set that is sorted by length. transformers' "group_by_length" comes near it in large
+data sets, and sorts only 32 documents at a time of so few.
+
+A repeat trains a new model by trainer.train(). The first epoch warms up, and the others are timed: steps of the
+optimizer, the trainer's batches, all that it does beside. Tokens are those of an epoch's documents, without padding.
+Cases take turns, so that the repeats of each are apart; each repeat is a row of the CSV, written as soon as it is
+measured. A case that fails has its error in the place of a time and is not repeated. After --limit seconds no repeat
+starts, and a case that none was started of keeps the CSV's rows.
 Needs trl and datasets, and downloads nothing.
 """
 
@@ -32,7 +36,7 @@ from whole_model import random_model, shape_of
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, revert_registration
 from packing_ops.integrations.trl import patch_pack_dataset, revert_pack_dataset
 
-WARM_UPS = 4  # steps, or an epoch where it has fewer
+EPOCHS = 4  # the first warms up
 
 
 def _case(provider: str, row: int = 16_384, **more) -> Case:
@@ -43,6 +47,7 @@ def _case(provider: str, row: int = 16_384, **more) -> Case:
 
 CASES = [
     _case("padded", 0),
+    _case("sorted", 0),
     _case("fa2"),
     _case("liger"),
     _case("ours"),
@@ -53,7 +58,7 @@ FIGURES = ("tokens_per_second_a_gpu", "peak_gib", "step_ms", "steps", "loss", "w
 
 
 class Clock(transformers.TrainerCallback):
-    """Ends the first epoch after the steps to warm up, and times the second."""
+    """Times the epochs after the first."""
 
     def __init__(self, device: str):
         self.device, self.epochs, self.times = device, 0, []
@@ -68,27 +73,25 @@ class Clock(transformers.TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, **_):
         self.epochs += 1
-        self.first = state.global_step
         if self.epochs == 2:
+            self.first = state.global_step
             if self.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             self.now()
 
-    def on_step_end(self, args, state, control, **_):
-        control.should_epoch_stop = self.epochs == 1 and state.global_step == WARM_UPS
-
     def on_epoch_end(self, args, state, control, **_):
-        if self.epochs == 2:
+        if self.epochs == EPOCHS:
             self.now()
-            self.steps = state.global_step - self.first
+            self.steps = (state.global_step - self.first) // (EPOCHS - 1)
 
 
 def settings_of(case: Case, device: str, folder: str) -> trl.SFTConfig:
     packed = {"packing": True, "per_device_train_batch_size": 1} if case.row else {}
     return trl.SFTConfig(
-        folder, max_length=case.row or None, num_train_epochs=2, **packed,
+        folder, max_length=case.row or None, num_train_epochs=EPOCHS, **packed,
         **({} if case.checkpointing else {"gradient_checkpointing": False}),
         **({"use_liger_kernel": True} if case.provider == "liger" else {}),
+        **({"train_sampling_strategy": "sequential"} if case.provider == "sorted" else {}),
         save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True, use_cpu=device == "cpu",
     )  # fmt: skip
 
@@ -98,6 +101,8 @@ def trainer_of(case: Case, device: str, tiny: bool):
     """The trainer as a user sets it up; what was changed outside of its model is undone in the end."""
     shape, stock = shape_of(case, tiny), dict(vars(modeling_qwen3))
     rows = [document.tolist() for document in documents_of(case.tokens, case.longest, shape["vocab_size"])]
+    if case.provider == "sorted":
+        rows.sort(key=len)
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0}, "<pad>"))  # documents are token ids: nothing is tokenized
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>")
     with contextlib.ExitStack() as undo:
@@ -129,10 +134,11 @@ def measured(case: Case, device: str, tiny: bool) -> dict:
         loss = trainer.train().training_loss
         tokens = sum(map(len, trainer.train_dataset["input_ids"]))
     begin, timed, end = clock.times
+    epoch = (end - timed) / (EPOCHS - 1)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     return {
-        "tokens_per_second_a_gpu": f"{tokens / (end - timed):.0f}", "peak_gib": f"{peak:.1f}",
-        "step_ms": f"{(end - timed) / clock.steps * 1e3:.1f}", "steps": clock.steps, "loss": f"{loss:.4f}",
+        "tokens_per_second_a_gpu": f"{tokens / epoch:.0f}", "peak_gib": f"{peak:.1f}",
+        "step_ms": f"{epoch / clock.steps * 1e3:.1f}", "steps": clock.steps, "loss": f"{loss:.4f}",
         "warm_up_s": f"{timed - begin:.1f}", "tokens": tokens,
     }  # fmt: skip
 
@@ -148,8 +154,8 @@ def main():
     arguments = parser.parse_args()
     device, deadline = arguments.device, time.perf_counter() + arguments.limit
     cases = [case for case in CASES if not arguments.only or any(part in case.name for part in arguments.only)]
-    path, chosen = arguments.out / f"trl_{device}.csv", {case.name for case in cases}
-    rows = [row for row in read_rows(path) if row["case"] not in chosen] if path.exists() else []
+    path = arguments.out / f"trl_{device}.csv"
+    rows = read_rows(path) if path.exists() else []
     where = measured_on(device) | {"transformers": transformers.__version__, "trl": trl.__version__}
     datasets.disable_progress_bars()
     failed = set()
@@ -165,6 +171,7 @@ def main():
                 found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:ERROR]}
                 failed.add(case)
             setting = setting_of(case) | {"fused_loss": "TRL", "repeat": repeat}
+            rows = [row for row in rows if repeat > 1 or row["case"] != case.name]
             rows.append({**setting, **dict.fromkeys(FIGURES, ""), **found, **where})
             print(f"{case.name}, repeat {repeat}: {found}", flush=True)
             write_csv(path, rows, show=False)

@@ -23,14 +23,15 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "nu
         "num_experts_per_tok": 2}  # fmt: skip
 
 
-# Of each provider the attention of transformers: torch_fa2 is torch's FlashAttention-2. The first is ours, liger has
-# Liger's kernels beside attention, and padded alone no packed rows.
+# Of each provider the attention of transformers: torch_fa2 is torch's FlashAttention-2. The first is ours. liger has
+# Liger's kernels beside attention. padded and sorted have no packed rows: sorted pads documents of about equal length.
 ATTENTION = {
     "ours": "sdpa",
     "fa2": "torch_fa2",
     "liger": "torch_fa2",
     "liger_fa4": "flash_attention_4",
     "padded": "sdpa",
+    "sorted": "sdpa",
 }
 
 
@@ -69,7 +70,7 @@ class Case(NamedTuple):
             budget = self.checkpointing if self.checkpointing == "auto" else f"{self.checkpointing} GiB"
             how.append("full checkpointing" if self.checkpointing == "full" else f"checkpoint_policy, {budget}")
         where = "" if self.ranks == 1 else f", {self.wrapper} x{self.ranks}"
-        rows = "batches of 8" if self.provider == "padded" else f"rows of {self.row:,}"
+        rows = f"rows of {self.row:,}" if self.row else "batches of 8"
         return f"{self.model}{where}, {self.documents} documents: {self.provider}, {', '.join([rows, *how])}"
 
     def small(self) -> "Case":
@@ -143,6 +144,7 @@ CASES = [
     _small("liger"),
     _small("liger_fa4", compiled=False),
     _small("padded", 0, compiled=False),
+    _small("sorted", 0, compiled=False),
     *_sweep(),
     _small("ours", part="ranks", wrapper="DDP", ranks=2),
     _small("ours", part="ranks", wrapper="FSDP2", ranks=2),

@@ -35,7 +35,9 @@ def documents(case: Case, vocabulary: int) -> list[torch.Tensor]:
 def batches(case: Case, vocabulary: int, rank: int, device: str) -> tuple[Batches, int, float]:
     """The batches of a step, its tokens without padding, and the sum of the documents' squared lengths."""
     found = [(document + rank) % vocabulary for document in documents(case, vocabulary)]
-    made = padded_batches(found) if case.provider == "padded" else packed_rows(found, case.row, True)
+    if case.provider == "sorted":
+        found.sort(key=len)
+    made = packed_rows(found, case.row, True) if case.row else padded_batches(found)
     placed = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()} for batch in made.batches]
     return made._replace(batches=placed), sum(map(len, found)), float(sum(len(document) ** 2 for document in found))
 

@@ -53,6 +53,30 @@ def test_nothing_starts_after_the_limit(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "trl_cpu.csv").exists()
 
 
+def test_a_case_that_the_limit_leaves_out_keeps_its_rows(tmp_path, monkeypatch):
+    path, seconds = tmp_path / "trl_cpu.csv", iter((0, 0, 2))
+    names = [case_of(provider).name for provider in ("padded", "fa2")]
+    bench_trl.write_csv(
+        path, [{"case": name, "repeat": i, "loss": "old"} for name in names for i in (1, 2)], show=False
+    )
+    monkeypatch.setattr(bench_trl, "measured", lambda *_: {"loss": "new"})
+    monkeypatch.setattr(bench_trl.time, "perf_counter", lambda: next(seconds, 2))
+    arguments = ["--device", "cpu", "--tiny", "--limit", "1", "--only", *names, "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_trl.py", *arguments])
+    bench_trl.main()
+    found = [(row["case"], row["loss"]) for row in bench_trl.read_rows(path)]
+    assert sorted(found) == sorted([(names[0], "new"), (names[1], "old"), (names[1], "old")])
+
+
+def test_sorted_batches_have_less_padding():
+    def share_of_padding(provider):
+        with bench_trl.trainer_of(case_of(provider).small(), "cpu", tiny=True) as trainer:
+            masks = [batch["attention_mask"] for batch in trainer.get_train_dataloader()]
+        return 1 - sum(mask.sum() for mask in masks) / sum(mask.numel() for mask in masks)
+
+    assert share_of_padding("sorted") < share_of_padding("padded") / 2
+
+
 @pytest.mark.parametrize("case", bench_trl.CASES, ids=lambda case: case.name)
 def test_settings_are_trls_defaults_but_for_what_a_case_names(case, tmp_path):
     ours, stock = bench_trl.settings_of(case, "cpu", str(tmp_path)), trl.SFTConfig(str(tmp_path), use_cpu=True)
@@ -61,6 +85,7 @@ def test_settings_are_trls_defaults_but_for_what_a_case_names(case, tmp_path):
     named |= {"packing", "per_device_train_batch_size"} if case.row else set()
     named |= set() if case.checkpointing else {"gradient_checkpointing"}
     named |= {"use_liger_kernel"} if case.provider == "liger" else set()
+    named |= {"train_sampling_strategy"} if case.provider == "sorted" else set()
     assert changed - {"activation_checkpointing"} == named  # transformers' newer name of gradient_checkpointing
     assert ours.bf16
     assert ours.gradient_checkpointing == bool(case.checkpointing)
