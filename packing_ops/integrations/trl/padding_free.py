@@ -37,8 +37,9 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
     Results of tokens return to their places of the padded batch, so TRL's losses and metrics stay as they are:
     log-probs and entropies of GRPO and RLOO, with their temperature, are those of TRL's fused LM head, of the tokens
     that are there. Within invariant() they have the bits of token_logps, which a rollout in the mode has too. A call
-    with a KV cache, as generate makes it, is left as it is. Position ids are made from the mask: a row's tokens are at
-    0, 1, ..., whatever position_ids say and wherever its padding is.
+    with a KV cache, as generate makes it, is left as it is, and so is a row that is packed already (cu_seq_lens_q,
+    seq_idx, packed_seq_lengths). Position ids are made from the mask: a row's tokens are at 0, 1, ..., whatever
+    position_ids say and wherever its padding is.
 
     A reward model reads its score at each document's last token (last_token_indices). The padded trainer reads it at
     the last token that is not the pad token, which differs where documents end with the pad token.
@@ -140,10 +141,21 @@ def _is_wrapped(model: Any) -> bool:
 
 
 def _packs(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether _packed makes one row of this call's batch. A cache holds padded rows."""
+    """Return whether _packed makes one row of this call's batch."""
     mask, input_ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
-    has_cache = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
-    return not (args or has_cache or input_ids is None or mask is None or mask.shape != input_ids.shape)
+    return not (
+        args
+        or kwargs.get("use_cache")
+        or any(kwargs.get(name) is not None for name in _LEAVE)
+        or input_ids is None
+        or mask is None
+        or mask.shape != input_ids.shape
+    )
+
+
+# Rows of a call with one of these stay: a cache holds padded ones; the others say where documents are in rows that are
+# packed already.
+_LEAVE = ("past_key_values", "cu_seq_lens_q", "cu_seq_lens_k", "segment_parents", "seq_idx", "packed_seq_lengths")
 
 
 def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from common.hf_setup import byte_tokenizer  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
 from helpers.trl_case import CLOSE, PAIRS, settings, without_padding  # noqa: E402
 
+import packing_ops as po  # noqa: E402
 from packing_ops._runtime import gate  # noqa: E402
 from packing_ops.integrations import trl as integration  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, info, register  # noqa: E402
@@ -144,6 +145,32 @@ def test_positions_of_padded_rows_change_nothing(kind, device):
     given = {"input_ids": torch.arange(9, 19, device=device).view(2, 5), "attention_mask": mask, "use_cache": False}
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
     assert torch.equal(packed(**given, position_ids=positions).logits, packed(**given).logits)
+
+
+ROW = po.PackedMetadata.from_lengths([3, 2])
+DOCUMENTS = {
+    "cu_seq_lens_q": ROW.to_transformers(),
+    "cu_seq_lens_k": {"cu_seq_lens_k": ROW.cu_seqlens},
+    "seq_idx": {"seq_idx": ROW.seq_idx[None], "position_ids": ROW.position_ids[None]},
+    "packed_seq_lengths": {**ROW.to_unsloth(), "position_ids": ROW.position_ids[None]},
+}
+
+
+@pytest.mark.parametrize("given", DOCUMENTS.values(), ids=DOCUMENTS)
+@torch.no_grad()
+def test_a_row_that_is_packed_already_keeps_its_documents(given):
+    """Beside a mask of ones too, which some collators add."""
+    models = both(tiny_model("llama", vocab_size=258), "DPOTrainer")
+    ids = torch.arange(9, 14)[None]
+    alone = [models[0](input_ids=part).logits for part in ids.split([3, 2], 1)]
+    found = models[1](input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits
+    torch.testing.assert_close(found, torch.cat(alone, 1), **CLOSE)
+    with pytest.raises(ValueError, match="attention_mask: expected None beside segment_parents"):
+        models[1](input_ids=ids, attention_mask=ids, segment_parents=ROW.cu_seqlens[:2])
+    with pytest.raises(
+        ValueError, match=r"expected one document in each row, got several, and Llama.* scores one token"
+    ):
+        both(reward_model("cpu"), "RewardTrainer")[1](input_ids=ids, attention_mask=torch.ones_like(ids), **given)
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
