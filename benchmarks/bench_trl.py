@@ -48,6 +48,7 @@ def _case(provider: str, row: int = 16_384, **more) -> Case:
 CASES = [
     _case("padded", 0),
     _case("sorted", 0),
+    *(_case(provider, 0, batch=32) for provider in ("padded", "sorted")),
     _case("fa2"),
     _case("liger"),
     _case("ours"),
@@ -86,9 +87,10 @@ class Clock(transformers.TrainerCallback):
 
 
 def settings_of(case: Case, device: str, folder: str) -> trl.SFTConfig:
-    packed = {"packing": True, "per_device_train_batch_size": 1} if case.row else {}
+    rows = {"packing": True, "per_device_train_batch_size": 1}
     return trl.SFTConfig(
-        folder, max_length=case.row or None, num_train_epochs=EPOCHS, **packed,
+        folder, max_length=case.row or None, num_train_epochs=EPOCHS,
+        **(rows if case.row else {"per_device_train_batch_size": case.batch}),
         **({} if case.checkpointing else {"gradient_checkpointing": False}),
         **({"use_liger_kernel": True} if case.provider == "liger" else {}),
         **({"train_sampling_strategy": "sequential"} if case.provider == "sorted" else {}),

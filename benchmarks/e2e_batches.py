@@ -40,10 +40,10 @@ def documents_of(total: int, longest: int, vocabulary: int) -> list[torch.Tensor
     return [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
 
 
-def padded_batches(documents: list[torch.Tensor]) -> Batches:
+def padded_batches(documents: list[torch.Tensor], size: int = PADDED_BATCH) -> Batches:
     batches = []
-    for first in range(0, len(documents), PADDED_BATCH):
-        group = documents[first : first + PADDED_BATCH]
+    for first in range(0, len(documents), size):
+        group = documents[first : first + size]
         ids = torch.nn.utils.rnn.pad_sequence(group, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(d) for d in group], batch_first=True)
         batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)})

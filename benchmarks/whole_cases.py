@@ -44,7 +44,7 @@ class Case(NamedTuple):
     part: str
     model: str
     provider: str  # a key of ATTENTION
-    row: int  # slots of a packed row
+    row: int  # slots of a packed row; of padded batches 0
     compiled: bool = True  # each layer
     checkpointing: float | str = ""  # "full", or of a checkpoint_policy: GiB or "auto"
     lora: bool = False
@@ -58,6 +58,7 @@ class Case(NamedTuple):
     dynamic: bool = False  # compiled for any sizes from the first
     vocabulary: int = 0  # in place of the shape's
     fused_loss: bool = True  # of ours
+    batch: int = 8  # documents of a padded batch
 
     @property
     def name(self) -> str:
@@ -70,7 +71,7 @@ class Case(NamedTuple):
             budget = self.checkpointing if self.checkpointing == "auto" else f"{self.checkpointing} GiB"
             how.append("full checkpointing" if self.checkpointing == "full" else f"checkpoint_policy, {budget}")
         where = "" if self.ranks == 1 else f", {self.wrapper} x{self.ranks}"
-        rows = f"rows of {self.row:,}" if self.row else "batches of 8"
+        rows = f"rows of {self.row:,}" if self.row else f"batches of {self.batch}"
         return f"{self.model}{where}, {self.documents} documents: {self.provider}, {', '.join([rows, *how])}"
 
     def small(self) -> "Case":

@@ -37,7 +37,7 @@ def batches(case: Case, vocabulary: int, rank: int, device: str) -> tuple[Batche
     found = [(document + rank) % vocabulary for document in documents(case, vocabulary)]
     if case.provider == "sorted":
         found.sort(key=len)
-    made = packed_rows(found, case.row, True) if case.row else padded_batches(found)
+    made = packed_rows(found, case.row, True) if case.row else padded_batches(found, case.batch)
     placed = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()} for batch in made.batches]
     return made._replace(batches=placed), sum(map(len, found)), float(sum(len(document) ** 2 for document in found))
 
