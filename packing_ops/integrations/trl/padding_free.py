@@ -153,9 +153,17 @@ def _packs(args: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
-# Rows of a call with one of these stay: a cache holds padded ones; the others say where documents are in rows that are
-# packed already.
-_LEAVE = ("past_key_values", "cu_seq_lens_q", "cu_seq_lens_k", "segment_parents", "seq_idx", "packed_seq_lengths")
+# Rows of a call with one of these stay: a cache (transformers 5.24: cache) holds padded ones; the others say where
+# documents are in rows that are packed already.
+_LEAVE = (
+    "past_key_values",
+    "cache",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "segment_parents",
+    "seq_idx",
+    "packed_seq_lengths",
+)
 
 
 def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 import transformers  # noqa: E402
 from common.hf_setup import byte_tokenizer  # noqa: E402
-from helpers.hf_models import tiny_model  # noqa: E402
+from helpers.hf_models import CACHE, tiny_model  # noqa: E402
 from helpers.trl_case import CLOSE, PAIRS, settings, without_padding  # noqa: E402
 
 import packing_ops as po  # noqa: E402
@@ -171,6 +171,15 @@ def test_a_row_that_is_packed_already_keeps_its_documents(given):
         ValueError, match=r"expected one document in each row, got several, and Llama.* scores one token"
     ):
         both(reward_model("cpu"), "RewardTrainer")[1](input_ids=ids, attention_mask=torch.ones_like(ids), **given)
+
+
+@torch.no_grad()
+def test_a_call_with_a_cache_keeps_its_padded_rows():
+    """They would not be where the next call's mask says."""
+    _, packed = both(tiny_model("llama", vocab_size=258), "DPOTrainer")
+    cache = transformers.DynamicCache(config=packed.config)
+    packed(input_ids=ROWS * 9, attention_mask=ROWS, **{CACHE: cache})
+    assert cache.layers[0].keys.shape[:3] == (3, 2, 7)
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
