@@ -4,7 +4,9 @@ TRL's collators, losses and metrics stay as they are: they see padded rows of re
 LM head is replaced, within invariant().
 """
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -211,19 +213,17 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
     options = {name: value for name, value in kwargs.items() if name not in {*rows, *_OF_ROWS}}
     options |= {name: value[None] for name, value in columns.items()} | metadata.to_transformers()
 
-    # The call. A reward model's score of each token, of which it returns one for the whole row.
-    scores: list[torch.Tensor] = []
-    hook = model.score.register_forward_hook(lambda _, __, out: scores.append(out)) if scored else None
-    try:
+    # The call. Of a reward model the scores of all tokens: it returns one for the whole row. Other threads may run the
+    # same head.
+    scores = threading.local()
+    hook = model.score.register_forward_hook(lambda *call: setattr(scores, "found", call[-1])) if scored else None
+    with hook or contextlib.nullcontext():
         outputs = stock(**options)
-    finally:
-        if hook is not None:
-            hook.remove()
 
     # Its results, in their places of the padded batch.
     for name, value in list(outputs.items()):
-        if name == "logits" and scores:
-            outputs[name] = scores[-1][0].index_select(0, metadata.cu_seqlens[1:].long() - 1)
+        if name == "logits" and scored:
+            outputs[name] = scores.found[0].index_select(0, metadata.cu_seqlens[1:].long() - 1)
             continue
         layers = [_padded(each, metadata) for each in (value if isinstance(value, tuple) else (value,))]
         outputs[name] = tuple(layers) if isinstance(value, tuple) else layers[0]

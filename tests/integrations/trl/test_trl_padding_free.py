@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -171,6 +173,27 @@ def test_a_row_that_is_packed_already_keeps_its_documents(given):
         ValueError, match=r"expected one document in each row, got several, and Llama.* scores one token"
     ):
         both(reward_model("cpu"), "RewardTrainer")[1](input_ids=ids, attention_mask=torch.ones_like(ids), **given)
+
+
+def test_two_threads_get_their_scores(monkeypatch):
+    """Both run the head of the same model before either reads what it returned."""
+    _, packed = both(reward_model("cpu"), "RewardTrainer")
+    batches = [{"input_ids": torch.arange(n, n + 21).view(3, 7), "attention_mask": ROWS} for n in (9, 99)]
+    wanted = [packed(**batch).logits for batch in batches]
+    barrier, stock = threading.Barrier(2, timeout=60), type(packed).forward
+
+    def forward(*args, **kwargs):
+        barrier.wait()
+        out = stock(*args, **kwargs)
+        barrier.wait()
+        return out
+
+    monkeypatch.setattr(type(packed), "forward", forward)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda batch: packed(**batch).logits, batches))
+    assert not torch.equal(*wanted)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert not packed.score._forward_hooks
 
 
 @torch.no_grad()
