@@ -15,10 +15,8 @@ _KEPT = f"{PRIVATE}walks"
 MIXES = f"{PRIVATE}mixes"  # what declare() leaves in a class: subclasses inherit it, FSDP2's among them
 SWAPPED = f"{PRIVATE}linear_attention"  # in a layer that linear_attention has swapped
 DOCUMENTS = "packing_ops_documents"  # a keyword of these layers: RowDocuments, or None: each row is one document
-# Where models and torch's checkpoint_wrapper keep the function that checkpoints a layer.
-CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 # _old_forward is accelerate's.
-_IN_INSTANCE = ("forward", "_old_forward", *CHECKPOINTS, "rope_type", "padding_idx", SWAPPED)
+_IN_INSTANCE = ("forward", "_old_forward", "rope_type", "padding_idx", SWAPPED)
 
 
 def constant_of_model(function):

@@ -54,9 +54,10 @@ def register(name: str = "packing_ops") -> None:
 
     What this adds to transformers stays until revert_registration(name): the name in its two tables, and wrappers
     around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
-    preparation of masks; in models, the forward of layers that carry a state. Both wrappers leave models with another
-    only attn_implementation. A process that unpickles a model with this attention must call register first, unless
-    apply_packing_ops set it.
+    preparation of masks; in models, the forward of layers that carry a state, and with these wrappers around both forms
+    of torch.utils.checkpoint, which take the documents along. The wrappers in transformers leave models with another
+    attn_implementation as they are. A process that unpickles a model with this attention must call register first,
+    unless apply_packing_ops set it.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats specially.

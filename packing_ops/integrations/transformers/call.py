@@ -363,12 +363,13 @@ def watched(begin, end, stock):
         if call.numbers is not None and call.padding is not call.given("attention_mask", args, kwargs):
             args, kwargs = call.put("attention_mask", call.padding, args, kwargs)  # models expect 0 and 1
         begun, now.begun = now.begun, call if call.traced else None
-        now.call = call
+        now.call, documents = call, now.row_documents
         try:
             args, kwargs = begin(self, call, args, kwargs)
+            now.row_documents = False if call.row_documents is None else call.row_documents
             outputs = stock(self, *args, **kwargs)
         finally:
-            now.call, now.begun = outer, begun
+            now.call, now.begun, now.row_documents = outer, begun, documents
             now.mask_arguments = None
 
         # Documents that nothing kept apart.
@@ -408,7 +409,8 @@ def _traits_of(cls, config_cls):
 class _Now(threading.local):
     """What runs in this thread, in graphs too.
 
-    mask_arguments, preparing: see masks.py; fused: see fused_loss.py; row_documents: see stateful.py.
+    mask_arguments, preparing: see masks.py; fused: see fused_loss.py.
+    row_documents: of layers with a state, see stateful.py. False: each row is one; None: nothing says.
 
     begun: the call, where it is traced: see call_of_layers.
     """

@@ -14,11 +14,12 @@ import sys
 import weakref
 
 import torch
+from torch.utils import checkpoint
 
 from packing_ops._runtime.batch_cache import unseen
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
-from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
-from packing_ops.integrations._walks import CHECKPOINTS, DOCUMENTS, MIXES, kept_with_model
+from packing_ops.integrations._patching import Patch, function_of, kept_with_class, put_around, take_out_function
+from packing_ops.integrations._walks import DOCUMENTS, MIXES, kept_with_model
 from packing_ops.integrations.transformers import linear_attention, sequence_group
 from packing_ops.integrations.transformers.call import now
 from packing_ops.integrations.transformers.documents import (
@@ -319,28 +320,29 @@ def prepare(model, masked=False) -> tuple[bool, bool, str]:
     for layer in in_rows:
         put_around(layer, "forward", _forward, {})
         _prepared.add(layer)
-    for module in model.modules() if in_rows else ():
-        for name in CHECKPOINTS:
-            if vars(module).get(name) is not None:
-                put_around(module, name, _checkpoint)
-                _prepared.add(module)
+    for patch in PATCHES if in_rows else ():
+        patch.pin()
     return bool(stateful), bool(stateful) and calls_attention_inside(model), ", ".join(unknown)
 
 
 def revert() -> None:
-    """Put back what prepare replaced, in all models."""
+    """Put back what prepare replaced, in all models and in torch."""
     for module in list(_prepared):
-        for ours in (_forward, _checkpoint):
-            take_out_function(module, ours)
+        take_out_function(module, _forward)
     _prepared.clear()
+    for patch in PATCHES:
+        patch.revert()
 
 
-def _checkpoint(module, stock, function, *args, **kwargs):
-    """Take the documents along: the layer is run again in backward, when the model's call is over."""
-    documents = _current_documents()
-    if documents is None:
-        return stock(function, *args, **kwargs)
-    return stock(functools.partial(_with_documents, documents, function), *args, **kwargs)
+def _taking_documents(stock):
+    """Wrap a function of torch that begins a checkpoint: what it checkpoints runs again in backward, when the model's
+    call is over.
+    """
+
+    def begin(function, *args, **kwargs):
+        return stock(functools.partial(_with_documents, now.row_documents or False, function), *args, **kwargs)
+
+    return begin
 
 
 def _with_documents(documents, function, *args, **kwargs):
@@ -351,10 +353,11 @@ def _with_documents(documents, function, *args, **kwargs):
         now.row_documents = before
 
 
-def _current_documents():
-    if now.row_documents is not None:  # set by _checkpoint, also when the layer runs again: nothing else is looked at
-        return now.row_documents
-    return None if now.call is None else now.call.row_documents
+# Both forms of torch.utils.checkpoint, whoever calls it: transformers, torch's wrappers of layers, a training loop.
+PATCHES = (
+    Patch(checkpoint, "_checkpoint_without_reentrant_generator", _taking_documents, imported_by=""),
+    Patch(checkpoint.CheckpointFunction, "apply", _taking_documents),
+)
 
 
 def _forward(layer, stock, isolations, *args, **kwargs):
@@ -362,11 +365,23 @@ def _forward(layer, stock, isolations, *args, **kwargs):
 
     stock: the forward that was in the instance, or None. isolations: {device type: Isolation, or why it is missing}.
     """
-    found = _current_documents()
     run = functools.partial(type(layer).forward, layer) if stock is None else stock
     if DOCUMENTS in kwargs:
         return run(*args, **kwargs)
-    return run(*args, **kwargs) if found is None else _apart(layer, run, isolations, found, args, kwargs)
+    found = now.row_documents
+    if found is None and isolations:
+        _refuse_backward(layer)
+    return _apart(layer, run, isolations, found, args, kwargs) if found else run(*args, **kwargs)
+
+
+@torch.compiler.disable
+def _refuse_backward(layer) -> None:
+    """Raise RuntimeError where a layer runs again in backward, and nothing says which documents its rows hold."""
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"checkpoint: expected torch.utils.checkpoint around {class_name(layer)}, whose rows held several "
+            "documents, got another function that runs the layer again in backward, without its documents"
+        )
 
 
 @torch.compiler.disable(reason="packing_ops: how many documents a row has is known when the layer runs")

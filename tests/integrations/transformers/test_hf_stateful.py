@@ -8,8 +8,6 @@ import threading
 
 import pytest
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 transformers = pytest.importorskip("transformers")
 
@@ -141,28 +139,6 @@ def test_compiled(device, fresh_compile):
     torch.testing.assert_close(logits(model, ids, position_ids=one), logits(stock, ids), **CLOSE)
 
 
-@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant", "selective", "around"])
-def test_compiled_and_checkpointed(checkpointing, device, fresh_compile):
-    """A graph that breaks inside a checkpoint would save other tensors than the layer that runs again."""
-    ids, positions, _ = packed(device)
-    models = [stateful_model("lfm2", device=device) for _ in range(2)]
-    if checkpointing == "around":
-        for index, layer in enumerate(models[0].model.layers):
-            models[0].model.layers[index] = checkpoint_wrapper(layer)
-    else:
-        options = {"use_reentrant": checkpointing == "reentrant"}
-        if checkpointing == "selective":
-            products = [torch.ops.aten.mm.default]
-            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, products)
-        models[0].gradient_checkpointing_enable(options)
-    models[0].compile(backend="aot_eager")
-    for _ in range(2):
-        for model in models:
-            model(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
-    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
 @pytest.mark.parametrize("compiled", ["layers", "model"])
 def test_compiled_in_two_threads_at_once(compiled, device, fresh_compile):
     """Layers of both run when both calls have begun, and both have found their documents. Their graphs are there
@@ -265,18 +241,6 @@ def test_in_a_wrapper(wrapper, device, one_rank):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_with_torchs_checkpoint_wrapper(device):
-    """As FSDP's recipes apply it, around the layers."""
-    ids, positions, _ = packed(device)
-    models = [stateful_model("jamba", device=device) for _ in range(2)]
-    for index, layer in enumerate(models[0].model.layers):
-        models[0].model.layers[index] = checkpoint_wrapper(layer)
-    for model in models:
-        model(ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
-    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
 def test_applied_copied_and_reverted(device):
     model = stateful_model("jamba", attn_implementation="eager", device=device)
     ids, positions, _ = packed(device)
@@ -297,15 +261,12 @@ def test_unregister_puts_every_layer_back(device):
     others = [name for name in call.NAMES if name != "packing_ops"]
     call.NAMES.difference_update(others)  # the last, whatever others left
     model = stateful_model("lfm2", attn_implementation="packing_ops", device=device)
-    model.gradient_checkpointing_enable()
-    functions = [module.__dict__.get("_gradient_checkpointing_func") for module in model.modules()]
     ids, positions, _ = packed(device)
     logits(model, ids, position_ids=positions)
     assert any("forward" in module.__dict__ for module in model.modules())
     revert_registration()
     try:
         assert not any("forward" in module.__dict__ for module in model.modules())
-        assert [module.__dict__.get("_gradient_checkpointing_func") for module in model.modules()] == functions
     finally:
         register()
         call.NAMES.update(others)
