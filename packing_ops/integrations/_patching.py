@@ -124,7 +124,7 @@ class Patch:
 # --- in one model ---
 
 PRIVATE = "_packing_ops_"  # what the name of an attribute that we keep in a module begins with
-PADDING_FREE = "_packing_ops_padding_free"  # in a model that packs padded rows: (args, kwargs) -> whether of this call
+PACKS_ROWS = "_packing_ops_packs_rows"  # in a model that packs padded rows: (args, kwargs) -> whether those of a call
 
 
 def put(module: torch.nn.Module, name: str, function: Callable, *args) -> None:

@@ -251,9 +251,9 @@ def _in_effect(model: torch.nn.Module, skipped: dict[str, str]) -> Applied:
 def revert_packing_ops(model: torch.nn.Module) -> None:
     """Revert apply_packing_ops in a model.
 
-    Outputs are those of before to the bit. The modelling module is reverted when no model needs the swap any more. What
-    register added to transformers stays until revert_registration. A model to which nothing was applied does not
-    change.
+    Outputs are those of before to the bit. What enable_padding_free put into it is reverted too. The modelling module
+    is reverted when no model needs the swap any more. What register added to transformers stays until
+    revert_registration. A model to which nothing was applied does not change.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
@@ -282,7 +282,7 @@ def check_model(model: object) -> None:
 # --- attn_implementation ---
 
 IMPLEMENTATION = "packing_ops"
-PACKAGE = "packing_ops.integrations.transformers"
+PACKAGE = "packing_ops.integrations"
 STATE = "_packing_ops_attention"
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from packing_ops._runtime.batch_cache import check_same, kept_with
-from packing_ops.integrations._patching import PADDING_FREE
+from packing_ops.integrations._patching import PACKS_ROWS
 from packing_ops.integrations.transformers import sequence_group
 from packing_ops.integrations.transformers.documents import (
     TIME,
@@ -72,7 +72,7 @@ class PackedCall:
         self.outers = () if outer is None else (outer, *outer.outers)
         traits = _traits_of(type(model), type(model.config))
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
-        packs = model.__dict__.get(PADDING_FREE)
+        packs = model.__dict__.get(PACKS_ROWS)
         # Of rows that trl.enable_padding_free packs, only the models inside know the documents.
         given = (lambda *_: None) if packs and packs(args, kwargs) else self.given
         positions, mask = given("position_ids", args, kwargs), given("attention_mask", args, kwargs)

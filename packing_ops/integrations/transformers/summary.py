@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 
-from packing_ops.integrations._patching import PADDING_FREE
+from packing_ops.integrations._patching import PACKS_ROWS
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import linear_attention as linear_attention_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
@@ -55,7 +55,12 @@ def info(model: torch.nn.Module) -> str:
         left = linear_attention_patch.stock_rules(map(type, layers))
         lines.append(f"linear_attention: {_swapped(linear_attention_patch, model)}{left}")
     lines += [f"loss: {_loss(found)}", f"invariant: {_mode(model)}", f"documents: {_documents(found)}"]
-    if any(PADDING_FREE in vars(model) for host in found for model in (host, host.base_model)):
+    if any(
+        PACKS_ROWS in vars(model)
+        for host in found
+        if host.config._attn_implementation in NAMES
+        for model in (host, host.base_model)
+    ):
         lines.append("padding: none in a trainer's batches, by enable_padding_free(trainer)")
     lines += [_last_forward(last) for host in found if (last := last_forward(host)) is not None]
     return "\n".join([*lines, *versions.sdpa_reasons()])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import packing_ops as po
-from packing_ops.integrations._patching import PADDING_FREE, put_around, take_out_function
+from packing_ops.integrations._patching import PACKS_ROWS, put_around, take_out_function
 from packing_ops.integrations.trl import fused_logps
 
 _TRAINERS = (
@@ -49,7 +49,8 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
     Args:
         trainer: after it is made, before train(). Its models need packing_ops' attention.
 
-    A second call changes nothing; revert_padding_free reverts it. Each forward of a model waits for the GPU once.
+    A second call changes nothing; revert_padding_free reverts it, and revert_packing_ops for one model. A model that is
+    given another attention afterwards runs with padding. Each forward of a model waits for the GPU once.
     ``info(model)`` shows it.
 
     Returns:
@@ -73,9 +74,9 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
     for model in [_called(_host_of(model, trainer), trainer) for model in _models_of(trainer)]:
         for head in fused_logps.patches():
             head.apply(model)
-        if not _is_wrapped(model):
+        vars(model)[PACKS_ROWS] = _packs
+        if not _is_under_accelerate(model):
             put_around(model, "forward", _packed)
-            vars(model)[PADDING_FREE] = _packs
             functools.wraps(type(model).forward)(model.forward)  # generate and Trainer read its parameters
     return tuple(name for name in _MODELS if getattr(trainer, name, None) is not None)
 
@@ -90,13 +91,9 @@ def revert_padding_free(trainer: Any) -> None:
 
     for model in _models_of(trainer):
         host = _called(hosts(model)[0], trainer)
-        if _is_wrapped(host):
-            raise ValueError(
-                "trainer: expected the forward that enable_padding_free put into its model, got accelerate's around "
-                "it; take that off first (accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
-            )
-        take_out_function(host, _packed)
-        vars(host).pop(PADDING_FREE, None)
+        vars(host).pop(PACKS_ROWS, None)
+        if not _is_under_accelerate(host):  # else ours stays inside, and only passes calls on
+            take_out_function(host, _packed)
         for head in fused_logps.patches():
             head.revert(host)
 
@@ -137,8 +134,8 @@ def _host_of(model: Any, trainer: Any) -> Any:
     return found[0]
 
 
-def _is_wrapped(model: Any) -> bool:
-    """Return whether accelerate's mixed precision is around ours."""
+def _is_under_accelerate(model: Any) -> bool:
+    """Return whether accelerate has put the forward of its mixed precision around _packed."""
     return getattr(model.__dict__.get("_original_forward"), "func", None) is _packed
 
 
@@ -169,9 +166,11 @@ _LEAVE = (
 
 
 def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a model; padded rows of text go through it as one row."""
+    """Run the forward of a model; padded rows of text go through it as one row, as long as its attention is ours."""
+    from packing_ops.integrations.transformers.call import NAMES
+
     stock = before or functools.partial(type(model).forward, model)
-    if not _packs(args, kwargs):
+    if PACKS_ROWS not in vars(model) or model.config._attn_implementation not in NAMES or not _packs(args, kwargs):
         return stock(*args, **kwargs)
     mask, input_ids = kwargs["attention_mask"], kwargs["input_ids"]
     batch, seqlen = input_ids.shape

@@ -14,9 +14,8 @@ from helpers.hf_models import tiny_model, transformers
 
 import packing_ops as po
 from packing_ops.integrations import _advice as advice
-from packing_ops.integrations._patching import put_around
 from packing_ops.integrations.transformers import PackingAdviceCallback, apply_packing_ops
-from packing_ops.integrations.trl.padding_free import _packed
+from packing_ops.integrations.trl import enable_padding_free
 
 IDS = torch.randint(3, 61, (2, 10))
 PADDED = {"input_ids": IDS, "attention_mask": (torch.arange(10) < torch.tensor([[10], [4]])).long()}
@@ -76,7 +75,7 @@ def test_a_run_without_padding_is_not_named(said):
     packed = po.PackedMetadata.from_lengths([10, 4, 6])
     row = {"input_ids": IDS.view(1, 20), "position_ids": packed.position_ids[None], **packed.to_transformers()}
     trained(copy.deepcopy(model), row)
-    put_around(model, "forward", _packed)  # enable_padding_free of TRL's trainers
+    enable_padding_free(type("DPOTrainer", (), {"model": model})())
     trained(model)
     assert said == []
 

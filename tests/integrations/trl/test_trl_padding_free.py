@@ -20,7 +20,7 @@ from helpers.trl_case import CLOSE, PAIRS, settings, without_padding  # noqa: E4
 import packing_ops as po  # noqa: E402
 from packing_ops._runtime import gate  # noqa: E402
 from packing_ops.integrations import trl as integration  # noqa: E402
-from packing_ops.integrations.transformers import apply_packing_ops, info, register  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, info, register, revert_packing_ops  # noqa: E402
 
 
 def dpo_trainer(tmp_path, device, **more):
@@ -194,6 +194,61 @@ def test_two_threads_get_their_scores(monkeypatch):
     assert not torch.equal(*wanted)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert not packed.score._forward_hooks
+
+
+HYBRIDS = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_dim": 32, "conv_dim": 32},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 8, "expert_layer_period": 9,
+              "use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 4},
+}  # fmt: skip
+
+
+def hybrid(family, device):
+    """A model whose layers carry a state along the row."""
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **sizes, **HYBRIDS[family])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.to(device)
+
+
+def under_accelerate(model):
+    """As Accelerator.prepare_model does in mixed precision."""
+    model._original_forward = model.forward
+    model.forward = pytest.importorskip("accelerate").utils.convert_outputs_to_fp32(model.forward)
+    return model
+
+
+WITHOUT_ATTENTION = {
+    "reverted": revert_packing_ops,
+    "reverted under accelerate": lambda model: revert_packing_ops(under_accelerate(model)),
+    "sdpa": lambda model: model.set_attn_implementation("sdpa"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:apply_packing_ops. rope of Jamba")
+@pytest.mark.parametrize("leave", WITHOUT_ATTENTION.values(), ids=WITHOUT_ATTENTION)
+@pytest.mark.parametrize("family", [*HYBRIDS, "llama"])
+@torch.no_grad()
+def test_without_the_attention_rows_are_padded_again(family, leave):
+    """Nothing would keep documents apart."""
+    model = tiny_model(family, vocab_size=258) if family == "llama" else hybrid(family, "cpu")
+    model, packed = both(model, "DPOTrainer")
+    called, mask = [], ROWS.flip(1)
+    packed.get_decoder().layers[0].register_forward_pre_hook(lambda _, args: called.append(args[0].shape[:2]))
+    given = {"input_ids": torch.arange(9, 30).view(3, 7), "attention_mask": mask}
+    for _ in range(2):
+        packed(**given)
+        leave(packed)
+        found = packed(**given).logits
+        assert (called, "padding:" in info(packed)) == ([(1, 11), (3, 7)], False)
+        torch.testing.assert_close(found[mask.bool()], model(**given).logits[mask.bool()], **CLOSE)
+        without_padding(type("DPOTrainer", (), {"model": packed, "ref_model": None})())
+        called.clear()
 
 
 @torch.no_grad()
@@ -371,14 +426,19 @@ def test_twice_is_once_and_lora(device, tmp_path):
 
 
 def test_a_forward_that_accelerate_wrapped_is_not_wrapped_again(device, tmp_path):
-    accelerate = pytest.importorskip("accelerate")
     trainer = without_padding(dpo_trainer(tmp_path, device))
-    # As Accelerator.prepare_model does in mixed precision.
-    trainer.model._original_forward = trainer.model.forward
-    trainer.model.forward = wrapped = accelerate.utils.convert_outputs_to_fp32(trainer.model.forward)
+    wrapped = under_accelerate(trainer.model).forward
     assert without_padding(trainer).model.forward is wrapped
-    with pytest.raises(ValueError, match=r"^trainer: expected the forward that enable_padding_free put"):
-        integration.revert_padding_free(trainer)
+    integration.revert_padding_free(trainer)
+    assert (trainer.model.forward is wrapped, "padding:" in info(trainer.model)) == (True, False)
+    rows, mask = [], ROWS.to(device)
+    trainer.model.model.register_forward_pre_hook(
+        lambda _, __, given: rows.append(len(given["input_ids"])), with_kwargs=True
+    )
+    for _ in range(2):
+        trainer.model(input_ids=mask * 9, attention_mask=mask)
+        assert without_padding(trainer).model.forward is wrapped
+    assert rows == [3, 1]
 
 
 def test_what_was_enabled_is_returned_and_info_shows_it():
