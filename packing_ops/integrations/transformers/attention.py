@@ -96,8 +96,8 @@ def register(name: str = "packing_ops") -> None:
     AttentionMaskInterface.register(name, masks.packing_ops_mask)
     # PreTrainedModel.__call__ is left as it is where transformers defines one itself. What another library put over an
     # earlier wrapper of ours is wrapped again.
-    if _CALLS.pinned or _CALLS.covered or PreTrainedModel.__call__ is torch.nn.Module.__call__:
-        _CALLS.pin()
+    if CALLS.pinned or CALLS.covered or PreTrainedModel.__call__ is torch.nn.Module.__call__:
+        CALLS.pin()
     else:
         versions.log_once("this transformers calls models in another way, what only a call says is not known")
 
@@ -117,7 +117,7 @@ def revert_registration(name: str = "packing_ops") -> None:
             table._global_mapping.pop(name, None)
     if not NAMES:
         of_peft = _additions.WHEN_MADE, _additions.patch_of_peft()
-        for patch in (masks.PATCH, OWN_ATTENTION, _CALLS, *continuous_batching.PATCHES, *of_peft):
+        for patch in (masks.PATCH, OWN_ATTENTION, CALLS, *continuous_batching.PATCHES, *of_peft):
             patch.revert()
         stateful.revert()
 
@@ -153,7 +153,7 @@ def _end(model, call, kwargs, outputs):
         )
 
 
-_CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin, _end))
+CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin, _end))
 
 
 def packing_ops_attention(

@@ -167,7 +167,7 @@ _LEAVE = (
 
 def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a model; padded rows of text go through it as one row, as long as its attention is ours."""
-    from packing_ops.integrations.transformers.call import NAMES
+    from packing_ops.integrations.transformers.attention import CALLS, NAMES
 
     stock = before or functools.partial(type(model).forward, model)
     if PACKS_ROWS not in vars(model) or model.config._attn_implementation not in NAMES or not _packs(args, kwargs):
@@ -216,18 +216,20 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
     # same head.
     scores = threading.local()
     hook = model.score.register_forward_hook(lambda *call: setattr(scores, "found", call[-1])) if scored else None
+    # Where TRL calls the model under the LM head, no model inside of it is called: its layers find the documents in this
+    # call.
+    run = functools.partial(CALLS.make(lambda _, **row: stock(**row)), model) if model.base_model is model else stock
     with hook or contextlib.nullcontext():
-        outputs = stock(**options)
+        outputs = run(**options)
 
     # Its results, in their places of the padded batch.
     for name, value in list(outputs.items()):
-        if name == "logits" and scored:
-            outputs[name] = scores.found[0].index_select(0, metadata.cu_seqlens[1:].long() - 1)
-            continue
         layers = [_padded(each, metadata) for each in (value if isinstance(value, tuple) else (value,))]
         outputs[name] = tuple(layers) if isinstance(value, tuple) else layers[0]
     keep = kwargs.get("logits_to_keep", 0)
-    if "logits" in outputs and not scored and not (isinstance(keep, int) and keep == 0):
+    if "logits" in outputs and scored:
+        outputs["logits"] = scores.found[0].index_select(0, metadata.cu_seqlens[1:].long() - 1)
+    elif "logits" in outputs and not (isinstance(keep, int) and keep == 0):
         outputs["logits"] = outputs["logits"][:, slice(-keep, None) if isinstance(keep, int) else keep]
     return outputs.to_tuple() if kwargs.get("return_dict") is False else outputs
 

@@ -216,6 +216,27 @@ def hybrid(family, device):
     return model.to(device)
 
 
+@pytest.mark.filterwarnings("ignore:apply_packing_ops. rope of Jamba")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["DPOTrainer", "DistillationTrainer"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_with_a_state(family, kind, checkpointing, device):
+    """Distillation calls the model under the LM head: its call knows the documents as the whole model's does."""
+    models, mask = both(hybrid(family, device), kind), ROWS.to(device)
+    ids, results = torch.arange(9, 30, device=device).view(3, 7), []
+    for model in models:
+        called = model.base_model if kind == "DistillationTrainer" else model
+        if checkpointing:
+            model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        out = called(input_ids=ids, attention_mask=mask)[0][mask.bool()]
+        out.square().mean().backward()
+        results.append((out, [parameter.grad for parameter in called.parameters()]))
+    (wanted, grads), (found, packed_grads) = results
+    torch.testing.assert_close(found, wanted, **CLOSE)
+    for ours, theirs in zip(packed_grads, grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def under_accelerate(model):
     """As Accelerator.prepare_model does in mixed precision."""
     model._original_forward = model.forward
