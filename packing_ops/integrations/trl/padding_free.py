@@ -40,8 +40,9 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
     log-probs and entropies of GRPO and RLOO, with their temperature, are those of TRL's fused LM head, of the tokens
     that are there. Within invariant() they have the bits of token_logps, which a rollout in the mode has too. A call
     with a KV cache, as generate makes it, is left as it is, and so is a row that is packed already (cu_seq_lens_q,
-    seq_idx, packed_seq_lengths). Position ids are made from the mask: a row's tokens are at 0, 1, ..., whatever
-    position_ids say and wherever its padding is.
+    seq_idx, packed_seq_lengths). Without ``use_cache=True`` no cache is returned, whatever the model's config says.
+    Position ids are made from the mask: a row's tokens are at 0, 1, ..., whatever position_ids say and wherever its
+    padding is.
 
     A reward model reads its score at each document's last token (last_token_indices). The padded trainer reads it at
     the last token that is not the pad token, which differs where documents end with the pad token.
@@ -209,7 +210,8 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
     if "labels" in columns:
         columns["labels"] = po.mask_boundary_labels(columns["labels"], metadata)
     columns["position_ids"] = metadata.position_ids
-    options = {name: value for name, value in kwargs.items() if name not in {*rows, *_OF_ROWS}}
+    # config.use_cache may be True. A later call would take this row's cache for that of the padded rows.
+    options = {name: value for name, value in kwargs.items() if name not in {*rows, *_OF_ROWS}} | {"use_cache": False}
     options |= {name: value[None] for name, value in columns.items()} | metadata.to_transformers()
 
     # The call. Of a reward model the scores of all tokens: it returns one for the whole row. Other threads may run the

@@ -281,6 +281,14 @@ def test_a_call_with_a_cache_keeps_its_padded_rows():
     assert cache.layers[0].keys.shape[:3] == (3, 2, 7)
 
 
+@torch.no_grad()
+def test_a_packed_row_leaves_no_cache():
+    """It would hold one row, and the next call's mask several."""
+    _, packed = both(tiny_model("llama", vocab_size=258, use_cache=True), "DPOTrainer")
+    assert getattr(packed(input_ids=ROWS * 9, attention_mask=ROWS), CACHE) is None
+    assert packed(input_ids=ROWS * 9, attention_mask=ROWS, use_cache=True)[CACHE].layers[0].keys.shape[:3] == (3, 2, 7)
+
+
 @pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
 @torch.no_grad()
 def test_a_forward_makes_its_layout_once(kind, device, monkeypatch):
