@@ -2,7 +2,8 @@
 benchmarks/results/build.csv.
 
 FORCE_CUDA, TORCH_CUDA_ARCH_LIST and MAX_JOBS choose what is built, as for pip install. Without a cache of compilers;
-the library of this checkout stays what it is. `taskset -c 0,1 python benchmarks/bench_build.py`: on two cores.
+the library of this checkout stays what it is. largest_job_mib: the most memory that one process had.
+`taskset -c 0,1 python benchmarks/bench_build.py`: on two cores.
 """
 
 import csv
@@ -21,7 +22,7 @@ from result_rows import RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = RESULTS / "build.csv"
-FIELDS = ["built", "cores", "seconds", "cpu_seconds", "load", "torch", "date", "commit"]
+FIELDS = ["built", "cores", "seconds", "cpu_seconds", "load", "torch", "date", "commit", "largest_job_mib"]
 
 
 def build() -> tuple[str, float, float]:
@@ -66,9 +67,11 @@ def main() -> None:
         torch.__version__,
         date.today(),
         commit() or "",
+        resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024,
     ]
     rows = list(csv.reader(FILE.open()))[1:] if FILE.exists() else []
     rows = [other for other in rows if other[:2] != [built, str(cores)]] + [[str(value) for value in row]]
+    rows = [other + [""] * (len(FIELDS) - len(other)) for other in rows]
     with FILE.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([FIELDS, *sorted(rows)])
     print(f"{built}, {cores} cores: {seconds:.0f} s")

@@ -187,13 +187,16 @@ def figures_of(rows: list[dict], block: dict) -> dict:
 
 
 def said(pieces: list, names: dict, rows: list[dict]) -> str:
-    """Sentences, without those whose condition no row meets and those that name a figure without a value."""
-    found = []
+    """Sentences, without those whose condition no row meets and those that name a figure without a value; "- " begins
+    a line.
+    """
+    lines = [""]
     for piece in pieces:
         text, condition = (piece["text"], piece["if"]) if isinstance(piece, dict) else (piece, {})
         if any(matches(row, condition) for row in rows) and all(value_of(names, each) != "" for each in named(text)):
-            found.append(text.format_map(names))
-    return result_rows.prose(" ".join(found))
+            lines += [""] if text.startswith("- ") else []
+            lines[-1] += f" {text.format_map(names)}"
+    return "\n".join(filter(None, map(result_rows.prose, lines)))
 
 
 def text_of(block: dict) -> str:
