@@ -72,10 +72,7 @@ class PackedCall:
         self.outers = () if outer is None else (outer, *outer.outers)
         traits = _traits_of(type(model), type(model.config))
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
-        packs = model.__dict__.get(PACKS_ROWS)
-        # Of rows that trl.enable_padding_free packs, only the models inside know the documents.
-        given = (lambda *_: None) if packs and packs(args, kwargs) else self.given
-        positions, mask = given("position_ids", args, kwargs), given("attention_mask", args, kwargs)
+        positions, mask = self.given("position_ids", args, kwargs), self.given("attention_mask", args, kwargs)
         if outer is None and reads:
             _check_form(positions)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
@@ -356,6 +353,9 @@ def watched(begin, end, stock):
                 outer.mark_consumed(None, kwargs["position_ids"])  # by an implementation that finds documents itself
             return stock(self, *args, **kwargs)
         check_keywords(type(self), kwargs)
+        # Its forward packs the rows of this call, and makes another one of them.
+        if (packs := self.__dict__.get(PACKS_ROWS)) and packs(args, kwargs):
+            return stock(self, *args, **kwargs)
 
         # The call, and what masks and layers below ask of it.
         outer = now.call

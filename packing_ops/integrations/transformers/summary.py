@@ -62,7 +62,8 @@ def info(model: torch.nn.Module) -> str:
         for model in (host, host.base_model)
     ):
         lines.append("padding: none in a trainer's batches, by enable_padding_free(trainer)")
-    lines += [_last_forward(last) for host in found if (last := last_forward(host)) is not None]
+    # PEFT and a reward model without padding only call the model inside of the host.
+    lines += [_last_forward(last) for each in found if (last := last_forward(each) or last_forward(each.base_model))]
     return "\n".join([*lines, *versions.sdpa_reasons()])
 
 

@@ -218,9 +218,8 @@ def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs:
     # same head.
     scores = threading.local()
     hook = model.score.register_forward_hook(lambda *call: setattr(scores, "found", call[-1])) if scored else None
-    # Where TRL calls the model under the LM head, no model inside of it is called: its layers find the documents in this
-    # call.
-    run = functools.partial(CALLS.make(lambda _, **row: stock(**row)), model) if model.base_model is model else stock
+    # Masks and layers find the documents in a call of the model. One of a reward model would refuse several documents.
+    run = stock if scored else functools.partial(CALLS.make(lambda _, **row: stock(**row)), model)
     with hook or contextlib.nullcontext():
         outputs = run(**options)
 
