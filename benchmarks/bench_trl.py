@@ -52,7 +52,8 @@ CASES = [
     _case("fa2"),
     _case("liger"),
     _case("ours"),
-    _case("liger", checkpointing=""),
+    *(_case(provider, compiled=True) for provider in ("fa2", "ours")),
+    *(_case(provider, checkpointing="") for provider in ("fa2", "liger", "ours")),
     *(_case(provider, compiled=True, checkpointing="") for provider in ("fa2", "liger", "ours")),
 ]
 FIGURES = ("tokens_per_second_a_gpu", "peak_gib", "step_ms", "steps", "loss", "warm_up_s", "tokens", "error")
