@@ -74,13 +74,13 @@ def register(name: str = "packing_ops") -> None:
         ImportError: transformers is not installed, or too old to have the interfaces.
         ValueError: a name that transformers treats specially. Then, in the forward: several documents in a row for a
             layer with a state that reads tokens ahead or calls attention inside, or for a layer of which nothing says
-            whether it mixes tokens (see declare); cu_seqlens that do not end at the batch's tokens, an attention_mask
-            with padding or other documents in the batch, position_ids that do not restart where cu_seqlens start a
-            document, or that restart inside of one, documents of the keys that are not those of the queries. On CUDA
-            these are found in a later call, or in the same one under ``PACKING_OPS_CHECK=1``. At the end of a forward:
-            several documents that no attention knows of. At the start of
-            one: past_key_values (5.24: cache) that were filled with several documents of a row. A compiled graph
-            asserts these two on the device: RuntimeError on the CPU, a device-side assertion on CUDA.
+            whether it mixes tokens (see declare), or beside a cache for a model of layers with a state alone;
+            cu_seqlens that do not end at the batch's tokens, an attention_mask with padding or other documents in the
+            batch, position_ids that do not restart where cu_seqlens start a document, or that restart inside of one,
+            documents of the keys that are not those of the queries. On CUDA these are found in a later call, or in the
+            same one under ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents that no attention knows
+            of. At the start of one: past_key_values (5.24: cache) that were filled with several documents of a row. A
+            compiled graph asserts these two on the device: RuntimeError on the CPU, a device-side assertion on CUDA.
         NotImplementedError: in the forward, an option of attention that is not known (``block_indices``, say).
     """
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
@@ -128,7 +128,7 @@ def _begin(model, call, args, kwargs):
         _additions.noise_by_document(model, call)
     if call.guard is None or call.guard.has_state:
         args, kwargs = positions.with_positions(model, call, args, kwargs)
-        stateful.find_documents_of(model, call, args, kwargs)
+        kwargs = stateful.find_documents_of(model, call, args, kwargs)
     else:  # before a row that is longer than its table of positions fails
         call.refuse_unconsumed()
     args, kwargs = positions.with_axes_of_images(model, call, args, kwargs)

@@ -46,7 +46,14 @@ from packing_ops.integrations.transformers.stateful_rows import (
     leaves,
     run_in_rows,
 )
-from packing_ops.integrations.transformers.versions import PreTrainedModel, class_name, code_has, reads_text, unwrapped
+from packing_ops.integrations.transformers.versions import (
+    PreTrainedModel,
+    class_name,
+    code_has,
+    parameters_of,
+    reads_text,
+    unwrapped,
+)
 from packing_ops.keys import cached_paths
 
 
@@ -244,51 +251,56 @@ def calls_interface(cls: type) -> bool:
 # --- the documents of a model's call ---
 
 
-def find_documents_of(model, call, args, kwargs) -> None:
-    """Set ``call.row_documents`` if rows hold several documents and some of the model's layers have a state."""
+def find_documents_of(model, call, args, kwargs) -> dict:
+    """Return the call's keyword arguments, and set ``call.row_documents`` if rows hold several documents and some of
+    the model's layers have a state. Such rows fill a cache only if the call asks for one: it would hold one state each.
+    """
     refuse_encoder_decoder(model, call, args, kwargs)
     # A call without a sequence, or inside one that has looked already.
     tokens = tokens_of(args, kwargs)
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
-        return
+        return kwargs
     refuse_packed_choices(model, call, tokens, kwargs)
     if tokens.shape[1] < 2 and not call.on_ranks:
-        return
+        return kwargs
     batch, seqlen = tokens.shape[:2]
     outer = getattr(call.outer, "row_documents", None)
     if outer is not None and outer.seq_idx.shape == (batch, seqlen):
         call.row_documents = outer
-        return
+        return kwargs
 
     # What says where documents are.
     position_ids = call.row_positions(batch, seqlen)
     if position_ids is None and call.cu_seqlens is None and call.numbers is None:
-        return
+        return kwargs
 
     # Layers that cannot have several documents in a row.
     refuse_one_result(model, call, kwargs, position_ids, batch)
     refuse_own_positions(model, call, position_ids, batch)
     stateful, has_attention, unknown = prepare(call, model, call.padding is not None)
     if unknown:
-        says = "call packing_ops.integrations.transformers.declare(cls, mixes=...) (False: each token by itself)"
-        message = one_each(call.named_by(), f"nothing says whether {unknown} mixes tokens", f"{says}, or {ROW_EACH}")
+        message = one_each(
+            call.named_by(),
+            f"nothing says whether {unknown} mixes tokens",
+            "call packing_ops.integrations.transformers.declare(cls, mixes=...) (False: each token by itself), or "
+            + ROW_EACH,
+        )
         refuse_where(call.several(batch, position_ids), message)
     if not stateful:
-        return
+        return kwargs
 
     if call.on_ranks:
         ranks = sequence_group.of(model).documents(kwargs["cu_seq_lens_q"], seqlen)
         seq_idx = seq_idx_from_cu_seqlens(ranks.cu_seqlens, seqlen)[None]
         call.row_documents = RowDocuments(seq_idx, ranks.cu_seqlens, None, has_attention, ranks=ranks)
-        return
+        return kwargs
 
     # Their documents, where a row may have several. No cache may hold tokens already.
     documents = call.documents_of_tokens(tokens, position_ids)
     if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens.numel() - 1 <= batch:
-        return
-    parents = call.segment_parents
+        return kwargs
+    seq_idx, parents = documents.document_ids(batch, seqlen), call.segment_parents
     paths = None if parents is None else cached_paths(documents.cu_seqlens, parents, seqlen, None)
-    seq_idx = documents.document_ids(batch, seqlen)
     call.row_documents = RowDocuments(seq_idx, documents.cu_seqlens, documents.indices, has_attention, paths)
     for name in CACHES.intersection(kwargs):
         cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
@@ -297,6 +309,17 @@ def find_documents_of(model, call, args, kwargs) -> None:
                 f"{name}: expected an empty cache beside several documents in a row, got {cached} tokens, whose state "
                 f"the layers of {class_name(model)} would go on with"
             )
+
+    # A cache would hold one state for the row. Attention refuses to go on with it; without attention nothing would.
+    asks = kwargs.get("use_cache")
+    if not has_attention and (asks or any(kwargs.get(name) is not None for name in CACHES)):
+        refuse_where(
+            call.several(batch, position_ids),
+            "use_cache: expected False, and no cache, beside several documents in a row, of which a cache of "
+            f"{class_name(model)} keeps one state",
+        )
+    takes = asks is None and "use_cache" in parameters_of(type(model).forward)[len(args) :]
+    return {**kwargs, "use_cache": False} if takes and documents.several is not False else kwargs
 
 
 # --- in place of their forward ---
@@ -313,9 +336,12 @@ def prepare(model, masked=False) -> tuple[bool, bool, str]:
     """
     layers = layers_of(model)
     unknown = dict.fromkeys(class_name(layer) for layer, kind in layers.items() if kind is StateKind.UNKNOWN)
-    stateful = [layer for layer, kind in layers.items() if kind is not StateKind.UNKNOWN]
     # An attention of transformers reads a mask, or the call is refused at its end.
-    stateful = [layer for layer in stateful if not (masked and _has_own_attention(type(layer)))]
+    stateful = [
+        layer
+        for layer, kind in layers.items()
+        if kind is not StateKind.UNKNOWN and not (masked and _has_own_attention(type(layer)))
+    ]
     in_rows = [layer for layer in stateful if not linear_attention.is_swapped(layer)]
     for layer in in_rows:
         put_around(layer, "forward", _forward, {})
@@ -338,11 +364,9 @@ def _taking_documents(stock):
     """Wrap a function of torch that begins a checkpoint: what it checkpoints runs again in backward, when the model's
     call is over.
     """
-
-    def begin(function, *args, **kwargs):
-        return stock(functools.partial(_with_documents, now.row_documents or False, function), *args, **kwargs)
-
-    return begin
+    return lambda function, *args, **kwargs: stock(
+        functools.partial(_with_documents, now.row_documents or False, function), *args, **kwargs
+    )
 
 
 def _with_documents(documents, function, *args, **kwargs):

@@ -12,10 +12,13 @@ transformers = pytest.importorskip("transformers")
 
 from helpers.gpu_asserts import refused  # noqa: E402
 from helpers.hf_models import CACHE, tiny_model  # noqa: E402
+from stateful_case import packed  # noqa: E402
+from stateful_models import SERVED, stateful_model  # noqa: E402
 
 import packing_ops  # noqa: E402
 from packing_ops._runtime import arguments  # noqa: E402
 from packing_ops.integrations.transformers import register  # noqa: E402
+from packing_ops.integrations.transformers.stateful_rows import CACHES  # noqa: E402
 
 LENGTHS = [5, 7, 4]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -196,6 +199,52 @@ def test_a_cache_that_a_compiled_model_made(device, fresh_compile):
     kept = fill(**prompts("positions", device), use_cache=True)[CACHE]
     with pytest.raises(ValueError, match=REFUSED):
         more(model, kept)
+
+
+# --- layers with a state, whose cache would hold one for the whole row ---
+
+
+def cache_of(outputs):
+    return next((outputs[name] for name in CACHES if outputs.get(name) is not None), None)
+
+
+@pytest.mark.parametrize("family", [*SERVED, "mamba2", "falcon_h1"])
+def test_packed_rows_fill_no_cache_that_nobody_asks_for(family, device):
+    model = stateful_model(family, device=device)
+    model.config.use_cache = True
+    ids, positions, _ = packed(device)
+    numbers = torch.repeat_interleave(torch.arange(1, 5, device=device), torch.tensor([5, 7, 1, 3], device=device))[
+        None
+    ]
+    for given in ({"position_ids": positions}, {"attention_mask": numbers, "position_ids": positions}):
+        for train in (True, False):
+            found = model.train(train)(ids, **given)
+            assert cache_of(found) is None
+            torch.testing.assert_close(found.logits, model(ids, **given, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba", "mamba2"])
+@torch.no_grad()
+def test_rows_of_one_document_fill_a_cache(family, device):
+    model = stateful_model(family, device=device).eval()
+    model.config.use_cache = True
+    ids, _, _ = packed(device)
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    for given in ({}, {"position_ids": torch.arange(16, device=device)[None]}, {"attention_mask": mask}):
+        assert cache_of(model(ids, **given)) is not None
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@torch.no_grad()
+def test_a_cache_of_states_alone_is_refused(family, device):
+    """No attention would refuse it in the next call."""
+    model = stateful_model(family, device=device).eval()
+    ids, positions, _ = packed(device)
+    with pytest.raises(ValueError, match=r"use_cache: expected False, .* of which a cache of Mamba"):
+        model(ids, position_ids=positions, use_cache=True)
+    assert cache_of(model(ids, use_cache=True)) is not None
+    assert model.generate(ids[:, :4], max_new_tokens=3).shape == (1, 7)
 
 
 # --- layers that share the keys of others ---
