@@ -28,18 +28,22 @@ def start_processes(device: str) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def put_checkpoint(layer, **options):
+    """Inside of the layer, where it is in the graph of a compiled one."""
+    stock = layer.forward
+
+    def forward(*args, **kwargs):
+        return checkpoint(functools.partial(stock, **kwargs), *args, use_reentrant=False, **options)
+
+    layer.forward = forward
+
+
 def put_checkpoints(layers, model, how: str) -> None:
-    """ "full", "auto" or GiB of a checkpoint_policy: inside of each layer, where they are in the graph of a compiled
-    one.
-    """
+    """ "full", "auto" or GiB of a checkpoint_policy."""
     budget = how if how in ("full", "auto") else int(float(how) * 2**30)
-    contexts = {} if how == "full" else {"context_fn": po.checkpoint_policy(model, budget)}
+    options = {} if how == "full" else {"context_fn": po.checkpoint_policy(model, budget)}
     for layer in layers:
-
-        def forward(*args, stock=layer.forward, **kwargs):
-            return checkpoint(functools.partial(stock, **kwargs), *args, use_reentrant=False, **contexts)
-
-        layer.forward = forward
+        put_checkpoint(layer, **options)
 
 
 def over_ranks(model, layers, wrapper: str, mixed: bool):

@@ -3,6 +3,7 @@ tables say of models that are copied and loaded holds.
 """
 
 import copy
+import inspect
 import pickle
 import re
 import shutil
@@ -107,6 +108,13 @@ def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
     assert f"each of {model.config.num_hidden_layers} layers keeps" in said
     assert int(re.search(r"of (\d+) of \d+ products", said)[1]) > 0
     assert model.get_decoder().layers[0].self_attn.q_proj.weight.grad is not None
+
+
+def test_put_checkpoint_of_the_page_is_the_examples(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from common.training import put_checkpoint
+
+    assert inspect.getsource(put_checkpoint) in block_with("docs/memory.md", "def put_checkpoint")
 
 
 def test_the_alias_of_the_page_and_its_undo():

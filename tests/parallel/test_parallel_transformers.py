@@ -375,8 +375,11 @@ def averaged_gradients(packed, wrapper="fsdp2", adapters=None, **policies):
 
 
 def policies_of_fsdp2():
-    """Errors of gradients: of ours with an offload policy; in mixed precision of the stock model, and of ours."""
-    mixed = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    """Errors of gradients: of ours with an offload policy; of the stock model and of ours in the mixed precision of
+    docs/parallel.md.
+    """
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    mixed = {"mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)}
     exact = averaged_gradients(False)
 
     def error(packed, **policies):
