@@ -307,6 +307,8 @@ def _with_positions(original):
         if isinstance(attention_mask, MaskPattern):  # made by an outer model: passed on, as a 4-D mask would be
             early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
             return early, attention_mask, *prepared
+        if attention_mask is not None and not hasattr(attention_mask, "to"):  # tensors and BlockMasks have it
+            raise TypeError(f"attention_mask: expected a tensor, got {type(attention_mask).__name__}")
 
         # transformers prepares a bool mask without positions: it would make a 4-D mask of those.
         numbers = None

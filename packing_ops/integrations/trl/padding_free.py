@@ -72,7 +72,7 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
         raise TypeError(f"trainer: expected {', '.join(_TRAINERS[:-1])} or {_TRAINERS[-1]} of TRL, got {got}")
     if getattr(trainer, "_is_vision_dataset", False):
         raise ValueError(f"trainer: expected text alone, got a dataset with images; {_IMAGES}")
-    for model in [_called(_host_of(model, trainer), trainer) for model in _models_of(trainer)]:
+    for model in [_module_called(_checked_host(model), trainer) for model in _models_of(trainer)]:
         for head in fused_logps.patches():
             head.apply(model)
         vars(model)[PACKS_ROWS] = _packs
@@ -91,12 +91,12 @@ def revert_padding_free(trainer: Any) -> None:
     from packing_ops.integrations.transformers.apply import hosts
 
     for model in _models_of(trainer):
-        host = _called(hosts(model)[0], trainer)
-        vars(host).pop(PACKS_ROWS, None)
-        if not _is_under_accelerate(host):  # else ours stays inside, and only passes calls on
-            take_out_function(host, _packed)
+        called = _module_called(hosts(model)[0], trainer)
+        vars(called).pop(PACKS_ROWS, None)
+        if not _is_under_accelerate(called):  # else ours stays inside, and only passes calls on
+            take_out_function(called, _packed)
         for head in fused_logps.patches():
-            head.revert(host)
+            head.revert(called)
 
 
 _IMAGES = (
@@ -110,12 +110,13 @@ def _models_of(trainer: Any) -> list[Any]:
     return [model for name in _MODELS if (model := getattr(trainer, name, None)) is not None]
 
 
-def _called(model: Any, trainer: Any) -> Any:
-    """Return the module of a host that the trainer calls."""
-    return model.base_model if any(cls.__name__ in _CALL_BACKBONES for cls in type(trainer).__mro__) else model
+def _module_called(host: Any, trainer: Any) -> Any:
+    """Return the module of a model of transformers that the trainer calls: itself, or the one under its LM head."""
+    return host.base_model if any(cls.__name__ in _CALL_BACKBONES for cls in type(trainer).__mro__) else host
 
 
-def _host_of(model: Any, trainer: Any) -> Any:
+def _checked_host(model: Any) -> Any:
+    """Return the model of transformers in a trainer's model. Raise ValueError if it cannot run without padding."""
     from packing_ops.integrations._additions import why_one_row
     from packing_ops.integrations.transformers.apply import NAMES, hosts
 
@@ -148,7 +149,7 @@ def _packs(args: Any, kwargs: dict[str, Any]) -> bool:
         or kwargs.get("use_cache")
         or any(kwargs.get(name) is not None for name in _LEAVE)
         or input_ids is None
-        or mask is None
+        or not isinstance(mask, torch.Tensor)
         or mask.shape != input_ids.shape
     )
 
@@ -246,11 +247,7 @@ def _padded(value: Any, metadata: po.PackedMetadata) -> Any:
     """
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[0] != 1:
         return value
-    tokens = value[0]
-    shifted = tokens.shape[0] == metadata.total - 1
-    if not shifted and tokens.shape[0] != metadata.total:
-        return value
-    if shifted:
-        tokens = F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (1, 0))
-    padded = metadata.pad(tokens)
-    return padded[:, 1:] if shifted else padded
+    missing = metadata.total - value.shape[1]
+    if missing == 1:
+        return metadata.pad(F.pad(value[0], (0, 0) * (value.dim() - 2) + (1, 0)))[:, 1:]
+    return value if missing else metadata.pad(value[0])

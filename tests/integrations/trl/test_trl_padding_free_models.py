@@ -5,6 +5,7 @@ other positions, threads, another attention, accelerate.
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from helpers.trl_case import CLOSE, ROWS, both, reward_model, without_padding
 
 import packing_ops as po
 from packing_ops.integrations import trl as integration
-from packing_ops.integrations.transformers import info, revert_packing_ops
+from packing_ops.integrations.transformers import apply_packing_ops, info, revert_packing_ops
 
 ROW = po.PackedMetadata.from_lengths([3, 2])
 DOCUMENTS = {
@@ -51,6 +52,29 @@ def test_a_call_with_a_cache_keeps_its_padded_rows():
     cache = transformers.DynamicCache(config=packed.config)
     packed(input_ids=ROWS * 9, attention_mask=ROWS, **{CACHE: cache})
     assert cache.layers[0].keys.shape[:3] == (3, 2, 7)
+
+
+@pytest.mark.parametrize(
+    "mask", [{"full_attention": None}, [[1] * 4], np.ones((1, 4), int)], ids=["dict", "list", "numpy"]
+)
+@pytest.mark.parametrize("applied", [False, True])
+def test_masks_that_are_no_tensors_are_named(applied, mask):
+    model, packed = both(tiny_model("llama"), "DPOTrainer")
+    if applied:
+        apply_packing_ops(model)
+    with pytest.raises(TypeError, match=f"^attention_mask: expected a tensor, got {type(mask).__name__}"):
+        (model if applied else packed)(input_ids=torch.arange(4, 8)[None], attention_mask=mask)
+
+
+@torch.no_grad()
+def test_masks_that_are_made_already_stay():
+    """Gemma 3 takes one for each kind of layer."""
+    model, packed = both(tiny_model("gemma3"), "DPOTrainer")
+    ids = torch.arange(4, 16).view(2, 6)
+    causal = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    masks = {"full_attention": causal, "sliding_attention": causal.triu(-4)}
+    found = packed(input_ids=ids, attention_mask=masks, use_cache=False).logits
+    torch.testing.assert_close(found, model(input_ids=ids, use_cache=False).logits, **CLOSE)
 
 
 @torch.no_grad()
