@@ -65,7 +65,8 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
         TypeError: another trainer.
         ValueError: a model with another attention; a dataset with images; an adapter of PEFT that looks at a whole row
             (prompt tuning, activated LoRA, Lily, Shadow). In training: images in a batch; a row of only padding that is
-            to be scored; a batch without tokens; an attention_mask with document numbers.
+            to be scored; a batch without tokens; an attention_mask with document numbers; a model that scores the first
+            token of a row (BERT).
     """
     if not any(cls.__name__ in _TRAINERS for cls in type(trainer).__mro__):
         got = type(trainer).__name__
