@@ -284,9 +284,7 @@ PATCHES = {
     "integrations.transformers.linear_attention": {"module.name"},
     "integrations.transformers.masks": {"owner._preprocess_mask_arguments"},
     "integrations.transformers.rope": {"module.name"},
-    "integrations.transformers.stateful": {
-        "checkpoint.CheckpointFunction.apply", "checkpoint._checkpoint_without_reentrant_generator"
-    },
+    "integrations.transformers.stateful": {"vars(checkpoint)[owner].method"},
     "integrations.trl.fused_logps": {"utils._ChunkedLogProbFunction"},
     "integrations.trl.packing": {"data_utils.pack_dataset"},
     "integrations.trl.trees": {"_packing().tree_attention"},

@@ -361,11 +361,11 @@ def revert() -> None:
 
 
 def _taking_documents(stock):
-    """Wrap a function of torch that begins a checkpoint: what it checkpoints runs again in backward, when the model's
+    """Wrap a method of torch that begins a checkpoint: what it checkpoints runs again in backward, when the model's
     call is over.
     """
-    return lambda function, *args, **kwargs: stock(
-        functools.partial(_with_documents, now.row_documents or False, function), *args, **kwargs
+    return lambda state, function, *args, **kwargs: stock(
+        state, functools.partial(_with_documents, now.row_documents or False, function), *args, **kwargs
     )
 
 
@@ -378,9 +378,11 @@ def _with_documents(documents, function, *args, **kwargs):
 
 
 # Both forms of torch.utils.checkpoint, whoever calls it: transformers, torch's wrappers of layers, a training loop.
-PATCHES = (
-    Patch(checkpoint, "_checkpoint_without_reentrant_generator", _taking_documents, imported_by=""),
-    Patch(checkpoint.CheckpointFunction, "apply", _taking_documents),
+# Under a torch without these names a layer that runs again is refused.
+PATCHES = tuple(
+    Patch(vars(checkpoint)[owner], method, _taking_documents)
+    for owner, method in (("_CheckpointFrame", "__init__"), ("CheckpointFunction", "forward"))
+    if owner in vars(checkpoint)
 )
 
 

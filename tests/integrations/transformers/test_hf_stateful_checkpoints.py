@@ -178,7 +178,7 @@ def test_torchs_functions_are_put_back(device):
     call.NAMES.difference_update(others)  # the last, whatever others left
     try:
         revert_registration()
-        held = torch_checkpoint, torch_checkpoint.CheckpointFunction
+        held = torch_checkpoint._CheckpointFrame, torch_checkpoint.CheckpointFunction
         before = [dict(vars(each)) for each in held]
         register()
         train([tiny_model("llama", attn_implementation="packing_ops", device=device)], device)
