@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
 import trl.data_utils as data_utils  # noqa: E402
+import trl.trainer.sft_trainer as sft_trainer  # noqa: E402
 from common.hf_setup import byte_tokenizer  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
 
@@ -450,4 +451,4 @@ def test_patched_again_over_a_wrapper_of_ours():
         assert len(data_utils.pack_dataset(rows, 3, "wrapped")) == 1
     finally:
         integration.revert_pack_dataset()
-        data_utils.pack_dataset = STOCK
+        data_utils.pack_dataset = sft_trainer.pack_dataset = STOCK
