@@ -128,7 +128,7 @@ def test_kernels_that_are_not_in_the_library_are_named(dim):
     command = [sys.executable, "-c", f"import torch, packing_ops as po; {call}"]
     environment = {**os.environ, "PACKING_OPS_SHARED_MEMORY": str(99 << 10)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode != 0  # -6 too: a thread of torch's backward may outlive Python's end
     assert (
         "PACKING_OPS_SHARED_MEMORY: expected a size of the GPUs that this library was built for ( 227 KB)"
         in done.stderr
