@@ -39,7 +39,7 @@ def info(model: torch.nn.Module) -> str:
         rope: packing_ops in 2 modules
         rms_norm: packing_ops in 9 modules
         loss: stock, swapped by apply_packing_ops(model, fused_loss=True)
-        invariant: off, set by apply_packing_ops(model, invariant=True)
+        invariant: off; apply_packing_ops(model, invariant=True) turns it on
         documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the
           number of a document)...
 
@@ -101,7 +101,7 @@ def _loss(hosts: list[Any]) -> str:
 def _mode(model: torch.nn.Module) -> str:
     for held in (vars(module)[HELD] for module in model.modules() if HELD in vars(module)):
         return f"on, but not claimed: {held.unclaimed}" if held.unclaimed else "on, until revert_packing_ops(model)"
-    return "off, set by apply_packing_ops(model, invariant=True)"
+    return "off; apply_packing_ops(model, invariant=True) turns it on"
 
 
 def _counted(count: int, word: str) -> str:

@@ -160,7 +160,7 @@ def test_info_of_a_swapped_model(monkeypatch):
     before = [f"Qwen3ForCausalLM, transformers {version}", f"attention: {swapped}"]
     before += ["rope: " + STOCK.format("2 modules", ""), "rms_norm: " + STOCK.format("9 modules", "")]
     before += ["loss: stock, swapped by apply_packing_ops(model, fused_loss=True)"]
-    before += ["invariant: off, set by apply_packing_ops(model, invariant=True)"]
+    before += ["invariant: off; apply_packing_ops(model, invariant=True) turns it on"]
     before += ["documents: found by transformers, for the attention above"]
     assert info(model).splitlines() == before
     apply_packing_ops(model, rms_norm=False)

@@ -187,7 +187,7 @@ def test_a_stock_layer_that_breaks_it_is_named():
     assert "model.layers.0.linear_attn" in differs(po.check_invariance(model, gradients=False))
     assert not po.is_invariant()  # nothing is left of a mode that is not claimed
     assert not any("_by_blocks" in repr(getattr(module.forward, "func", "")) for module in model.modules())
-    assert "invariant: off, set by apply_packing_ops(model, invariant=True)" in info(model)
+    assert "invariant: off; apply_packing_ops(model, invariant=True) turns it on" in info(model)
     revert_packing_ops(model)
 
 
