@@ -237,6 +237,7 @@ def test_rows_at_equal_settings_are_compared(results):
 
 def test_each_way_to_train_has_its_speedup(results):
     """Without compiled layers and with them, each beside a run of the same settings."""
+    results("trl_cuda", IN_SFT_TRAINER)
     made_of = {"vocabulary": "8", "loss": "1"}
     results("e2e_cuda", [
         made_of | {"provider": provider, "tokens_per_second": speed, "peak_gib": gib}
