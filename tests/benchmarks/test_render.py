@@ -213,7 +213,7 @@ def test_whole_models_are_told_by_model(results):
         ["1.25x as fast", "1.50x as fast, 99 GiB (theirs: 99)"],
         ["1.20x as fast (at least 1.20x)", "not measured"],
     ]
-    assert "Medians of three runs (spread: up to 1.00 times)." in " ".join(said.split())
+    assert "Medians of three runs of 12 steps (spread: 1.00 times)." in " ".join(said.split())
 
 
 def test_rows_at_equal_settings_are_compared(results):
