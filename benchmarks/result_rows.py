@@ -1,6 +1,7 @@
 """Result files of benchmarks/results, and how their figures are written."""
 
 import csv
+import itertools
 import json
 import re
 import textwrap
@@ -132,15 +133,17 @@ def lengths_of(name: str) -> list[int]:
 
 
 def sft_lengths() -> list[dict]:
-    """How long documents of sft lengths are, and what share of batches of 8 is padding, as they come and sorted."""
+    """How long documents of sft lengths are, and what share of batches of 8 and of 32 is padding, as they come and
+    sorted.
+    """
     lengths, padding = lengths_of("sft"), []
-    for each in (lengths, sorted(lengths)):
-        batches = [each[i : i + 8] for i in range(0, len(each), 8)]
+    for size, each in itertools.product((8, 32), (lengths, sorted(lengths))):
+        batches = [each[i : i + size] for i in range(0, len(each), size)]
         padding.append(1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches))
     found = {"documents": len(lengths), "shortest": min(lengths), "longest": max(lengths), "median": median(lengths)}
     slots = 1 / (1 - padding[0])  # for each token of a document
     found |= {"mean": sum(lengths) / len(lengths), "slots": slots}
-    return [{**found, "padding": padding[0], "padding_sorted": padding[1]}]
+    return [found | dict(zip(("padding", "padding_sorted", "padding_32", "padding_sorted_32"), padding, strict=True))]
 
 
 def workload(name: str) -> str:
