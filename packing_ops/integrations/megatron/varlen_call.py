@@ -42,8 +42,9 @@ def field_of(of, name):
 
 
 def _lacks(of, name):
-    version = megatron.core.__version__
-    return AttributeError(f"{type(of).__name__}.{name}: needed, megatron-core {version} does not have it")
+    return AttributeError(
+        f"{type(of).__name__}.{name}: needed, megatron-core {megatron.core.__version__} does not have it"
+    )
 
 
 def spans_of(packed_seq_params) -> DocumentSpans:

@@ -50,8 +50,7 @@ class Applied:
 
 
 def _name_of(model: torch.nn.Module) -> str:
-    inside = (type(host).__name__ for host in hosts(model))
-    return " in ".join(dict.fromkeys([*inside, type(model).__name__]))
+    return " in ".join(dict.fromkeys(type(each).__name__ for each in (*hosts(model), model)))
 
 
 def _without(part: str) -> str:

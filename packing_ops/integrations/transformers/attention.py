@@ -304,8 +304,8 @@ def unknown_options(cls: type) -> frozenset[str]:
     """Return options that modules of this class pass to attention by name and ours refuses."""
     calls = _CALL.findall(versions.source_of(cls.forward))
     passed = re.findall(r"^\s*(\w+)=", "\n".join(calls), re.M)
-    known = {"head_mask"}  # None unless somebody asks for one, which is refused then
-    return frozenset(passed) - HARMLESS - SDPA - known - set(inspect.signature(packing_ops_attention).parameters)
+    # head_mask: None unless somebody asks for one, which is refused then.
+    return frozenset(passed) - HARMLESS - SDPA - {"head_mask", *inspect.signature(packing_ops_attention).parameters}
 
 
 def why_not(query, value, dropout):

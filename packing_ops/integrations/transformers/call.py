@@ -118,7 +118,8 @@ class PackedCall:
         self.seen = self.of_axes = self.row_documents = None
         self.cache = None  # the KV cache that check_cache has seen in this call
         self.checked = None  # (position_ids that cu_seqlens were compared with, these with the comparison before them)
-        self.traced = torch.compiler.is_compiling()  # this call is inside a graph
+        # Whether this call is inside a graph, and whether a backward may follow.
+        self.traced, self.trains = torch.compiler.is_compiling(), torch.is_grad_enabled()
         self.balance, self.num_tokens = model.__dict__.get(BALANCE), kwargs.get("num_tokens")  # see fused_loss
         self.has_cache = kwargs.get(CACHE) is not None or REQUESTS in kwargs
         # Of its masks (causal, window), None for more than that; see refuse_dropped_mask

@@ -83,9 +83,8 @@ def cached_cast(dtype, mask, device):
     """Cast a 2-D mask of a call to this dtype: the same tensor for all layers of a forward, so that they share one
     layout.
     """
-    if mask.dtype == dtype and mask.device == device:
-        return mask
-    return kept_with([mask], (dtype, device), lambda: mask.to(device=device, dtype=dtype))
+    is_cast = mask.dtype == dtype and mask.device == device
+    return mask if is_cast else kept_with([mask], (dtype, device), lambda: mask.to(device=device, dtype=dtype))
 
 
 # --- from padding and positions ---

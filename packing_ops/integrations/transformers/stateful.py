@@ -11,6 +11,7 @@ stateful_rows.py: documents as rows, and how each layer keeps them apart.
 import functools
 import re
 import sys
+import traceback
 import weakref
 
 import torch
@@ -324,7 +325,8 @@ def find_documents_of(model, call, args, kwargs) -> dict:
 
 # --- in place of their forward ---
 
-_prepared: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()  # modules whose functions are replaced by ours
+# Layers whose forward is replaced by ours: whether one has trained on rows with several documents. A copy has not.
+_prepared: "weakref.WeakKeyDictionary[torch.nn.Module, bool]" = weakref.WeakKeyDictionary()
 
 
 @kept_with_model
@@ -345,7 +347,7 @@ def prepare(model, masked=False) -> tuple[bool, bool, str]:
     in_rows = [layer for layer in stateful if not linear_attention.is_swapped(layer)]
     for layer in in_rows:
         put_around(layer, "forward", _forward, {})
-        _prepared.add(layer)
+        _prepared.setdefault(layer, False)
     for patch in PATCHES if in_rows else ():
         patch.pin()
     return bool(stateful), bool(stateful) and calls_attention_inside(model), ", ".join(unknown)
@@ -402,12 +404,23 @@ def _forward(layer, stock, isolations, *args, **kwargs):
 
 @torch.compiler.disable
 def _refuse_backward(layer) -> None:
-    """Raise RuntimeError where a layer runs again in backward, and nothing says which documents its rows hold."""
-    if torch._C._current_graph_task_id() != -1:
+    """Raise RuntimeError where a layer that has had several documents in a row runs again in backward without them."""
+    if torch._C._current_graph_task_id() == -1:
+        _prepared[layer] = False  # it goes on with another attention
+    elif _prepared.get(layer) and not _is_torchs():
         raise RuntimeError(
             f"checkpoint: expected torch.utils.checkpoint around {class_name(layer)}, whose rows held several "
             "documents, got another function that runs the layer again in backward, without its documents"
         )
+
+
+def _is_torchs() -> bool:
+    """Return whether a checkpoint of torch runs the layer again. One without documents began before PATCHES were there,
+    and so before rows with several.
+    """
+    homes = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe()))
+    home = next((each for each in homes if each == checkpoint.__name__ or each.startswith("torch.autograd.")), None)
+    return home == checkpoint.__name__ and len(PATCHES) == 2
 
 
 @torch.compiler.disable(reason="packing_ops: how many documents a row has is known when the layer runs")
@@ -435,6 +448,8 @@ def _apart(layer, run, isolations, found, args, kwargs):
     if isinstance(isolation, str):
         why = f"{class_name(layer)} {isolation}"
         raise ValueError(one_each("position_ids" if call is None else call.named_by(), why))
+    if call is not None and call.trains:
+        _prepared[layer] = True
 
     # In a model without attention, these layers are where the call's documents have to arrive.
     while call is not None and call.row_documents is not None and not (call.row_documents.has_attention or call.mixes):

@@ -57,8 +57,9 @@ def pack_dataset(
     if strategy not in _OVERLONG:
         return _own_pack_dataset()(dataset, seq_length, strategy, map_kwargs)
     if isinstance(dataset, DatasetDict):
-        packed = {key: pack_dataset(split, seq_length, strategy, map_kwargs) for key, split in dataset.items()}
-        return DatasetDict(packed)
+        return DatasetDict(
+            {key: pack_dataset(split, seq_length, strategy, map_kwargs) for key, split in dataset.items()}
+        )
     if not isinstance(dataset, Dataset):
         warnings.warn(
             f"packing_ops.pack_dataset: {type(dataset).__name__} is streamed and cannot be packed as a whole; "

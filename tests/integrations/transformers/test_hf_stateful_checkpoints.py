@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 transformers = pytest.importorskip("transformers")
 
 from helpers.hf_models import tiny_model  # noqa: E402
-from stateful_case import Blur, in_llama, packed  # noqa: E402
+from stateful_case import Blur, assert_apart, in_llama, packed  # noqa: E402
 from stateful_models import stateful_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
@@ -21,6 +22,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     call,
     register,
     revert_registration,
+    stateful,
 )
 
 
@@ -162,6 +164,78 @@ def test_a_checkpoint_that_does_not_take_the_documents_along_is_refused(device):
         RuntimeError, match=r"checkpoint: expected torch\.utils\.checkpoint around JambaMambaMixer, whose"
     ):
         train(models[:1], device)
+
+
+def train_plain(model, device, rows=()):
+    """A row without position_ids, then these; one backward."""
+    ids = packed(device, (9,))[0]
+    loss = model(ids, labels=ids, use_cache=False).loss
+    for lengths in rows:
+        ids, positions, _ = packed(device, lengths)
+        loss = loss + model(ids, position_ids=positions, labels=ids, use_cache=False).loss
+    loss.backward()
+
+
+COPIES = {"copied": copy.deepcopy, "unpickled": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("family", ["jamba", "lfm2", "mamba"])
+@pytest.mark.parametrize("around", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("made", COPIES)
+@pytest.mark.parametrize("attention", ["eager", "packing_ops"])
+def test_a_copy_of_a_model_that_packed_rows_trains_in_torchs_checkpoints(attention, made, around, family, device):
+    """As in a process that has packed no row: torch's functions are its, also when the copy's plain row begins."""
+    packs = stateful_model(family, device=device)
+    train([packs], device)
+    models = [COPIES[made](packs) for _ in range(2)]
+    stateful.revert()
+    checkpointed(models[0], around)
+    for model in models:
+        model.zero_grad()
+        model.set_attn_implementation(attention)
+        train_plain(model, device, [(5, 7, 1, 3)] if attention == "packing_ops" else [])
+    assert_same_gradients(*models)
+
+
+@pytest.mark.parametrize("before", ["trained with another attention", "evaluated", "trained as a copy"])
+def test_plain_rows_in_another_librarys_checkpoint_behind_packed_ones(before, device):
+    models = [stateful_model("jamba", device=device) for _ in range(2)]
+    for index, model in enumerate(models):
+        if before == "evaluated":
+            assert_apart(model, *packed(device)[:1], position_ids=packed(device)[1])
+        else:
+            train([model], device)
+        if before == "trained as a copy":
+            models[index] = copy.deepcopy(model)
+        elif before != "evaluated":
+            model.set_attn_implementation("eager")
+    checkpointed(models[0], "another library's")
+    for model in models:
+        model.zero_grad()
+        train_plain(model, device)
+    assert_same_gradients(*models)
+    models[0].set_attn_implementation("packing_ops")
+    with pytest.raises(RuntimeError, match=r"checkpoint: expected torch\.utils\.checkpoint around JambaMambaMixer"):
+        train_plain(models[0], device, [(5, 7, 1, 3)])
+
+
+def test_another_librarys_checkpoint_inside_of_torchs_is_refused(device):
+    """Its backward runs inside of torch's."""
+    model = stateful_model("mamba", device=device)
+    for around in ("another library's", "reentrant"):
+        checkpointed(model, around)
+    with pytest.raises(RuntimeError, match=r"checkpoint: expected torch\.utils\.checkpoint around MambaMixer"):
+        train([model], device)
+
+
+@pytest.mark.parametrize("around", ["reentrant", "non-reentrant"])
+def test_torchs_checkpoint_under_other_names_is_refused(around, device, monkeypatch):
+    """As under a torch whose checkpoints begin in functions that are not known."""
+    stateful.revert()
+    monkeypatch.setattr(stateful, "PATCHES", ())
+    model = checkpointed(stateful_model("mamba", device=device), around)
+    with pytest.raises(RuntimeError, match=r"checkpoint: expected torch\.utils\.checkpoint around MambaMixer"):
+        train([model], device)
 
 
 def test_a_model_that_got_another_attention_trains_on(device):

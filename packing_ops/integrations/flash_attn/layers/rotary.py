@@ -91,9 +91,7 @@ def _positions(x, seqlen_offsets, cu_seqlens) -> torch.Tensor | None:
     if per_sequence and seqlen_offsets.shape != (batch,):
         raise ValueError(f"seqlen_offsets: expected an int or [batch={batch}], got {list(seqlen_offsets.shape)}")
     if cu_seqlens is None:
-        if not per_sequence:
-            return None
-        return torch.arange(x.shape[1], device=x.device) + seqlen_offsets[:, None]
+        return torch.arange(x.shape[1], device=x.device) + seqlen_offsets[:, None] if per_sequence else None
     positions = position_ids_from_cu_seqlens(cu_seqlens, x.shape[0])
     if per_sequence:
         after_the_last = seqlen_offsets.new_zeros(1)
