@@ -319,8 +319,14 @@ def find_documents_of(model, call, args, kwargs) -> dict:
             "use_cache: expected False, and no cache, beside several documents in a row, of which a cache of "
             f"{class_name(model)} keeps one state",
         )
-    takes = asks is None and "use_cache" in parameters_of(type(model).forward)[len(args) :]
-    return {**kwargs, "use_cache": False} if takes and documents.several is not False else kwargs
+    # A graph cannot know of several: attention marks its cache, and an outer call has given use_cache to this one.
+    takes = (
+        asks is None
+        and documents.several is not False
+        and not (torch.compiler.is_compiling() and (has_attention or call.outer is not None))
+        and "use_cache" in parameters_of(type(model).forward)[len(args) :]
+    )
+    return {**kwargs, "use_cache": False} if takes else kwargs
 
 
 # --- in place of their forward ---
