@@ -189,6 +189,13 @@ class PackedCall:
             call.seen = call.seen or LastForward(shape[0], documents.cu_seqlens.numel() - 1, by)
         return documents
 
+    def says_others_than(self, outer) -> bool:
+        """Return whether it was given other cu_seqlens or positions of tokens than an outer call that has them."""
+        return any(
+            isinstance(of, torch.Tensor) and mine is not of and is_tensor(mine, of.dim())
+            for mine, of in ((self.cu_seqlens, outer.cu_seqlens), (self.position_ids, outer.position_ids))
+        )
+
     def has_positions(self) -> bool:
         """Return whether position_ids were given that may show documents."""
         given = [call.position_ids for call in (self, *self.outers)]

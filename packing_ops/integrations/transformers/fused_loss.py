@@ -133,9 +133,8 @@ def _logits_feed_only_the_loss(cls, is_capped) -> bool:
         rf"(?: *\n| *(?:{between}) *\n)* *(?:loss = )?self\.loss_function\({ARGUMENTS}\)",
         source,
     )
-    if found is None or not _GIVEN.match(found[2]):
-        return False
-    return "logits" not in re.findall(r"\w+", _RETURNED.sub("", source[found.end() :]))
+    is_given = found is not None and _GIVEN.match(found[2]) is not None
+    return is_given and "logits" not in re.findall(r"\w+", _RETURNED.sub("", source[found.end() :]))
 
 
 def _in_front(module):

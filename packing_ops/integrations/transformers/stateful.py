@@ -266,7 +266,7 @@ def find_documents_of(model, call, args, kwargs) -> dict:
         return kwargs
     batch, seqlen = tokens.shape[:2]
     outer = getattr(call.outer, "row_documents", None)
-    if outer is not None and outer.seq_idx.shape == (batch, seqlen):
+    if outer is not None and outer.seq_idx.shape == (batch, seqlen) and not call.says_others_than(call.outer):
         call.row_documents = outer
         return kwargs
 

@@ -397,9 +397,8 @@ def boundaries_for(layer, seq_idx, cu_seqlens):
     cu_seqlens = cu_seqlens.int()
     found = {"seq_idx": seq_idx, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     taken = inspect.signature(type(layer).forward).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
-        return found
-    return {name: value for name, value in found.items() if name in taken}
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    return {name: value for name, value in found.items() if takes_all or name in taken}
 
 
 def _with_other_tokens(named, shape, axes, where):

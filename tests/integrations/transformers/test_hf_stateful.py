@@ -241,6 +241,29 @@ def test_in_a_wrapper(wrapper, device, one_rank):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("family", ["mamba", "lfm2"])
+def test_a_call_inside_of_another_has_its_documents(family, device):
+    """A wrapper calls one model with two rows of one length that hold other documents."""
+    model = stateful_model(family, device=device)
+    (first, positions, _), (second, others, _) = packed(device, [5, 7, 4]), packed(device, [2, 9, 5])
+
+    class Twice(transformers.PreTrainedModel):
+        _supports_attention_backend = _supports_sdpa = True
+        config_class = type(model.config)
+
+        def __init__(self):
+            super().__init__(model.config)
+            self.model = model
+
+        def forward(self, input_ids, position_ids=None, other=None, other_positions=None):
+            rows = (input_ids, position_ids), (other, other_positions)
+            return [self.model(ids, position_ids=where, use_cache=False).logits for ids, where in rows]
+
+    found = Twice()(first, position_ids=positions, other=second, other_positions=others)
+    for logits_of, (row, where) in zip(found, ((first, positions), (second, others)), strict=True):
+        assert torch.equal(logits_of, model(row, position_ids=where, use_cache=False).logits)
+
+
 def test_applied_copied_and_reverted(device):
     model = stateful_model("jamba", attn_implementation="eager", device=device)
     ids, positions, _ = packed(device)
