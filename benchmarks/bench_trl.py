@@ -26,12 +26,11 @@ import transformers
 import trl
 from bench_e2e import release
 from bench_whole import setting_of
-from e2e_batches import documents_of
 from harness import bench_parser, measured_on, read_rows, write_csv
 from tokenizers import Tokenizer, models
 from transformers.models.qwen3 import modeling_qwen3
 from whole_cases import ATTENTION, ERROR, Case
-from whole_model import random_model, shape_of
+from whole_model import documents, random_model, shape_of
 
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, revert_registration
 from packing_ops.integrations.trl import patch_pack_dataset, revert_pack_dataset
@@ -88,10 +87,10 @@ class Clock(transformers.TrainerCallback):
 
 
 def settings_of(case: Case, device: str, folder: str) -> trl.SFTConfig:
-    rows = {"packing": True, "per_device_train_batch_size": 1}
+    packed = {"packing": True} if case.row else {}
     return trl.SFTConfig(
         folder, max_length=case.row or None, num_train_epochs=EPOCHS,
-        **(rows if case.row else {"per_device_train_batch_size": case.batch}),
+        per_device_train_batch_size=1 if case.row else case.batch, **packed,
         **({} if case.checkpointing else {"gradient_checkpointing": False}),
         **({"use_liger_kernel": True} if case.provider == "liger" else {}),
         **({"train_sampling_strategy": "sequential"} if case.provider == "sorted" else {}),
@@ -103,9 +102,7 @@ def settings_of(case: Case, device: str, folder: str) -> trl.SFTConfig:
 def trainer_of(case: Case, device: str, tiny: bool):
     """The trainer as a user sets it up; what was changed outside of its model is undone in the end."""
     shape, stock = shape_of(case, tiny), dict(vars(modeling_qwen3))
-    rows = [document.tolist() for document in documents_of(case.tokens, case.longest, shape["vocab_size"])]
-    if case.provider == "sorted":
-        rows.sort(key=len)
+    rows = [document.tolist() for document in documents(case, shape["vocab_size"])]
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0}, "<pad>"))  # documents are token ids: nothing is tokenized
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>")
     with contextlib.ExitStack() as undo:

@@ -26,7 +26,8 @@ PEAK = 989e12  # dense bf16 operations a second of an H100 and an H200
 def documents(case: Case, vocabulary: int) -> list[torch.Tensor]:
     """Of one rank and step. All cases with so many tokens have the same ones; ranks have other tokens."""
     if case.documents == "sft":
-        return documents_of(case.tokens, case.longest, vocabulary)
+        found = documents_of(case.tokens, case.longest, vocabulary)
+        return sorted(found, key=len) if case.provider == "sorted" else found
     length = min(case.longest, 4096)
     generator = torch.Generator().manual_seed(0)
     return list(torch.randint(0, vocabulary, (case.tokens // length, length), generator=generator))
@@ -35,8 +36,6 @@ def documents(case: Case, vocabulary: int) -> list[torch.Tensor]:
 def batches(case: Case, vocabulary: int, rank: int, device: str) -> tuple[Batches, int, float]:
     """The batches of a step, its tokens without padding, and the sum of the documents' squared lengths."""
     found = [(document + rank) % vocabulary for document in documents(case, vocabulary)]
-    if case.provider == "sorted":
-        found.sort(key=len)
     made = packed_rows(found, case.row, True) if case.row else padded_batches(found, case.batch)
     placed = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()} for batch in made.batches]
     return made._replace(batches=placed), sum(map(len, found)), float(sum(len(document) ** 2 for document in found))
