@@ -1,4 +1,4 @@
-"""Training steps of TRL's SFTTrainer: python benchmarks/bench_trl.py [--only padded ours] [--repeats 3] [--limit 540]
+"""Training steps of TRL's SFTTrainer: python benchmarks/bench_trl.py [--only NAME ...] [--repeats 3] [--list]
 
 Qwen3-0.6B's shape. Weights are random and float32, as SFTTrainer loads a model that it gets by name. bf16=True
 (autocast) and gradient checkpointing are TRL's defaults, and so is every setting that settings_of does not name. No
@@ -27,10 +27,10 @@ import trl
 from bench_e2e import release
 from bench_whole import setting_of
 from harness import bench_parser, measured_on, read_rows, write_csv
+from result_rows import with_row
 from tokenizers import Tokenizer, models
-from transformers.models.qwen3 import modeling_qwen3
-from whole_cases import ATTENTION, ERROR, Case
-from whole_model import documents, random_model, shape_of
+from whole_cases import ATTENTION, ERROR, Case, add_options, chosen
+from whole_model import documents, random_model, shape_of, stock_modules
 
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, revert_registration
 from packing_ops.integrations.trl import patch_pack_dataset, revert_pack_dataset
@@ -55,7 +55,7 @@ CASES = [
     *(_case(provider, checkpointing="") for provider in ("fa2", "liger", "ours")),
     *(_case(provider, compiled=True, checkpointing="") for provider in ("fa2", "liger", "ours")),
 ]
-FIGURES = ("tokens_per_second_a_gpu", "peak_gib", "step_ms", "steps", "loss", "warm_up_s", "tokens", "error")
+FIGURES = ("tokens_per_second_a_gpu", "peak_gib", "step_ms", "steps", "epochs", "loss", "warm_up_s", "tokens", "error")
 
 
 class Clock(transformers.TrainerCallback):
@@ -101,12 +101,12 @@ def settings_of(case: Case, device: str, folder: str) -> trl.SFTConfig:
 @contextlib.contextmanager
 def trainer_of(case: Case, device: str, tiny: bool):
     """The trainer as a user sets it up; what was changed outside of its model is undone in the end."""
-    shape, stock = shape_of(case, tiny), dict(vars(modeling_qwen3))
+    shape = shape_of(case, tiny)
     rows = [document.tolist() for document in documents(case, shape["vocab_size"])]
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0}, "<pad>"))  # documents are token ids: nothing is tokenized
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>")
     with contextlib.ExitStack() as undo:
-        undo.callback(vars(modeling_qwen3).update, stock)  # Liger replaces functions there
+        undo.enter_context(stock_modules())
         model = random_model(shape, ATTENTION[case.provider], device, torch.float32)
         if case.provider == "ours":
             undo.callback(revert_pack_dataset)
@@ -138,22 +138,17 @@ def measured(case: Case, device: str, tiny: bool) -> dict:
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     return {
         "tokens_per_second_a_gpu": f"{tokens / epoch:.0f}", "peak_gib": f"{peak:.1f}",
-        "step_ms": f"{epoch / clock.steps * 1e3:.1f}", "steps": clock.steps, "loss": f"{loss:.4f}",
+        "step_ms": f"{epoch / clock.steps * 1e3:.1f}", "steps": clock.steps, "epochs": EPOCHS - 1, "loss": f"{loss:.4f}",
         "warm_up_s": f"{timed - begin:.1f}", "tokens": tokens,
     }  # fmt: skip
 
 
 def main():
     parser = bench_parser(__doc__)
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="cases whose name contains one of these; the CSV keeps the others"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=540, help="seconds for all")
-    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
+    add_options(parser, repeats=3)
     arguments = parser.parse_args()
+    cases = chosen(parser, arguments, CASES)
     device, deadline = arguments.device, time.perf_counter() + arguments.limit
-    cases = [case for case in CASES if not arguments.only or any(part in case.name for part in arguments.only)]
     path = arguments.out / f"trl_{device}.csv"
     rows = read_rows(path) if path.exists() else []
     where = measured_on(device) | {"transformers": transformers.__version__, "trl": trl.__version__}
@@ -170,9 +165,8 @@ def main():
                 traceback.print_exc()
                 found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:ERROR]}
                 failed.add(case)
-            setting = setting_of(case) | {"fused_loss": "TRL", "repeat": repeat}
-            rows = [row for row in rows if repeat > 1 or row["case"] != case.name]
-            rows.append({**setting, **dict.fromkeys(FIGURES, ""), **found, **where})
+            setting = setting_of(case) | {"fused_loss": "TRL", "weights": "float32", "repeat": repeat}
+            rows = with_row(rows, {**setting, **dict.fromkeys(FIGURES, ""), **found, **where})
             print(f"{case.name}, repeat {repeat}: {found}", flush=True)
             write_csv(path, rows, show=False)
             release(device)

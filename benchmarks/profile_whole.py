@@ -5,6 +5,7 @@ with it again. Writes results/profile_whole_cuda.csv: milliseconds of the fastes
 kernels of another step, and how many kernels. What a step takes beyond its kernels, the GPU waits for the host.
 """
 
+import contextlib
 import gc
 
 import torch
@@ -20,15 +21,16 @@ def measured(provider: str, dynamic: bool) -> dict:
     torch._dynamo.reset()
     setting = {"tokens": 65_536, "vocabulary": VOCABULARY, "dynamic": dynamic, "fused_loss": False}
     case = Case("sweep", "Qwen3-0.6B", provider, 8192, **setting)
-    model, _ = model_of(case, "cuda", False)
     made, *_ = batches(case, VOCABULARY, 0, "cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    with contextlib.ExitStack() as undo:
+        model, _ = model_of(case, "cuda", False, undo)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    def once():
-        return step(model, optimizer, made)
+        def once():
+            return step(model, optimizer, made)
 
-    times = [seconds(once, "cuda") * 1e3 for _ in range(6)][2:]
-    on_gpu = kernels(once)
+        times = [seconds(once, "cuda") * 1e3 for _ in range(6)][2:]
+        on_gpu = kernels(once)
     kernels_ms = sum(end - start for _, start, end in on_gpu) / 1e3
     return {
         "provider": provider, "dynamic": int(dynamic), "fastest_ms": f"{min(times):.0f}", "slowest_ms": f"{max(times):.0f}",

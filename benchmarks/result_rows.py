@@ -89,6 +89,31 @@ def read_rows(path: Path) -> list[dict]:
         return [{name: Cell(cell or "") for name, cell in row.items()} for row in csv.DictReader(file)]
 
 
+def middle(rows: list[dict], column: str) -> list[dict]:
+    """Of the repeats of each case the row with the median of a column, of an even number the lower one. It has two
+    cells more: how often the case ran, and from the least to the most of several runs.
+    """
+    cases: dict = {}
+    for i, row in enumerate(rows):
+        cases.setdefault(row["case"] if row.get("repeat") else i, []).append(row)
+    found = []
+    for each in cases.values():
+        runs = sorted((row for row in each if row[column]), key=lambda row: float(row[column])) or each
+        often, span = "once", ""
+        if len(runs) > 1:
+            often, span = f"{len(runs)} times (median)", Span(float(row[column]) for row in runs)
+        found.append(runs[(len(runs) - 1) // 2] | {"often": Cell(often), "span": span})
+    return found
+
+
+def with_row(rows: list[dict], row: dict) -> list[dict]:
+    """The rows of a CSV with one more. The first repeat of a case takes the place of the rows that the case had."""
+    before = [i for i, each in enumerate(rows) if each["case"] == row["case"]]
+    if row["repeat"] > 1 or not before:
+        return [*rows, row]
+    return [row if i == before[0] else each for i, each in enumerate(rows) if i not in before[1:]]
+
+
 def table(names: list[str], cells: list[list[str]], empty: str = "") -> str:
     """A Markdown table. empty: what stands in a cell without a value; then a column of such cells is left out."""
     shown = [i for i in range(len(names)) if not empty or any(line[i] for line in cells)]

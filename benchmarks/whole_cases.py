@@ -1,5 +1,6 @@
-"""The cases of bench_whole.py: which model, trained how, on how many GPUs."""
+"""The cases of bench_whole.py: which model, trained how, on how many GPUs. And how a command line chooses cases."""
 
+import argparse
 from typing import NamedTuple
 
 SHAPES = {
@@ -24,15 +25,19 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "nu
 
 
 # Of each provider the attention of transformers: torch_fa2 is torch's FlashAttention-2. The first is ours. liger has
-# Liger's kernels beside attention. padded and sorted have no packed rows: sorted pads documents of about equal length.
+# Liger's kernels beside attention, fa2_liger_loss of them only the fused linear cross-entropy. padded and sorted have
+# no packed rows: sorted pads documents of about equal length.
 ATTENTION = {
     "ours": "sdpa",
     "fa2": "torch_fa2",
+    "fa2_liger_loss": "torch_fa2",
     "liger": "torch_fa2",
     "liger_fa4": "flash_attention_4",
     "padded": "sdpa",
     "sorted": "sdpa",
 }
+# Arguments of Liger's patch, which by default has all of its kernels.
+LIGER = {"liger": {}, "liger_fa4": {}, "fa2_liger_loss": {"rope": False, "rms_norm": False, "swiglu": False}}
 
 
 ERROR = 160  # characters of one in a row
@@ -59,10 +64,12 @@ class Case(NamedTuple):
     vocabulary: int = 0  # in place of the shape's
     fused_loss: bool = True  # of ours
     batch: int = 8  # documents of a padded batch
+    float32: bool = False  # weights, gradients and AdamW's states; they compute in bfloat16 by autocast
 
     @property
     def name(self) -> str:
-        how = ["LoRA"] if self.lora else []
+        how = ["float32 weights"] if self.float32 else []
+        how += ["LoRA"] if self.lora else []
         how += ["compiled layers"] if self.compiled else []
         how += ["dynamic=True"] if self.dynamic else []
         how += ["logits kept"] if self.provider == "ours" and not self.fused_loss else []
@@ -120,6 +127,8 @@ CASES = [
     _full("liger_fa4", 8192, compiled=False),
     _full("ours", 8192, documents="4,096-token"),
     _full("fa2", 8192, documents="4,096-token"),
+    _full("fa2_liger_loss", 8192, documents="4,096-token"),
+    _full("fa2_liger_loss", 8192),
     _full("ours", 8192),
     _full("fa2", 16_384, checkpointing="full"),
     _full("ours", 16_384, checkpointing="full"),
@@ -128,6 +137,7 @@ CASES = [
     _alone("fa2", 16_384, checkpointing="full"),
     _alone("ours", 8192),
     _alone("fa2", 8192),
+    _alone("fa2_liger_loss", 8192),
     _alone("liger_fa4", 8192, compiled=False),
     Case("moe", "Qwen3-30B-A3B", "ours", 8192, compiled=False, checkpointing="full", lora=True),
     Case("moe", "Qwen3-30B-A3B", "fa2", 8192, compiled=False, checkpointing="full", lora=True),
@@ -141,11 +151,13 @@ CASES = [
     _lora("padded", 0, **PADDED),
     _small("ours"),
     _small("fa2"),
+    _small("fa2_liger_loss"),
     _small("liger", compiled=False),
     _small("liger"),
     _small("liger_fa4", compiled=False),
     _small("padded", 0, compiled=False),
     _small("sorted", 0, compiled=False),
+    *(_small(provider, part="float32", float32=True) for provider in ("ours", "fa2", "fa2_liger_loss")),
     *_sweep(),
     _small("ours", part="ranks", wrapper="DDP", ranks=2),
     _small("ours", part="ranks", wrapper="FSDP2", ranks=2),
@@ -154,3 +166,31 @@ CASES = [
     _small("ours", part="ranks", wrapper="FSDP2, 7 layers together, not resharded", ranks=2),
 ]
 PARTS = tuple(dict.fromkeys(case.part for case in CASES))
+
+
+def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
+    """Those of a command line that measures cases."""
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="the case of this name, else all whose names contain it; the CSV keeps the others",
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, and measure none")
+    parser.add_argument("--repeats", type=int, default=repeats, help="of each case, in turns")
+    parser.add_argument("--limit", type=float, default=540, help="seconds for all")
+    parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
+
+
+def chosen(parser: argparse.ArgumentParser, arguments: argparse.Namespace, cases: list[Case]) -> list[Case]:
+    """The cases that --only names, in their order, none with --list. Ends the program if a name is of no case."""
+    found = [] if arguments.only else list(cases)
+    for name in arguments.only or ():
+        named = [case for case in cases if case.name == name] or [case for case in cases if name in case.name]
+        if not named:
+            parser.error(f"--only: expected a name that --list prints, or a part of one, got {name!r}")
+        found += named
+    found = [case for case in cases if case in found]
+    if arguments.list:
+        print("\n".join(case.name for case in found))
+    return [] if arguments.list else found

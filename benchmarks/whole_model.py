@@ -1,4 +1,4 @@
-"""One case of bench_whole.py, in separate processes: a model, its setting, a few training steps, a line of JSON."""
+"""Cases of bench_whole.py, in separate processes: a model, its setting, a few training steps, a line of JSON."""
 
 import contextlib
 import datetime
@@ -15,7 +15,7 @@ from e2e_providers import COMPILE, torch_fa2
 from harness import seconds
 from parallel_wrappers import WRAPPERS
 from torch.utils.checkpoint import checkpoint
-from whole_cases import ATTENTION, ERROR, SHAPES, TINY, Case
+from whole_cases import ATTENTION, ERROR, LIGER, SHAPES, TINY, Case
 
 import packing_ops as po
 
@@ -65,17 +65,34 @@ def family_of(shape: dict) -> str:
     return "Qwen3Moe" if "moe_intermediate_size" in shape else "Qwen3"
 
 
-def model_of(case: Case, device: str, tiny: bool):
-    """The model as the case trains it, on this rank, and the parameters that a token is multiplied with."""
+@contextlib.contextmanager
+def stock_modules():
+    """Puts back in the end what Liger replaces in transformers' modules."""
+    from transformers.models.qwen3 import modeling_qwen3
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    stock = [(vars(module), dict(vars(module))) for module in (modeling_qwen3, modeling_qwen3_moe)]
+    try:
+        yield
+    finally:
+        for names, before in stock:
+            names.update(before)
+
+
+def model_of(case: Case, device: str, tiny: bool, undo: contextlib.ExitStack):
+    """The model as the case trains it, on this rank, and the parameters that a token is multiplied with. What was
+    changed outside of it is undone by the stack.
+    """
     shape = shape_of(case, tiny)
     family = family_of(shape)
-    if case.provider.startswith("liger"):
+    dtype = torch.bfloat16 if device == "cuda" and not case.float32 else torch.float32
+    model = random_model(shape, ATTENTION[case.provider], device, dtype)
+    if case.provider in LIGER:
         import liger_kernel.transformers as liger
 
+        undo.enter_context(stock_modules())
         patches = {"Qwen3": "apply_liger_kernel_to_qwen3", "Qwen3Moe": "apply_liger_kernel_to_qwen3_moe"}
-        getattr(liger, patches[family])()
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = random_model(shape, ATTENTION[case.provider], device, dtype)
+        getattr(liger, patches[family])(model=model, **LIGER[case.provider])
     multiplied = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
     if shape.get("tie_word_embeddings"):
         multiplied += model.get_input_embeddings().weight.numel()
@@ -83,8 +100,10 @@ def model_of(case: Case, device: str, tiny: bool):
         of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         multiplied -= of_experts - of_experts * shape["num_experts_per_tok"] // shape["num_experts"]
     if case.provider == "ours":
-        from packing_ops.integrations.transformers import apply_packing_ops
+        from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, revert_registration
 
+        undo.callback(revert_registration)
+        undo.callback(revert_packing_ops, model)
         print(apply_packing_ops(model, fused_loss=case.fused_loss), flush=True)
     return prepared(model, case, device), multiplied
 
@@ -124,9 +143,9 @@ def put_checkpoint(layer, contexts: dict) -> None:
     layer.forward = forward
 
 
-def step(model, optimizer, made: Batches) -> torch.Tensor:
-    """Gradients of several batches are reduced once, with the last."""
-    total = 0.0
+def step(model, optimizer, made: Batches, mixed: bool = False) -> torch.Tensor:
+    """Gradients of several batches are reduced once, with the last. mixed: computes in bfloat16 by autocast."""
+    total, device = 0.0, made.batches[0]["input_ids"].device.type
     for i, (batch, share) in enumerate(zip(made.batches, made.shares, strict=True)):
         last = i + 1 == len(made.batches)
         no_sync = contextlib.nullcontext()
@@ -135,7 +154,8 @@ def step(model, optimizer, made: Batches) -> torch.Tensor:
         elif hasattr(model, "no_sync") and not last:
             no_sync = model.no_sync()
         with no_sync:
-            loss = model(**batch).loss * share
+            with torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
+                loss = model(**batch).loss * share
             loss.backward()
         total += loss.detach()
     optimizer.step()
@@ -143,20 +163,24 @@ def step(model, optimizer, made: Batches) -> torch.Tensor:
     return total
 
 
-def measured(case: Case, device: str, tiny: bool) -> dict:
+def measured(case: Case, device: str, tiny: bool, undo: contextlib.ExitStack) -> dict:
     """What the CSV has of a case beside its setting."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    model, multiplied = model_of(case, device, tiny)
+    model, multiplied = model_of(case, device, tiny, undo)
     inner = model.module if hasattr(model, "module") else model
     config = inner.config
     made, tokens, squares = batches(case, config.vocab_size, rank, device)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device == "cuda")
     losses = []
-    warm_up = sum(seconds(lambda: losses.append(step(model, optimizer, made)), device) for _ in range(case.warm_ups))
+
+    def once():
+        losses.append(step(model, optimizer, made, case.float32))
+
+    warm_up = sum(seconds(once, device) for _ in range(case.warm_ups))
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = sorted(seconds(lambda: losses.append(step(model, optimizer, made)), device) for _ in range(case.steps))
+    times = sorted(seconds(once, device) for _ in range(case.steps))
     time_of_step = times[len(times) // 2]
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     if dist.is_initialized():
@@ -173,28 +197,43 @@ def measured(case: Case, device: str, tiny: bool) -> dict:
     }  # fmt: skip
 
 
-def run(cases: dict[int, Case], device: str, tiny: bool) -> None:
-    """In a separate process, or one of torchrun's: rank 0 prints a line for each case, by its index."""
-    for index, case in cases.items():
-        case = case.small() if tiny else case
-        if case.ranks > 1:
-            if device == "cuda":
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
+def run(turns: list[tuple[int, int]], cases: list[Case], device: str, tiny: bool) -> None:
+    """Repeats of cases, (repeat, index) each, in a separate process, or one of torchrun's: rank 0 prints a line for
+    each. A case that fails is not repeated.
+    """
+    ranks, failed = cases[turns[0][1]].ranks, set()
+    if ranks > 1:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120))
+    for repeat, index in turns:
+        if index in failed:
+            continue
         try:
-            found = measured(case, device, tiny)
+            with contextlib.ExitStack() as undo:
+                found = measured(cases[index].small() if tiny else cases[index], device, tiny, undo)
         except Exception as error:
-            if case.ranks > 1:  # the other ranks wait
+            if ranks > 1:  # the other ranks wait
                 raise
             traceback.print_exc()
             found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:ERROR]}
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print("\nRESULT " + json.dumps({"index": index, **found}), flush=True)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        torch._dynamo.reset()
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            if torch.cuda.memory_allocated() > MOST_LEFT:
-                break
+            failed.add(index)
+        if ranks == 1 or dist.get_rank() == 0:
+            print("\nRESULT " + json.dumps({"repeat": repeat, "index": index, **found}), flush=True)
+        if not released(device):
+            break
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def released(device: str) -> bool:
+    """Return whether the memory of a case is free again, on all ranks."""
+    torch._dynamo.reset()
+    gc.collect()
+    left = torch.zeros((), device=device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        left += torch.cuda.memory_allocated()
+    if dist.is_initialized():
+        dist.all_reduce(left, op=dist.ReduceOp.MAX)
+    return float(left) <= MOST_LEFT

@@ -42,7 +42,15 @@ def test_repeats_take_turns_and_a_case_that_fails_leaves_the_others_theirs(tmp_p
     measured = [row for row in rows if not row["error"]]
     assert {row["tokens"] for row in measured} == {"1012"}  # no document is cut
     assert {row["provider"]: row["steps"] for row in measured} == {"padded": "11", "ours": "2"}
+    assert {(row["epochs"], row["weights"]) for row in measured} == {("3", "float32")}
     assert all(5 < float(row["loss"]) < 6 for row in measured)  # log of the vocabulary
+
+
+def test_every_case_can_be_chosen_alone(monkeypatch, capsys):
+    for case in bench_trl.CASES:
+        monkeypatch.setattr(sys, "argv", ["bench_trl.py", "--list", "--only", case.name])
+        bench_trl.main()
+        assert capsys.readouterr().out.splitlines() == [case.name]
 
 
 def test_nothing_starts_after_the_limit(tmp_path, monkeypatch, capsys):

@@ -40,3 +40,12 @@ def test_what_is_measured_stays_when_a_later_case_fails(tmp_path, monkeypatch, c
         harness.run("some", cases)
     assert [row["op"] for row in result_rows.read_rows(tmp_path / "some_cpu.csv")] == ["forward"]
     assert "forward small float32 ours" in capsys.readouterr().out
+
+
+def test_the_first_repeat_of_a_case_replaces_its_rows():
+    rows = [{"case": "a"}, {"case": "b", "repeat": "1"}, {"case": "b", "repeat": "2"}]  # "a" is of before
+    rows = result_rows.with_row(rows, {"case": "b", "repeat": 1, "new": True})
+    rows = result_rows.with_row(rows, {"case": "b", "repeat": 2, "new": True})
+    rows = result_rows.with_row(rows, {"case": "a", "repeat": 1, "new": True})
+    assert [(row["case"], row["repeat"]) for row in rows] == [("a", 1), ("b", 1), ("b", 2)]
+    assert all("new" in row for row in rows)
