@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from statistics import median
 
@@ -32,6 +33,8 @@ def loaded(name: str, keys: list[str]) -> list[dict]:
         rows = COUNTED[name]()
     elif path.suffix == ".csv":
         rows = result_rows.read_rows(path)
+        if name in SPEC["repeats"]:
+            rows = result_rows.middle(rows, SPEC["repeats"][name])
     else:
         whole = json.loads(path.read_text(), parse_float=Cell, parse_int=Cell)
         found = {key: value_of(whole, key) for key in keys} or {"": whole}
@@ -161,6 +164,7 @@ WORDS = {"workload": result_rows.workload}
 STATS = {
     "sum": sum, "min": min, "max": max, "median": median, "count": len, "span": Span,
     "spread": lambda values: max(values) - min(values), "ratio": lambda values: values[0] / values[1] if len(values) > 1 else "",
+    "product": prod,
 }  # fmt: skip
 
 

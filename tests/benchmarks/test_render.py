@@ -167,7 +167,7 @@ WHOLE = {
 IN_SFT_TRAINER = [
     WHOLE | {
         "case": f"{provider}, batches of {batch}, {compiled}", "provider": provider, "compiled": compiled, "row": "16384",
-        "checkpointing": "" if compiled == "1" else "full",
+        "checkpointing": "" if compiled == "1" else "full", "repeat": "2", "steps": "5", "epochs": "3",
         "tokens_per_second_a_gpu": speed, "peak_gib": "9",
     }
     for provider, compiled, speed, batch in (
@@ -220,7 +220,7 @@ def test_whole_models_are_told_by_model(results):
         ["1.25x as fast", "not measured", "1.50x as fast, 99 GiB (theirs: 99)"],
         ["1.20x as fast (1.20x at worst)", "not measured", "not measured"],
     ]
-    assert "Medians of three runs of 12 steps if packed (spread: 1.00 times)." in " ".join(said.split())
+    assert "Medians of 2 runs of 15 steps if packed (spread: 1.00 times)." in " ".join(said.split())
 
 
 def test_rows_at_equal_settings_are_compared(results):
@@ -290,6 +290,7 @@ def test_repeats_of_a_trainer_are_one_line_with_their_spread(results):
         "transformers": "5",
         "tokens": "2000",
         "steps": "4",
+        "epochs": "3",
     }
     repeats = [
         row | {
@@ -327,6 +328,45 @@ def test_repeats_of_a_trainer_are_one_line_with_their_spread(results):
     repeats[0]["tokens_per_second_a_gpu"] = "20500"
     results("trl_cuda", repeats)
     assert "| 1.50 | 0.98 |" in made("trl")  # our slowest run over the fastest of FlashAttention-2
+
+
+def test_repeats_of_a_loop_are_one_line_with_their_spread(results):
+    """The run in the middle stands for a case, also where it is compared; what ran once says so."""
+    results("trl_cuda", IN_SFT_TRAINER)
+    results("e2e_cuda", [row | {"peak_gib": "9", "vocabulary": "8", "loss": "1"} for row in EAGER])
+    row = WHOLE | {
+        "model": "Qwen3-0.6B", "part": "small", "ranks": "1", "row": "16384", "compiled": "1", "checkpointing": "", "peak_gib": "9"
+    }  # fmt: skip
+    speeds = {"ours": (90, 110, 100), "fa2": (80, 81), "fa2_liger_loss": (95, 30, 60), "liger": (50,)}
+    rows = [
+        row | {"case": name, "provider": name, "repeat": str(repeat), "tokens_per_second_a_gpu": str(speed * 1000)}
+        for name, each in speeds.items()
+        for repeat, speed in enumerate(each, 1)
+    ]
+    rows[-1]["repeat"] = ""  # of before there were repeats
+    failed = row | {"case": "liger_fa4", "provider": "liger_fa4", "repeat": "1", "error": "ImportError", "mfu": ""}
+    mixed = row | {"part": "float32", "repeat": "1"}
+    mixed = [
+        mixed | {"case": f"{name}, float32 weights", "provider": name, "tokens_per_second_a_gpu": speed}
+        for name, speed in (("ours", "120"), ("fa2", "100"), ("fa2_liger_loss", "80"))
+    ]
+    results("whole_cuda", [*rows, failed, *mixed])
+    lines = [line.strip("| ").split(" | ") for line in made("whole").splitlines() if line.startswith("| pack")]
+    assert [(line[2:4], line[-2:]) for line in lines[:5]] == [
+        (["100.0k", "90.0k to 110.0k"], ["–", "1.00"]),
+        (["80.0k", "80.0k to 81.0k"], ["1.25", "1.25"]),
+        (["60.0k", "30.0k to 95.0k"], ["1.67", "1.67"]),
+        (["50.0k", "–"], ["2.00", "2.00"]),
+        (["fails", "–"], ["–", "–"]),
+    ]
+    said = " ".join(made("whole").split())
+    assert "**Qwen3-0.6B, float32 weights, one GPU, sft documents**" in said
+    assert "A line ran 3 times (median) or 2 times (median) or once." in said
+    answers = [line.split(" | ")[:2] for line in made("answers").splitlines() if line.startswith("| 2")]
+    assert [(name[2:4], speedup) for name, speedup in answers] == [
+        ("2.", "**1.25**"), ("2b", "**1.67**"), ("2c", "**1.20**"), ("2d", "**1.50**")
+    ]  # fmt: skip
+    assert "(theirs: 9). With Liger's fused loss: 1.67x (theirs: 9)." in made("headline")
 
 
 def test_padding_of_batches(monkeypatch):
