@@ -22,7 +22,8 @@ _lock = threading.RLock()
 class Patch:
     """``owner.name`` is ``make(stock)`` from the first apply to the last revert.
 
-    If another library replaces ours in its turn, revert leaves that in place.
+    If another library replaces ours in its turn, revert leaves that in place: a wrapper goes on to call ours. Modules
+    that imported ours by name get back what ours stood in place of; what they imported of another library stays.
 
     Args:
         owner: a module or a class.
@@ -30,19 +31,23 @@ class Patch:
         imported_by: a package ("" for any). Its modules that imported the attribute by name get the replacement too.
 
     Attributes:
-        stock: the attribute that was replaced, while applied.
         pinned: applied without a user: until revert() without one.
+        layers: [(ours, stock, modules that had imported the same replacement before)], the last one on top: each stands
+            over what others put over the one before it.
     """
 
     def __init__(self, owner, name: str, make: Callable, imported_by: str | None = None):
         self.owner, self.name, self.make, self.imported_by = owner, name, make, imported_by
-        self.users, self.pinned = weakref.WeakSet(), False
-        self.stock, self.ours = _MISSING, None
-        self.covered = []  # (ours, stock) that others put something over
+        self.users, self.pinned, self.layers = weakref.WeakSet(), False, []
 
     @property
     def is_applied(self) -> bool:
-        return self.ours is not None and vars(self.owner).get(self.name) is self.ours
+        return bool(self.layers) and vars(self.owner).get(self.name) is self.layers[-1][0]
+
+    @property
+    def stock(self):
+        """Return what our replacement stands in place of, while applied."""
+        return self.layers[-1][1]
 
     def apply(self, user: object = None) -> None:
         """Replace the attribute for as long as ``user`` lives; without a user until revert()."""
@@ -54,6 +59,8 @@ class Patch:
                 self.users.add(user)
                 weakref.finalize(user, _revert_when_gone, self).atexit = False
             self._uncover()
+            for ours, stock, _ in self.layers:  # also those that a revert left under another library's wrapper
+                self._give_importers(stock, ours)
             if self.is_applied:
                 return
             stock = vars(self.owner).get(self.name, _MISSING)
@@ -62,10 +69,9 @@ class Patch:
             except BaseException:
                 self.pinned = was_pinned
                 raise
-            self._cover()
-            self.stock, self.ours = stock, ours
-            setattr(self.owner, self.name, self.ours)
-            self._give_importers(stock, self.ours)
+            self.layers.append((ours, stock, {*self._importers(ours)}))
+            setattr(self.owner, self.name, ours)
+            self._give_importers(stock, ours)
 
     def pin(self) -> None:
         """apply() once: what another library puts over it stays outside."""
@@ -85,39 +91,34 @@ class Patch:
             if self.pinned or any(True for _ in self.users):  # len() counts one that is just dying
                 return
             self._uncover()
-            if self.ours is None:
-                return
-            if not self.is_applied:
-                self._cover()
-            elif self.stock is _MISSING:
-                delattr(self.owner, self.name)
-            else:
-                setattr(self.owner, self.name, self.stock)
-            self._give_importers(self.ours, self.stock)
-            self.stock, self.ours = _MISSING, None
-
-    def _cover(self) -> None:
-        if self.ours is not None and not any(ours is self.ours for ours, _ in self.covered):
-            self.covered.append((self.ours, self.stock))
+            layers = self.layers[::-1]
+            if self.is_applied:
+                _, stock, _ = self.layers.pop()
+                if stock is _MISSING:
+                    delattr(self.owner, self.name)
+                else:
+                    setattr(self.owner, self.name, stock)
+            for layer in layers:
+                self._give_importers(*layer)
 
     def _uncover(self) -> None:
-        """Count our replacement again if another library took away what it had put over it."""
+        """Drop the layers above ours if another library took away what it had put over it."""
         there = vars(self.owner).get(self.name, _MISSING)
-        for index, (ours, stock) in enumerate(self.covered):
-            if ours is there:
-                if self.ours is not None and self.ours is not ours:
-                    self._give_importers(self.ours, stock)
-                self.stock, self.ours = stock, ours
-                del self.covered[index:]
-                self._give_importers(stock, ours)
-                return
+        while not self.is_applied and any(ours is there for ours, *_ in self.layers):
+            self._give_importers(self.layers.pop()[0], there)
 
-    def _give_importers(self, old, new) -> None:
-        for name, module in list(sys.modules.items()) if self.imported_by is not None else ():
-            if (
-                self.imported_by in ("", name.partition(".")[0])
-                and getattr(module, "__dict__", {}).get(self.name) is old
-            ):
+    def _importers(self, value) -> dict:
+        """Return {name: module} of those that imported this value."""
+        return {
+            name: module
+            for name, module in list(sys.modules.items() if self.imported_by is not None else ())
+            if self.imported_by in ("", name.partition(".")[0])
+            and getattr(module, "__dict__", {}).get(self.name, self) is value
+        }
+
+    def _give_importers(self, old, new, but=()) -> None:
+        for name, module in self._importers(old).items():
+            if name not in but and new is not _MISSING:
                 setattr(module, self.name, new)
 
 

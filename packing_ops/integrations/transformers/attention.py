@@ -96,7 +96,7 @@ def register(name: str = "packing_ops") -> None:
     AttentionMaskInterface.register(name, masks.packing_ops_mask)
     # PreTrainedModel.__call__ is left as it is where transformers defines one itself. What another library put over an
     # earlier wrapper of ours is wrapped again.
-    if CALLS.pinned or CALLS.covered or PreTrainedModel.__call__ is torch.nn.Module.__call__:
+    if CALLS.pinned or CALLS.layers or PreTrainedModel.__call__ is torch.nn.Module.__call__:
         CALLS.pin()
     else:
         versions.log_once("this transformers calls models in another way, what only a call says is not known")

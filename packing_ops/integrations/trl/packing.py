@@ -14,7 +14,7 @@ _OVERLONG: dict[str, Overlong] = {"bfd": "truncate", "bfd_split": "split"}
 _TRL_CHUNK = 1000  # rows that TRL packs at a time: the default batch_size of Dataset.map
 _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
 
-_applied: list[Patch] = []  # the first replaces TRL's function
+_applied: list[Patch] = []  # one, from the first patch_pack_dataset on
 
 
 def pack_dataset(
@@ -99,15 +99,24 @@ def patch_pack_dataset() -> bool:
             stacklevel=2,
         )
         return False
-    _applied.append(Patch(data_utils, "pack_dataset", lambda _: pack_dataset, imported_by="trl"))
-    _applied[-1].apply()
+    if not _applied:
+        _applied.append(Patch(data_utils, "pack_dataset", lambda _: pack_dataset, imported_by="trl"))
+    _applied[0].apply()
     return True
 
 
 def revert_pack_dataset() -> None:
-    """Revert patch_pack_dataset."""
-    while _applied:
-        _applied.pop().revert()
+    """Revert patch_pack_dataset. A function that another library put over ours stays, with a warning: if it calls ours,
+    it still packs with packing_ops.
+    """
+    for patch in _applied:
+        patch.revert()
+        if patch.layers and patch.owner.pack_dataset is not patch.layers[0][1]:
+            warnings.warn(
+                "packing_ops.revert_pack_dataset: expected our function in trl.data_utils.pack_dataset, got another "
+                "library's over it; left alone, and it may call ours",
+                stacklevel=2,
+            )
 
 
 def trl_data_utils() -> ModuleType:
@@ -120,7 +129,8 @@ def trl_data_utils() -> ModuleType:
 
 
 def _own_pack_dataset() -> Any:
-    own: Any = _applied[0].stock if _applied else trl_data_utils().pack_dataset
+    layers = [layer for patch in _applied for layer in patch.layers]
+    own: Any = layers[0][1] if layers else trl_data_utils().pack_dataset
     return own
 
 

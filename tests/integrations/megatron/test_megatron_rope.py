@@ -265,7 +265,7 @@ def test_a_version_without_a_function_is_named(monkeypatch):
     with pytest.raises(AttributeError, match=r"rope_utils.*apply_rotary_pos_emb"):
         patch_rope()
     assert rope_utils.fused_apply_rotary_pos_emb_thd is stock
-    assert not [patch.name for patch in rope._PATCHES if patch.ours is not None]
+    assert not [patch.name for patch in rope._PATCHES if patch.layers]
 
 
 def test_unpatch_puts_everything_back():

@@ -133,6 +133,9 @@ class Host:
         return "stock"
 
 
+STOCK = Host.method
+
+
 class Child(Host):
     """Inherits method."""
 
@@ -253,6 +256,93 @@ def test_importers_of_one_package(monkeypatch):
     assert outside.method is stock
     patch.revert()
     assert inside.method is outside.method is Host.method is stock
+
+
+# --- modules that imported what is replaced, beside another library's wrapper ---
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """Put a module that imported Host.method into a_host: imported("early") is one by that name."""
+
+    def module(name):
+        made = types.SimpleNamespace(method=Host.method)
+        monkeypatch.setitem(sys.modules, f"a_host.{name}", made)
+        return made
+
+    yield module
+    Host.method = STOCK
+
+
+def wrap():
+    """Put a wrapper of another library over what there is, and return it."""
+    under = vars(Host)["method"]
+    Host.method = over = lambda self: f"theirs over {under(self)}"
+    return over
+
+
+SAME = ours(STOCK)
+MAKES = {"another each time": ours, "always the same": lambda stock: SAME}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_importers_get_back_what_they_had_beside_anothers_wrapper(make, imported):
+    """Before, between and behind the wrapper and a second apply; another package's stays."""
+    patch, early = Patch(Host, "method", make, imported_by="a_host"), imported("early")
+    patch.apply()
+    between = imported("between")
+    theirs = wrap()
+    behind = imported("behind")
+    for again in range(2):
+        patch.apply()
+        late = imported(f"late {again}")
+        assert (early.method is between.method, early.method is STOCK) == (True, False)
+        assert (behind.method is late.method is Host.method, late.method is theirs) == (True, False)
+        patch.revert()
+        assert early.method is between.method is STOCK
+        assert behind.method is late.method is Host.method is theirs
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_importers_when_another_takes_its_wrapper_away(make, imported):
+    patch, early = Patch(Host, "method", make, imported_by="a_host"), imported("early")
+    patch.apply()
+    under = Host.method
+    wrap()
+    patch.revert()
+    assert early.method is STOCK
+    Host.method = under
+    patch.revert()
+    assert early.method is Host.method is STOCK
+
+
+def test_two_patches_with_one_function(imported):
+    """The second goes over a wrapper around the first's, as two parts of a program apply theirs."""
+    same, early = ours(STOCK), imported("early")
+    first, second = (Patch(Host, "method", lambda _: same, imported_by="a_host") for _ in range(2))
+    first.apply()
+    theirs = wrap()
+    second.apply()
+    second.revert()
+    assert (early.method, Host.method) == (same, theirs)
+    first.revert()
+    assert (early.method, Host.method) == (STOCK, theirs)
+
+
+def test_modules_without_the_name_get_none(imported):
+    without, none = imported("without"), imported("none")
+    del without.method
+    none.method = None
+    for stock in (None, STOCK):
+        Host.method = stock
+        patch = Patch(Host, "method", lambda _: ours(STOCK), imported_by="a_host")
+        patch.apply()
+        Host.method = wrapper = lambda self: None
+        patch.apply()
+        assert (none.method is None) is (stock is STOCK)
+        patch.revert()
+        assert Host.method is wrapper
+        assert (vars(without), vars(none)) == ({}, {"method": None})
 
 
 def test_threads():

@@ -441,14 +441,19 @@ def test_dpo_without_padding_is_dpo_with_it(device, tmp_path):
 
 
 def test_patched_again_over_a_wrapper_of_ours():
-    """TRL's is what was there first: the wrapper would call ours, and ours the wrapper."""
+    """TRL's is what was there first: the wrapper would call ours, and ours the wrapper. The wrapper stays."""
     integration.patch_pack_dataset()
     ours = data_utils.pack_dataset
-    data_utils.pack_dataset = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
-    integration.patch_pack_dataset()
+    wrapper = data_utils.pack_dataset = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
     try:
-        assert len(data_utils.pack_dataset(rows, 3, "wrapped")) == 1
+        for _ in range(2):
+            integration.patch_pack_dataset()
+            assert data_utils.pack_dataset is sft_trainer.pack_dataset is ours
+            assert len(data_utils.pack_dataset(rows, 3, "wrapped")) == 1
+            with pytest.warns(UserWarning, match=r"got another library's over it; left alone, and it may call ours"):
+                integration.revert_pack_dataset()
+            assert (data_utils.pack_dataset, sft_trainer.pack_dataset) == (wrapper, STOCK)
+            assert len(wrapper(rows, 3, "wrapped")) == 1
     finally:
-        integration.revert_pack_dataset()
-        data_utils.pack_dataset = sft_trainer.pack_dataset = STOCK
+        data_utils.pack_dataset = STOCK
