@@ -74,7 +74,7 @@ class PackedCall:
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
         positions, mask = self.given("position_ids", args, kwargs), self.given("attention_mask", args, kwargs)
         if outer is None and reads:
-            _check_form(positions)
+            check_form(positions)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
         self.needs_positions = positions is None  # of models that otherwise count along the row
@@ -288,7 +288,7 @@ class PackedCall:
         return one_each(lost, f"{self.name} {why}")
 
 
-def _check_form(positions) -> None:
+def check_form(positions) -> None:
     """Raise ValueError for 1-D positions, which would fit tables of RoPE, and show no documents."""
     if positions is not None and not (is_tensor(positions, 2) or is_tensor(positions, 3)):
         got = list(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__

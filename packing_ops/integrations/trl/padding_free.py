@@ -41,8 +41,8 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
     that are there. Within invariant() they have the bits of token_logps, which a rollout in the mode has too. A call
     with a KV cache, as generate makes it, is left as it is, and so is a row that is packed already (cu_seq_lens_q,
     seq_idx, packed_seq_lengths). Without ``use_cache=True`` no cache is returned, whatever the model's config says.
-    Position ids are made from the mask: a row's tokens are at 0, 1, ..., whatever position_ids say and wherever its
-    padding is.
+    Position ids are made from the mask: a row's tokens are at 0, 1, ..., wherever its padding is. position_ids next
+    to the mask must grow from token to token, as those that trainers make do; their values are not used.
 
     A reward model reads its score at each document's last token (last_token_indices). The padded trainer reads it at
     the last token that is not the pad token, which differs where documents end with the pad token.
@@ -65,8 +65,8 @@ def enable_padding_free(trainer: Any) -> tuple[str, ...]:
         TypeError: another trainer.
         ValueError: a model with another attention; a dataset with images; an adapter of PEFT that looks at a whole row
             (prompt tuning, activated LoRA, Lily, Shadow). In training: images in a batch; a row of only padding that is
-            to be scored; a batch without tokens; an attention_mask with document numbers; a model that scores the first
-            token of a row (BERT).
+            to be scored; a batch without tokens; an attention_mask with document numbers, or beside position_ids that
+            restart in a row; a model that scores the first token of a row (BERT).
     """
     if not any(cls.__name__ in _TRAINERS for cls in type(trainer).__mro__):
         got = type(trainer).__name__
@@ -171,31 +171,42 @@ _LEAVE = (
 def _packed(model: Any, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a model; padded rows of text go through it as one row, as long as its attention is ours."""
     from packing_ops.integrations.transformers.attention import CALLS, NAMES
+    from packing_ops.integrations.transformers.call import check_form
+    from packing_ops.integrations.transformers.documents import ROW_EACH, one_each, refuse_where, several_in
 
     stock = before or functools.partial(type(model).forward, model)
     if PACKS_ROWS not in vars(model) or model.config._attn_implementation not in NAMES or not _packs(args, kwargs):
         return stock(*args, **kwargs)
-    mask, input_ids = kwargs["attention_mask"], kwargs["input_ids"]
+    mask, input_ids, positions = kwargs["attention_mask"], kwargs["input_ids"], kwargs.get("position_ids")
     batch, seqlen = input_ids.shape
+    check_form(positions)
     for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape != (batch, seqlen):
+        others = ((1, seqlen),) if name == "position_ids" else ()
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape not in ((batch, seqlen), *others):
             raise ValueError(
                 f"{name}: expected text of shape {[batch, seqlen]} alone, got {list(value.shape)}; {_IMAGES}"
             )
-    if input_ids.numel() == 0:
-        raise ValueError(f"input_ids: expected at least one token, got {list(input_ids.shape)}")
+    refuse_where(batch * seqlen == 0, f"input_ids: expected at least one token, got {[batch, seqlen]}")
     scored = hasattr(model, "score")
-    if scored and kwargs.get("labels") is not None:
-        raise ValueError("labels: expected None, got labels of whole documents, whose loss TRL's trainer computes")
+    refuse_where(
+        scored and kwargs.get("labels") is not None,
+        "labels: expected None, got labels of whole documents, whose loss TRL's trainer computes",
+    )
 
     # The layout: the only wait for the GPU. What is refused arrives before it, in the order of the stream.
     empty = (mask == 0).all(1).to("cpu", non_blocking=True) if scored else None
-    numbers = (mask > 1).any().to("cpu", non_blocking=True)
+    found = (mask > 1).any(), several_in(positions if positions is None else positions.to(mask.device), mask)
+    numbers, restarts = (each if each is None else each.to("cpu", non_blocking=True) for each in found)
     metadata = po.PackedMetadata.from_attention_mask(mask)
-    if numbers:
-        raise ValueError(
-            "attention_mask: expected 0 and 1, got numbers of documents; give each document a row of its own"
-        )
+    refuse_where(numbers, f"attention_mask: expected 0 and 1, got numbers of documents; {ROW_EACH}")
+    refuse_where(
+        restarts,
+        one_each(
+            "position_ids",
+            "enable_padding_free makes one of each row beside an attention_mask",
+            f"leave attention_mask out where rows are packed already, or {ROW_EACH}",
+        ),
+    )
     if empty is not None and empty.any():
         raise ValueError(
             "attention_mask: expected a token in each row, whose last one is scored, got rows "

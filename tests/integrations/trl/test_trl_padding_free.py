@@ -118,16 +118,25 @@ def test_the_last_token_of_a_document_may_be_the_pad_token(device, tmp_path):
             torch.testing.assert_close(score, model.score(hidden[0, -1]), **CLOSE)
 
 
+POSITIONS = {
+    "ones in padding": lambda mask: (mask.cumsum(1) - 1).masked_fill(mask == 0, 1),
+    "zeros in padding": lambda mask: (mask.cumsum(1) - 1).clamp(min=0),
+    "on in padding": lambda mask: mask.cumsum(1).int(),
+    "places": lambda mask: torch.arange(mask.shape[1], device=mask.device)[None],
+    "places in each row": lambda mask: torch.arange(mask.shape[1], device=mask.device).expand(mask.shape),
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
 @torch.no_grad()
-def test_positions_of_padded_rows_change_nothing(kind, device):
-    """They restart at no document of the row that runs."""
+def test_positions_of_padded_rows_change_nothing(kind, positions, device):
+    """They restart at no document of the row that runs, nor inside of one."""
     model = tiny_model("llama", vocab_size=258, device=device) if kind == "DPOTrainer" else reward_model(device)
     _, packed = both(model, kind)
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]], device=device)
-    given = {"input_ids": torch.arange(9, 19, device=device).view(2, 5), "attention_mask": mask, "use_cache": False}
-    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
-    assert torch.equal(packed(**given, position_ids=positions).logits, packed(**given).logits)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 0, 1, 0]], device=device)
+    given = {"input_ids": torch.arange(9, 24, device=device).view(3, 5), "attention_mask": mask, "use_cache": False}
+    assert torch.equal(packed(**given, position_ids=positions(mask)).logits, packed(**given).logits)
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
@@ -162,7 +171,7 @@ def test_nothing_is_read_behind_a_forward(kind):
     _, packed = both(tiny_model("llama", vocab_size=258) if kind == "DPOTrainer" else reward_model("cpu"), kind)
     with OpsCalled() as called:
         packed.register_forward_hook(lambda *_: called.names.clear())
-        packed(input_ids=ROWS * 9, attention_mask=ROWS)
+        packed(input_ids=ROWS * 9, attention_mask=ROWS, position_ids=ROWS.cumsum(1))
     assert "_local_scalar_dense" not in called.names
 
 
@@ -174,11 +183,12 @@ def test_the_empty_rows_of_a_reward_model_are_not_waited_for(monkeypatch):
     _, packed = both(reward_model("cuda"), "RewardTrainer")
     packed(input_ids=ROWS.cuda() * 9, attention_mask=ROWS.cuda())
     mask = ROWS.cuda()  # of which no layout is kept
+    positions = mask.cumsum(1)
     torch.cuda.synchronize()
     monkeypatch.setattr(type(packed), "forward", lambda *_, **__: {})  # what transformers waits for does not count
     torch.cuda.set_sync_debug_mode("error")
     try:
-        packed(input_ids=mask * 9, attention_mask=mask)
+        packed(input_ids=mask * 9, attention_mask=mask, position_ids=positions)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -45,6 +45,47 @@ def test_a_row_that_is_packed_already_keeps_its_documents(given):
         both(reward_model("cpu"), "RewardTrainer")[1](input_ids=ids, attention_mask=torch.ones_like(ids), **given)
 
 
+RESTART = {
+    "no padding": ([[0, 1, 2, 0, 1]], [[1] * 5]),
+    "beside padding": ([[0, 0, 1, 0, 1], [0, 1, 2, 3, 4]], [[0, 1, 1, 1, 1], [1] * 5]),
+    "behind a hole": ([[0, 1, 9, 0, 1]], [[1, 1, 0, 1, 1]]),
+    "no growth": ([[0, 1, 2, 2, 3]], [[1] * 5]),
+}
+
+
+@pytest.mark.parametrize("case", RESTART.values(), ids=RESTART)
+@pytest.mark.parametrize("kind", ["DPOTrainer", "RewardTrainer"])
+@torch.no_grad()
+def test_positions_that_restart_beside_a_mask_are_refused(kind, case, device):
+    """One row would be made of their documents."""
+    model = tiny_model("llama", vocab_size=258) if kind == "DPOTrainer" else reward_model("cpu")
+    model, packed = both(model.to(device), kind)
+    positions, mask = (torch.tensor(each, device=device) for each in case)
+    ids = torch.arange(9, 9 + mask.numel(), device=device).view(mask.shape)
+    with pytest.raises(
+        ValueError,
+        match=r"^position_ids: expected one document in each row, got several, and enable_padding_free makes one of "
+        "each row beside an attention_mask; leave attention_mask out",
+    ):
+        packed(input_ids=ids, attention_mask=mask, position_ids=positions)
+    if kind == "DPOTrainer" and mask.all():  # as the error advises
+        cut = [len(row) for row in positions[0].tensor_split((positions[0].diff() <= 0).nonzero()[:, 0].cpu() + 1)]
+        alone = [model(input_ids=part).logits for part in ids.split(cut, 1)]
+        torch.testing.assert_close(packed(input_ids=ids, position_ids=positions).logits, torch.cat(alone, 1), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("positions", "got"), [([[0, 1, 0]], "list"), (torch.arange(3), r"\[3\]")], ids=["list", "1-D"]
+)
+def test_positions_of_another_form_are_named(positions, got):
+    _, packed = both(tiny_model("llama"), "DPOTrainer")
+    ids = torch.arange(4, 7)[None]
+    with pytest.raises(
+        ValueError, match=rf"^position_ids: expected a tensor \[1 or batch, seqlen\], or .*, got {got}$"
+    ):
+        packed(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions)
+
+
 @torch.no_grad()
 def test_a_call_with_a_cache_keeps_its_padded_rows():
     """They would not be where the next call's mask says."""
