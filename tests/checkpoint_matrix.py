@@ -1,19 +1,27 @@
 """Gradient checkpointing with compiled layers, in every setting of a training: loss and gradients against eager ones.
 
-On a GPU, or without one on the CPU:  python tests/checkpoint_matrix.py [--part 1/8] [--only llama layers] [--out
-table.md] [--all] On several, next to a wrapper:         torchrun --nproc-per-node 2 tests/checkpoint_matrix.py --around
-fsdp2 [--out table.md]
+On a GPU, or without one on the CPU:
 
---seconds 200 begins no other setting after that many; those that are left are counted as not run. --done table.md
-leaves out those of earlier tables.
+    python tests/checkpoint_matrix.py [--part 1/8] [--only llama layers] [--out table.md] [--all]
+
+On several GPUs, next to a wrapper:
+
+    torchrun --standalone --nproc-per-node 2 tests/checkpoint_matrix.py --around fsdp2 [--out table.md]
+
+Several parts may run side by side on the same GPUs, each with its --out: --standalone gives each torchrun a port.
+--seconds 200 begins no other setting after that many; those that are left are counted as not run. The table is written
+before and after each setting: the one in progress is "unfinished". --done table.md leaves out those that earlier tables
+finished.
 
 A row of the table is one setting, with what resulted: "same bits", "as exact" (another order of sums: against float64
 the error is at most twice that of eager code), "refused" with the first words of the error, before anything is trained,
-"not ours" with an error that the model raises without packing_ops too, or what is wrong. Below it are the counts, and
-each refusal by its text. The exit status is 1 where a row is wrong.
+"not ours" with an error that the model raises without packing_ops too, or what is wrong, on any rank. Below it are the
+counts, and each refusal by its text. The exit status is 1 where a row is wrong. Where one rank fails and another one
+waits for it, all end after WAIT.
 """
 
 import argparse
+import datetime
 import functools
 import importlib.util
 import itertools
@@ -26,6 +34,9 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
+
+# Before torch: the compiler's workers would import torch for a few kernels, in each process.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 import torch.distributed as dist
@@ -68,6 +79,8 @@ AXES = {
 }
 SWAPPED = {"plain": {}, "rms_norm": {"rms_norm": True}, "invariant": {"invariant": True}}
 LENGTHS = [[5, 9, 2, 16], [30], [7] * 4]  # of the documents of each step: other numbers, other totals
+WAIT = datetime.timedelta(seconds=180)  # of a rank for another one, which may still compile
+UNFINISHED = "unfinished"
 
 _SIZES = {
     "vocab_size": 96,
@@ -185,10 +198,12 @@ def batch_of(lengths, documents, seed, device):
 
 def in_a_thread(function):
     """As some loops run their backward: what a forward left in its thread is not there."""
-    raised = []
+    raised, gpu = [], torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run():
         try:
+            if gpu is not None:  # a new thread would use the first one
+                torch.cuda.set_device(gpu)
             function()
         except Exception as error:
             raised.append(error)
@@ -262,20 +277,23 @@ def error_of(found, wanted):
     return ((values[0] - values[1]).norm() / values[1].norm()).item()
 
 
-def verdict(setting, device, dtype, backend="inductor", around=None):
-    """What the last column of a setting's row says."""
+def verdict(setting, device, dtype, backend="inductor", around=None, host=None):
+    """What the last column of a setting's row says; host: the group of the ranks for values of the CPU."""
+    said = kind = None
     try:
         found = trained(setting, device, dtype, backend, around)
-    except (NotImplementedError, ValueError) as error:
-        return f"refused: {str(error).splitlines()[0][:110]}"
     except Exception as error:
-        if str(error).startswith("NotImplementedError: apply_packing_ops("):  # which torch.compile has wrapped
-            return f"refused: {str(error).splitlines()[0][21:131]}"
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        said, kind = why(error), type(error).__name__
+    each = on_ranks((kind, said), host)
+    if len({kind for kind, _ in each}) > 1:  # nobody waits for a rank that has left
+        return "WRONG: " + ", ".join(f"rank {rank}: {said or 'trained'}" for rank, (_, said) in enumerate(each))
+    if said is not None:
+        if said.startswith("refused: "):
+            return said
         try:
             trained(setting, device, dtype, backend, around, ours=False)
         except Exception as stock:
-            return f"not ours: {said}" if type(stock) is type(error) else f"WRONG: {said}"
+            return f"not ours: {said}" if type(stock).__name__ == kind else f"WRONG: {said}"
         return f"WRONG: {said}"
     wanted = expected(setting, device, dtype)
     if found[1].keys() != wanted[1].keys():
@@ -290,12 +308,38 @@ def verdict(setting, device, dtype, backend="inductor", around=None):
     return f"WRONG: error {errors[0]:.2g}, eager code has {errors[1]:.2g}"
 
 
-def is_over(options, start, device):
+def why(error):
+    """What a row says of an error: "refused: ..." of one that names what is wanted, else its class and text."""
+    first = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, (NotImplementedError, ValueError)):
+        return f"refused: {first[:110]}"
+    if first.startswith("NotImplementedError: apply_packing_ops("):  # which torch.compile has wrapped
+        return f"refused: {first[21:131]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# --- ranks: what the host knows goes over gloo, also where NCCL waits for a rank ---
+
+
+def on_ranks(value, host):
+    """The values of all ranks."""
+    values = [value] * (dist.get_world_size(host) if host else 1)
+    if host:
+        dist.all_gather_object(values, value, group=host)
+    return values
+
+
+def worst(verdicts):
+    """One verdict of those of all ranks."""
+    order = ("WRONG", "not ours", "refused", "as exact", "same bits")
+    if any(each.startswith("WRONG") for each in verdicts) and len({*verdicts}) > 1:
+        return "WRONG: " + ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(verdicts))
+    return min(verdicts, key=lambda each: order.index(each.partition(":")[0]))
+
+
+def is_over(options, start, host):
     """Whether the time is; all ranks agree, by the clock of the first."""
-    over = torch.tensor(time.monotonic() - start > options.seconds, device=device)
-    if options.around:
-        dist.broadcast(over, 0)
-    return bool(over)
+    return on_ranks(time.monotonic() - start > options.seconds, host)[0]
 
 
 def summary(found, chosen):
@@ -305,6 +349,21 @@ def summary(found, chosen):
     counts = [f"{kinds[kind]} {kind}" for kind in ("same bits", "as exact", "refused", "not ours", "WRONG")]
     counts += [f"{chosen - len(found)} not run"] if chosen > len(found) else []
     return [f"{chosen} settings: {', '.join(counts)}", *(f"- {count} {said}" for said, count in told.most_common())]
+
+
+def finished(tables):
+    """The settings that tables have a result of, as text."""
+    lines = [line for path in tables for line in path.read_text().splitlines()]
+    rows = [line.removeprefix("| ").split(" | ") for line in lines if not line.endswith(f"| {UNFINISHED} |")]
+    return {" | ".join(row[: len(AXES)]) for row in rows}
+
+
+def written(path, lines):
+    """Write a table in place of the one before: a process that is ended leaves one or the other."""
+    if path:
+        part = path.with_name(f"{path.name}.part")
+        part.write_text("\n".join(lines) + "\n")
+        part.replace(path)
 
 
 def main():
@@ -318,20 +377,20 @@ def main():
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--done", type=Path, nargs="*", default=[])
     options, start = parser.parse_args(), time.monotonic()
-    rank, device = 0, "cuda" if torch.cuda.is_available() else "cpu"
+    rank, host, device = 0, None, "cuda" if torch.cuda.is_available() else "cpu"
     if options.around:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-        rank = dist.get_rank()
-        if device == "cuda":
+        if device == "cuda":  # before NCCL looks
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=WAIT)
+        rank, host = dist.get_rank(), dist.new_group(backend="gloo", timeout=WAIT)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     has_peft = importlib.util.find_spec("peft") is not None
     part, parts = map(int, options.part.split("/"))
     chosen = [
         each for each in settings(options.all) if {*options.only} <= {*each} and (has_peft or each.trained == "full")
     ]
-    done = "".join(path.read_text() for path in options.done)
-    chosen = [each for each in chosen if f"| {each} |" not in done][part - 1 :: parts]
+    done = finished(options.done)
+    chosen = [each for each in chosen if str(each) not in done][part - 1 :: parts]
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     lines = [
         f"torch {torch.__version__}, transformers {transformers.__version__}, {name}, {str(dtype)[6:]}, {options.backend}"
@@ -342,19 +401,21 @@ def main():
         "|---" * (len(AXES) + 1) + "|",
     ]
     found = []
+    write = functools.partial(written, options.out if rank == 0 else None)
     for setting in chosen:
-        if is_over(options, start, device):
+        if is_over(options, start, host):
             break
-        found.append(verdict(setting, device, dtype, options.backend, options.around))
+        write([*lines, f"| {setting} | {UNFINISHED} |", "", *summary(found, len(chosen))])
+        said = verdict(setting, device, dtype, options.backend, options.around, host)
+        found.append(worst(on_ranks(said, host)))
         lines.append(f"| {setting} | {found[-1]} |")
         if rank == 0:
             print(lines[-1], flush=True)
-        if rank == 0 and options.out:  # after each: a process that is ended keeps its rows
-            options.out.write_text("\n".join([*lines, "", *summary(found, len(chosen))]) + "\n")
+    write([*lines, "", *summary(found, len(chosen))])
     if rank == 0:
         print("\n".join(summary(found, len(chosen))))
     if options.around:
-        dist.barrier()  # or the rank that ends first ends the others
+        dist.barrier(host)  # or the rank that ends first ends the others
         dist.destroy_process_group()
     return 1 if any(said.startswith("WRONG") for said in found) else 0
 

@@ -54,6 +54,26 @@ def test_a_mode_that_cannot_be_compiled_is_refused():
     )
 
 
+def test_a_setting_in_progress_is_no_result(tmp_path):
+    """A process that is ended leaves its table, from which the next one goes on."""
+    settings = matrix.settings()[:3]
+    said = ["as exact", matrix.UNFINISHED, "refused: a | b"]
+    rows = [f"| {setting} | {each} |" for setting, each in zip(settings, said, strict=True)]
+    matrix.written(tmp_path / "table.md", ["torch", "", *rows])
+    matrix.written(None, ["of another rank"])
+    assert [path.name for path in tmp_path.iterdir()] == ["table.md"]
+    done = matrix.finished(tmp_path.iterdir())
+    assert [str(setting) in done for setting in settings] == [True, False, True]
+
+
+def test_a_row_says_what_any_rank_says():
+    assert matrix.worst(["same bits"]) == matrix.worst(["same bits"] * 2) == "same bits"
+    assert matrix.worst(["same bits", "as exact"]) == "as exact"
+    assert matrix.worst(["refused: a", "same bits"]) == "refused: a"
+    assert matrix.worst(["WRONG: a", "WRONG: a"]) == "WRONG: a"
+    assert matrix.worst(["same bits", "WRONG: a"]) == "WRONG: rank 0: same bits, rank 1: WRONG: a"
+
+
 def test_every_pair_of_values_is_tried():
     for first, second in itertools.combinations(range(len(matrix.AXES)), 2):
         tried = {(each[first], each[second]) for each in matrix.settings()}
