@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from packing_ops._runtime.batch_cache import kept_with
+from packing_ops._runtime.batch_cache import is_captured, kept_with
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.integrations._patching import kept_with_class
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, tensors_of
@@ -192,7 +192,15 @@ class RowDocuments(NamedTuple):
     ranks: "RankDocuments | None" = None  # of a row on several ranks; all else is of this one's slots
 
     def split(self, device) -> SplitDocuments:
+        """Return the documents as rows. Raise NotImplementedError in the capture of a CUDA graph, whose replays would
+        have the lengths of the capture.
+        """
         seq_idx = self.seq_idx.to(device)
+        if is_captured(seq_idx):
+            raise NotImplementedError(
+                "cu_seq_lens_q: expected one document in each row in a CUDA graph, got several, and layers that "
+                "carry a state need their lengths on the host; call the model outside of the graph"
+            )
         tensors = [seq_idx] if self.paths is None else [seq_idx, self.paths.slot_of_key]
         return kept_with(tensors, ("documents of layers with a state",), lambda: SplitDocuments(seq_idx, self.paths))
 
