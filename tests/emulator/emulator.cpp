@@ -105,12 +105,25 @@ void begin() {
   }
 }
 
-// Until it gives way.
-[[gnu::noinline]] void resume(Fiber& fiber) {
-  if (__builtin_setjmp(scheduler) != 0) return;
+// Fibers that are still to run before the scheduler does.
+const int* turn = nullptr;
+const int* last_turn = nullptr;
+
+[[gnu::noinline]] void go_on() {
+  if (turn == last_turn) go_to(scheduler);
+  current = *turn++;
+  threadIdx = dim3(current);
+  Fiber& fiber = this_fiber();
   if (fiber.started) go_to(fiber.place);
   fiber.started = true;
   setcontext(&fiber.start);
+}
+
+// Each until it gives way.
+[[gnu::noinline]] void run_each(const std::vector<int>& fibers) {
+  turn = fibers.data();
+  last_turn = turn + fibers.size();
+  if (__builtin_setjmp(scheduler) == 0) go_on();
 }
 
 void perform(const Copy& copy) {
@@ -160,11 +173,7 @@ void run_some_warp(Block& block, std::mt19937& order) {
   for (unsigned patience = order() % 1024; !lanes.empty(); --patience) {
     const uint64_t before = progress;
     std::shuffle(lanes.begin(), lanes.end(), order);
-    for (const int i : lanes) {
-      current = i;
-      threadIdx = dim3(i);
-      resume(block.fibers[i]);
-    }
+    run_each(lanes);
     std::erase_if(lanes, [&](int i) { return block.fibers[i].done; });
     if (progress == before || patience == 0) break;
   }
@@ -294,7 +303,7 @@ uint32_t place_in_static_shared(size_t bytes, size_t alignment) {
 }
 
 [[gnu::noinline]] void give_way() {
-  if (__builtin_setjmp(this_fiber().place) == 0) go_to(scheduler);
+  if (__builtin_setjmp(this_fiber().place) == 0) go_on();
 }
 
 void run(dim3 grid, dim3 block, const std::function<void()>& thread) {

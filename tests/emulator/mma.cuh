@@ -18,22 +18,11 @@ inline uint32_t shared_address(const void* pointer) {
 }
 
 // Element (row, 2 t) and the next of matrix m to lane 4 row + t, or of its transpose.
+void read_matrices(const Words (&in)[32], Words (&out)[32], bool transposed);  // products.cpp
 inline void load_matrices(uint32_t (&out)[4], uint32_t address, bool transposed) {
   if (address % 16 != 0) std::abort();
-  const Words got = emulator::with_warp(~0u, {{address}}, [=](const Words(&in)[32], Words(&out)[32]) {
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int m = 0; m < 4; ++m) {
-        uint16_t pair[2];
-        for (int i = 0; i < 2; ++i) {
-          int row = lane / 4;
-          int column = 2 * (lane % 4) + i;
-          if (transposed) std::swap(row, column);
-          std::memcpy(&pair[i], emulator::shared + in[8 * m + row].word[0] + 2 * column, 2);
-        }
-        std::memcpy(&out[lane].word[m], pair, 4);
-      }
-    }
-  });
+  const Words got = emulator::with_warp(
+      ~0u, {{address}}, [=](const Words(&in)[32], Words(&out)[32]) { read_matrices(in, out, transposed); });
   std::copy_n(got.word, 4, out);
 }
 inline void ldmatrix(uint32_t (&out)[4], uint32_t address) {
@@ -62,32 +51,12 @@ float element(uint32_t word, int i) {
 using Four = float __attribute__((vector_size(16)));  // products and sums of each by itself
 
 template <class T>
+void multiply_in_warp(const Words (&in)[32], Words (&out)[32]);  // products.cpp
+template <class T>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   Words mine{{a[0], a[1], a[2], a[3], b0, b1}};
   std::memcpy(&mine.word[6], c, sizeof(c));
-  const Words got = emulator::with_warp(~0u, mine, [](const Words(&in)[32], Words(&out)[32]) {
-    float left[16][16];
-    Four right[2][16];
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 2; ++i) {
-        const int column = 2 * (lane % 4) + i;
-        for (int m = 0; m < 4; ++m) left[lane / 4 + m % 2 * 8][column + m / 2 * 8] = element<T>(in[lane].word[m], i);
-        for (int m = 0; m < 2; ++m)
-          right[lane / 16][column + 8 * m][lane / 4 % 4] = element<T>(in[lane].word[4 + m], i);
-      }
-    }
-    for (int row = 0; row < 16; ++row) {
-      for (int column = 0; column < 8; column += 4) {
-        Four sums{};  // separate, so that results depend on which 16 terms an instruction has
-        for (int k = 0; k < 16; ++k) sums += left[row][k] * right[column / 4][k];
-        for (int j = 0; j < 4; ++j) {
-          const int lane = row % 8 * 4 + (column + j) / 2;
-          const int i = row / 8 * 2 + j % 2;
-          out[lane].word[i] = emulator::bits_of<uint32_t>(emulator::bits_of<float>(in[lane].word[6 + i]) + sums[j]);
-        }
-      }
-    }
-  });
+  const Words got = emulator::with_warp(~0u, mine, multiply_in_warp<T>);
   std::memcpy(c, got.word, sizeof(c));
 }
 
