@@ -1,7 +1,7 @@
 """Pictures of benchmarks/results: python benchmarks/render_pictures.py [--device cpu|cuda] [--family NAME]
 
 Writes results/<family>_<device>.png from the CSV and [pictures] of regions.toml: how much faster than the fastest other
-is packing_ops, case by case, or a bar for each row.
+is packing_ops, case by case, a bar for each row, or losses of steps.
 """
 
 import argparse
@@ -11,6 +11,7 @@ from collections import Counter
 
 import matplotlib
 import result_rows
+from curves import lines
 from render import SPEC, cases_of, figures_of, selected, split
 from result_rows import fill, is_like, shared_words, times
 
@@ -182,8 +183,11 @@ def main():
     arguments = parser.parse_args()
     for path in sorted(result_rows.RESULTS.glob(f"{arguments.family or '*'}_{arguments.device or '*'}.csv")):
         rows, target = result_rows.read_rows(path), path.with_suffix(".png")
-        block = PICTURES["bars"].get(path.stem)
-        figure = bars(block) if block else picture(rows, path.stem) if "ratio_to_ours" in rows[0] else None
+        figure = picture(rows, path.stem) if "ratio_to_ours" in rows[0] else None
+        if path.stem in PICTURES["bars"]:
+            figure = bars(PICTURES["bars"][path.stem])
+        elif path.stem in PICTURES["lines"]:
+            figure = lines(PICTURES["lines"][path.stem], WIDTH, SMALL, LARGE)
         if figure:
             figure.savefig(target, dpi=DPI)
             plt.close(figure)
