@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 from bench_whole import visible_gpus
 from e2e_batches import Batches, packed_rows, padded_batches
-from harness import bench_parser, measured_on, read_rows, seconds, write_csv
+from harness import bench_parser, measured_on, seconds, write_csv
 from provenance import ROOT
+from result_rows import rows_before
 from whole_cases import Case
 from whole_model import model_of, step
 
@@ -139,7 +140,7 @@ def main():
     path, where = arguments.out / f"curve_{arguments.device}.csv", measured_on(arguments.device)
     found = [row | where for run in runs for row in run]
     measured = {row["provider"] for row in found}
-    kept = [row for row in read_rows(path) if row["provider"] not in measured] if path.exists() else []
+    kept = [row for row in rows_before(path) if row["provider"] not in measured]
     write_csv(path, with_differences(found + kept), show=False)
     if len(measured) < len(arguments.only):
         sys.exit(f"failed: {[name for name in arguments.only if name not in measured]}")

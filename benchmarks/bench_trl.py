@@ -26,8 +26,8 @@ import transformers
 import trl
 from bench_e2e import release
 from bench_whole import setting_of
-from harness import bench_parser, measured_on, read_rows, write_csv
-from result_rows import with_row
+from harness import bench_parser, measured_on, write_csv
+from result_rows import rows_before, with_row
 from tokenizers import Tokenizer, models
 from whole_cases import ATTENTION, ERROR, Case, add_options, chosen
 from whole_model import documents, random_model, shape_of, stock_modules
@@ -150,7 +150,7 @@ def main():
     cases = chosen(parser, arguments, CASES)
     device, deadline = arguments.device, time.perf_counter() + arguments.limit
     path = arguments.out / f"trl_{device}.csv"
-    rows = read_rows(path) if path.exists() else []
+    rows = rows_before(path)
     where = measured_on(device) | {"transformers": transformers.__version__, "trl": trl.__version__}
     datasets.disable_progress_bars()
     failed = set()

@@ -21,8 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from harness import RESULTS, bench_parser, measured_on, read_rows, write_csv
-from result_rows import with_row
+from harness import bench_parser, measured_on, write_csv
+from result_rows import rows_before, with_row
 from whole_cases import CASES, ERROR, PARTS, Case, add_options, chosen
 
 Turn = tuple[int, int]  # the number of a repeat, and the index of its case
@@ -102,8 +102,7 @@ def visible_gpus(device: str) -> list[str]:
 
 def measure(arguments: argparse.Namespace, cases: list[Case], gpus: list[str]) -> None:
     path = arguments.out / f"whole_{arguments.device}.csv"
-    before = path if path.exists() else RESULTS / path.name
-    rows, where = read_rows(before) if before.exists() else [], measured_on(arguments.device)
+    rows, where = rows_before(path), measured_on(arguments.device)
     for case in cases:
         if case.ranks > len(gpus):
             print(f"{case.name}: left out, {len(gpus)} of {case.ranks} GPUs", flush=True)

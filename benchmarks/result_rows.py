@@ -106,6 +106,12 @@ def middle(rows: list[dict], column: str) -> list[dict]:
     return found
 
 
+def rows_before(path: Path) -> list[dict]:
+    """The rows of a CSV; until it is there, those of the CSV of its name in benchmarks/results."""
+    path = path if path.exists() else RESULTS / path.name
+    return read_rows(path) if path.exists() else []
+
+
 def with_row(rows: list[dict], row: dict) -> list[dict]:
     """The rows of a CSV with one more. The first repeat of a case takes the place of the rows that the case had."""
     before = [i for i, each in enumerate(rows) if each["case"] == row["case"]]

@@ -10,6 +10,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("trl")
 
 import bench_trl
+import result_rows
 import trl.data_utils
 import trl.trainer.sft_trainer
 from transformers.models.qwen3 import modeling_qwen3
@@ -28,12 +29,16 @@ def test_cases_have_names_of_their_own():
 def test_repeats_take_turns_and_a_case_that_fails_leaves_the_others_theirs(tmp_path, monkeypatch):
     path = tmp_path / "trl_cpu.csv"
     again = case_of("padded").name
-    bench_trl.write_csv(path, [{"case": "another", "repeat": 1}, {"case": again, "repeat": 1}], show=False)
+    before = tmp_path / "results"  # of benchmarks
+    bench_trl.write_csv(
+        before / path.name, [{"case": "another", "repeat": 1}, {"case": again, "repeat": 1}], show=False
+    )
+    monkeypatch.setattr(result_rows, "RESULTS", before)
     only = [again, f"fa2, rows of 16,384, {FULL}", f"ours, rows of 16,384, {FULL}"]
     arguments = ["--device", "cpu", "--tiny", "--repeats", "2", "--only", *only, "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench_trl.py", *arguments])
     bench_trl.main()
-    before, *rows = bench_trl.read_rows(path)
+    before, *rows = result_rows.read_rows(path)
     assert (before["case"], before["loss"]) == ("another", "")
     found = [(row["provider"], row["repeat"]) for row in rows]
     assert found == [("padded", "1"), ("fa2", "1"), ("ours", "1"), ("padded", "2"), ("ours", "2")]
@@ -72,7 +77,7 @@ def test_a_case_that_the_limit_leaves_out_keeps_its_rows(tmp_path, monkeypatch):
     arguments = ["--device", "cpu", "--tiny", "--limit", "1", "--only", *names, "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench_trl.py", *arguments])
     bench_trl.main()
-    found = [(row["case"], row["loss"]) for row in bench_trl.read_rows(path)]
+    found = [(row["case"], row["loss"]) for row in result_rows.read_rows(path)]
     assert sorted(found) == sorted([(names[0], "new"), (names[1], "old"), (names[1], "old")])
 
 

@@ -9,6 +9,7 @@ import weakref
 
 import bench_whole
 import pytest
+import result_rows
 import torch
 from whole_cases import CASES
 
@@ -24,7 +25,7 @@ def test_a_case_that_fails_leaves_the_others_theirs(tmp_path, monkeypatch):
     kept = [{"case": "of another part", "loss": "1"}, {"case": again, "loss": "2"}]  # of before there were repeats
     before = tmp_path / "before"
     bench_whole.write_csv(before / "whole_cpu.csv", kept, show=False)
-    monkeypatch.setattr(bench_whole, "RESULTS", before)
+    monkeypatch.setattr(result_rows, "RESULTS", before)
     arguments = ["--device", "cpu", "--tiny", "--part", "moe", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench_whole.py", *arguments])
     bench_whole.main()
