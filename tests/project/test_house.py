@@ -259,6 +259,7 @@ NAMES = {
 # What Patch replaces in a host, by file: the attribute, and where it is.
 PATCHES = {
     "integrations._additions": {"PushToHubMixin.__init_subclass__", "cls.__call__"},
+    "integrations._checkpoints": {"vars(checkpoint)[owner].method"},
     "integrations.megatron.rope": {
         "TransformerConfig.__post_init__",
         "attention.Attention.forward",
@@ -284,7 +285,6 @@ PATCHES = {
     "integrations.transformers.linear_attention": {"module.name"},
     "integrations.transformers.masks": {"owner._preprocess_mask_arguments"},
     "integrations.transformers.rope": {"module.name"},
-    "integrations.transformers.stateful": {"vars(checkpoint)[owner].method"},
     "integrations.trl.fused_logps": {"utils._ChunkedLogProbFunction"},
     "integrations.trl.packing": {"data_utils.pack_dataset"},
     "integrations.trl.trees": {"_packing().tree_attention"},
@@ -308,8 +308,8 @@ STATEMENTS = {
     "_runtime": 1017,  # older names came, and go with the next minor version; register_recurrence
     "contrib": 412,
     "data": 2081,
-    "integrations": 2352,  # vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came
-    "integrations/transformers": 3300,  # checkpoints of layers with a state came
+    "integrations": 2395,  # 43 of integrations/transformers came; vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came
+    "integrations/transformers": 3257,  # checkpoints of layers with a state came
     "invariance": 701,  # rollouts came, what is none, and rows of narrow products
     "losses": 582,
     "parallel": 994,  # states over ranks came

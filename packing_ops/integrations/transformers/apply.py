@@ -252,7 +252,8 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
 
     Outputs are those of before to the bit. What enable_padding_free put into it is reverted too. The modelling module
     is reverted when no model needs the swap any more. What register added to transformers stays until
-    revert_registration. A model to which nothing was applied does not change.
+    revert_registration. A model to which nothing was applied does not change. Call backward first: through gradient
+    checkpoints, which run layers again, a later one is a RuntimeError.
 
     Raises:
         TypeError: model is not a torch.nn.Module.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import dtype_name
 from packing_ops._runtime.batch_cache import dense_cu_seqlens
-from packing_ops.integrations import _additions, _advice
+from packing_ops.integrations import _additions, _advice, _checkpoints
 from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations._walks import DOCUMENTS
 from packing_ops.integrations.transformers import (
@@ -53,11 +53,11 @@ def register(name: str = "packing_ops") -> None:
     head_dim over 512. A second call changes nothing.
 
     What this adds to transformers stays until revert_registration(name): the name in its two tables, and wrappers
-    around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, and around the
-    preparation of masks; in models, the forward of layers that carry a state, and with these wrappers around both forms
-    of torch.utils.checkpoint, which take the documents along. The wrappers in transformers leave models with another
-    attn_implementation as they are. A process that unpickles a model with this attention must call register first,
-    unless apply_packing_ops set it.
+    around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, around the
+    preparation of masks, and around both forms of torch.utils.checkpoint, which take the documents along; in models,
+    the forward of layers that carry a state. The wrappers in transformers leave models with another attn_implementation
+    as they are. A process that unpickles a model with this attention must call register first, unless
+    apply_packing_ops set it.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats specially.
@@ -86,10 +86,9 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    masks.PATCH.pin()
+    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *_checkpoints.PATCHES):
+        patch.pin()
     NAMES.add(name)
-    OWN_ATTENTION.pin()
-    _additions.patch_of_peft().pin()
     for patch in continuous_batching.PATCHES:
         patch.apply()
     AttentionInterface.register(name, packing_ops_attention)
@@ -117,7 +116,7 @@ def revert_registration(name: str = "packing_ops") -> None:
             table._global_mapping.pop(name, None)
     if not NAMES:
         of_peft = _additions.WHEN_MADE, _additions.patch_of_peft()
-        for patch in (masks.PATCH, OWN_ATTENTION, CALLS, *continuous_batching.PATCHES, *of_peft):
+        for patch in (masks.PATCH, OWN_ATTENTION, CALLS, *continuous_batching.PATCHES, *_checkpoints.PATCHES, *of_peft):
             patch.revert()
         stateful.revert()
 
@@ -131,6 +130,9 @@ def _begin(model, call, args, kwargs):
         kwargs = stateful.find_documents_of(model, call, args, kwargs)
     else:  # before a row that is longer than its table of positions fails
         call.refuse_unconsumed()
+    if not call.traced:
+        call.layers += stateful.layers_apart(call, model) if call.row_documents is not None else ()
+        _checkpoints.note(call)
     args, kwargs = positions.with_axes_of_images(model, call, args, kwargs)
     args, kwargs = fused_loss.without_first_labels(model, call, args, kwargs)
     return args, linear_attention.with_documents(model, call, kwargs)

@@ -64,6 +64,7 @@ class PackedCall:
         state yet: "position_ids", which includes cu_seqlens, "attention_mask", "segment_parents".
     answers: [(batch, seqlen), what was asked for, its documents], shared with the calls inside of this one.
     row_documents: for layers with a state, see stateful.
+    layers: [(function that says whether ours is in a layer, layer)] of those that got row_documents.
     """
 
     def __init__(self, model, args, kwargs, outer):
@@ -86,6 +87,8 @@ class PackedCall:
             self.cu_seqlens_k = None
         if self.cu_seqlens is None:  # one is for both
             self.cu_seqlens = self.cu_seqlens_k
+        # For what runs again in backward, see _checkpoints.py
+        self.config, self.layers, self.arguments = model.config, [], self._arguments(positions, mask, kwargs)
         sequence = sequence_group.of(model)
         self.on_ranks = sequence is not None
         if sequence is not None:  # cu_seqlens are of a row of which this rank has a part
@@ -124,6 +127,12 @@ class PackedCall:
         self.has_cache = kwargs.get(CACHE) is not None or REQUESTS in kwargs
         # Of its masks (causal, window), None for more than that; see refuse_dropped_mask
         self.masks, self.looked_at_parts = set(), False
+
+    @staticmethod
+    def _arguments(positions, mask, kwargs):
+        """Return {name: what was given} of the arguments that tell documents, which layers may read."""
+        others = {name: kwargs.get(name) for name in (*_CU_SEQLENS, "segment_parents")}
+        return {"position_ids": positions, "attention_mask": mask, **others}
 
     def _check_tree(self, position_ids, mask, labels, sequence):
         """Raise ValueError for what has no meaning with segment_parents, and for positions that are not depths."""
@@ -420,13 +429,14 @@ class _Now(threading.local):
     mask_arguments, preparing: see masks.py; fused: see fused_loss.py.
     row_documents: of layers with a state, see stateful.py. False: each row is one; None: nothing says.
 
-    begun: the call, where it is traced: see call_of_layers.
+    begun: the call, where it is traced: see call_of_layers. checkpoint, frames: see _checkpoints.py.
     """
 
     __slots__ = ()  # a dict of all threads would keep a traced call, and its model: torch.compile writes to it
 
     def __init__(self):  # not of the class, where torch.compile would read them in place of the thread's
         self.call = self.begun = self.mask_arguments = self.fused = self.row_documents = self.preparing = None
+        self.checkpoint, self.frames = None, ()
 
 
 now = _Now()

@@ -11,15 +11,13 @@ stateful_rows.py: documents as rows, and how each layer keeps them apart.
 import functools
 import re
 import sys
-import traceback
 import weakref
 
 import torch
-from torch.utils import checkpoint
 
 from packing_ops._runtime.batch_cache import unseen
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
-from packing_ops.integrations._patching import Patch, function_of, kept_with_class, put_around, take_out_function
+from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
 from packing_ops.integrations._walks import DOCUMENTS, MIXES, kept_with_model
 from packing_ops.integrations.transformers import linear_attention, sequence_group
 from packing_ops.integrations.transformers.call import now
@@ -350,48 +348,28 @@ def prepare(model, masked=False) -> tuple[bool, bool, str]:
         for layer, kind in layers.items()
         if kind is not StateKind.UNKNOWN and not (masked and _has_own_attention(type(layer)))
     ]
-    in_rows = [layer for layer in stateful if not linear_attention.is_swapped(layer)]
-    for layer in in_rows:
+    for layer in (each for each in stateful if not linear_attention.is_swapped(each)):
         put_around(layer, "forward", _forward, {})
         _prepared.setdefault(layer, False)
-    for patch in PATCHES if in_rows else ():
-        patch.pin()
     return bool(stateful), bool(stateful) and calls_attention_inside(model), ", ".join(unknown)
 
 
+@kept_with_model
+def layers_apart(model) -> tuple:
+    """Return [(function that says whether ours is in a layer, layer)] of those that keep documents apart."""
+    swapped = linear_attention.is_swapped
+    return tuple((is_in, layer) for layer in layers_of(model) for is_in in (swapped, _is_prepared) if is_in(layer))
+
+
+def _is_prepared(layer) -> bool:
+    return _forward in map(function_of, map(vars(layer).get, ("forward", "_old_forward")))  # accelerate's
+
+
 def revert() -> None:
-    """Put back what prepare replaced, in all models and in torch."""
+    """Put back what prepare replaced, in all models."""
     for module in list(_prepared):
         take_out_function(module, _forward)
     _prepared.clear()
-    for patch in PATCHES:
-        patch.revert()
-
-
-def _taking_documents(stock):
-    """Wrap a method of torch that begins a checkpoint: what it checkpoints runs again in backward, when the model's
-    call is over.
-    """
-    return lambda state, function, *args, **kwargs: stock(
-        state, functools.partial(_with_documents, now.row_documents or False, function), *args, **kwargs
-    )
-
-
-def _with_documents(documents, function, *args, **kwargs):
-    before, now.row_documents = now.row_documents, documents
-    try:
-        return function(*args, **kwargs)
-    finally:
-        now.row_documents = before
-
-
-# Both forms of torch.utils.checkpoint, whoever calls it: transformers, torch's wrappers of layers, a training loop.
-# Under a torch without these names a layer that runs again is refused.
-PATCHES = tuple(
-    Patch(vars(checkpoint)[owner], method, _taking_documents)
-    for owner, method in (("_CheckpointFrame", "__init__"), ("CheckpointFunction", "forward"))
-    if owner in vars(checkpoint)
-)
 
 
 def _forward(layer, stock, isolations, *args, **kwargs):
@@ -413,20 +391,11 @@ def _refuse_backward(layer) -> None:
     """Raise RuntimeError where a layer that has had several documents in a row runs again in backward without them."""
     if torch._C._current_graph_task_id() == -1:
         _prepared[layer] = False  # it goes on with another attention
-    elif _prepared.get(layer) and not _is_torchs():
+    elif _prepared.get(layer):  # torch's checkpoints bring them, or False
         raise RuntimeError(
             f"checkpoint: expected torch.utils.checkpoint around {class_name(layer)}, whose rows held several "
             "documents, got another function that runs the layer again in backward, without its documents"
         )
-
-
-def _is_torchs() -> bool:
-    """Return whether a checkpoint of torch runs the layer again. One without documents began before PATCHES were there,
-    and so before rows with several.
-    """
-    homes = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe()))
-    home = next((each for each in homes if each == checkpoint.__name__ or each.startswith("torch.autograd.")), None)
-    return home == checkpoint.__name__ and len(PATCHES) == 2
 
 
 @torch.compiler.disable(reason="packing_ops: how many documents a row has is known when the layer runs")

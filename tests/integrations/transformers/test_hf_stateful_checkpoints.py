@@ -12,11 +12,12 @@ from torch.utils import checkpoint as torch_checkpoint
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.hf_models import tiny_model  # noqa: E402
+from checkpoint_case import by_hand, layers_of  # noqa: E402
 from stateful_case import Blur, assert_apart, in_llama, packed  # noqa: E402
 from stateful_models import stateful_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
+from packing_ops.integrations import _checkpoints  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
     call,
@@ -53,13 +54,6 @@ class RunsAgain(torch.autograd.Function):
         return None, hidden.grad
 
 
-def by_hand(layer, checkpoint):
-    """As a loop that knows nothing of transformers calls a layer; hidden states are its first argument."""
-    stock = layer.forward
-    layer.forward = lambda hidden, *args, **kwargs: checkpoint(lambda each: stock(each, *args, **kwargs), hidden)
-    return layer
-
-
 AROUND = {
     "reentrant": lambda layer: by_hand(layer, functools.partial(torch_checkpoint.checkpoint, use_reentrant=True)),
     "non-reentrant": lambda layer: by_hand(layer, functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)),
@@ -69,10 +63,6 @@ AROUND = {
     "another library's": lambda layer: by_hand(layer, RunsAgain.apply),
 }
 OF_TORCH = [each for each in AROUND if each != "another library's"]
-
-
-def layers_of(model):
-    return model.backbone.layers if hasattr(model, "backbone") else model.model.layers
 
 
 def checkpointed(model, around):
@@ -184,7 +174,7 @@ COPIES = {"copied": copy.deepcopy, "unpickled": lambda model: pickle.loads(pickl
 @pytest.mark.parametrize("made", COPIES)
 @pytest.mark.parametrize("attention", ["eager", "packing_ops"])
 def test_a_copy_of_a_model_that_packed_rows_trains_in_torchs_checkpoints(attention, made, around, family, device):
-    """As in a process that has packed no row: torch's functions are its, also when the copy's plain row begins."""
+    """As in a process that has packed no row before the copy's plain one."""
     packs = stateful_model(family, device=device)
     train([packs], device)
     models = [COPIES[made](packs) for _ in range(2)]
@@ -231,8 +221,9 @@ def test_another_librarys_checkpoint_inside_of_torchs_is_refused(device):
 @pytest.mark.parametrize("around", ["reentrant", "non-reentrant"])
 def test_torchs_checkpoint_under_other_names_is_refused(around, device, monkeypatch):
     """As under a torch whose checkpoints begin in functions that are not known."""
-    stateful.revert()
-    monkeypatch.setattr(stateful, "PATCHES", ())
+    for patch in _checkpoints.PATCHES:
+        patch.revert()
+    monkeypatch.setattr(_checkpoints, "PATCHES", ())
     model = checkpointed(stateful_model("mamba", device=device), around)
     with pytest.raises(RuntimeError, match=r"checkpoint: expected torch\.utils\.checkpoint around MambaMixer"):
         train([model], device)
@@ -255,9 +246,6 @@ def test_torchs_functions_are_put_back(device):
         held = torch_checkpoint._CheckpointFrame, torch_checkpoint.CheckpointFunction
         before = [dict(vars(each)) for each in held]
         register()
-        train([tiny_model("llama", attn_implementation="packing_ops", device=device)], device)
-        assert [dict(vars(each)) for each in held] == before  # attention needs none
-        train([stateful_model("lfm2", device=device)], device)
         assert [dict(vars(each)) for each in held] != before
         revert_registration()
         assert [dict(vars(each)) for each in held] == before
