@@ -22,6 +22,7 @@ from packing_ops.integrations.transformers.documents import (
     find_documents,
     first_axis,
     is_tensor,
+    mask_of_row,
     one_each,
     positions_from_axes,
     refuse_where,
@@ -63,7 +64,8 @@ class PackedCall:
     unconsumed: document arguments that may give a row several, and that have reached no mask, attention or layer with a
         state yet: "position_ids", which includes cu_seqlens, "attention_mask", "segment_parents".
     answers: [(batch, seqlen), what was asked for, its documents], shared with the calls inside of this one.
-    row_documents: for layers with a state, see stateful.
+    rows: (batch, seqlen), of rows in which layers with a state have looked for documents; row_documents: what they
+        found, None for one in each row; see stateful.
     layers: [(function that says whether ours is in a layer, layer)] of those that got row_documents.
     """
 
@@ -75,7 +77,7 @@ class PackedCall:
         self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
         positions, mask = self.given("position_ids", args, kwargs), self.given("attention_mask", args, kwargs)
         if outer is None and reads:
-            check_form(positions)
+            check_form(positions, mask)
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
         self.needs_positions = positions is None  # of models that otherwise count along the row
@@ -101,6 +103,8 @@ class PackedCall:
             self.position_ids = None
             if outer is None or outer.segment_parents is None:
                 self._check_tree(positions, mask, self.given("labels", args, kwargs), sequence)
+        # Whether masks of each query and key are made, which attention gets.
+        self.masks_made, mask = not (mask is None or is_tensor(mask, 2)), mask_of_row(mask)
         self.numbers = numbers_of(mask, outer)
         # One op: a graph that breaks in a layer with a state knows no result of two as the same tensor.
         self.padding = mask.sign() if mask is not None and self.numbers is mask else mask
@@ -110,7 +114,7 @@ class PackedCall:
         self.unconsumed = set()
         # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
         # Attention over ranks reads cu_seq_lens_q of the whole row, or raises.
-        if self.mixes or (sequence is None and (mask is None or is_tensor(mask, 2))):
+        if self.mixes or not (self.on_ranks or self.masks_made):
             self.unconsumed.add("position_ids")
         if self.numbers is not None:
             self.unconsumed.add("attention_mask")
@@ -118,7 +122,7 @@ class PackedCall:
             self.unconsumed.add("segment_parents")
         # What was found in it.
         self.answers = [] if outer is None else outer.answers
-        self.seen = self.of_axes = self.row_documents = None
+        self.seen = self.of_axes = self.rows = self.row_documents = None
         self.cache = None  # the KV cache that check_cache has seen in this call
         self.checked = None  # (position_ids that cu_seqlens were compared with, these with the comparison before them)
         # Whether this call is inside a graph, and whether a backward may follow.
@@ -204,6 +208,16 @@ class PackedCall:
             isinstance(of, torch.Tensor) and mine is not of and is_tensor(mine, of.dim())
             for mine, of in ((self.cu_seqlens, outer.cu_seqlens), (self.position_ids, outer.position_ids))
         )
+
+    def has_rows_of(self, outer, rows) -> bool:
+        """Return whether its (batch, seqlen) rows are those in which an outer call has found documents."""
+        if outer is None or outer.rows != rows or self.says_others_than(outer):
+            return False
+        if outer.row_documents is not None and outer.row_documents.several is not False:
+            return True
+        # Padding alone, or one document in each row: nothing that this call was given may show others.
+        shows = is_tensor(self.position_ids, 2) and self.position_ids is not outer.made_positions
+        return (self.traced or outer.row_documents is not None) and not (shows and outer.position_ids is None)
 
     def has_positions(self) -> bool:
         """Return whether position_ids were given that may show documents."""
@@ -297,8 +311,12 @@ class PackedCall:
         return one_each(lost, f"{self.name} {why}")
 
 
-def check_form(positions) -> None:
-    """Raise ValueError for 1-D positions, which would fit tables of RoPE, and show no documents."""
+def check_form(positions, mask=None) -> None:
+    """Raise TypeError for a mask that is none, which some layers would drop; ValueError for 1-D positions, which would
+    fit tables of RoPE, and show no documents.
+    """
+    if not (mask is None or isinstance(mask, dict) or hasattr(mask, "dim") or hasattr(mask, "to")):  # of a BlockMask
+        raise TypeError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
     if positions is not None and not (is_tensor(positions, 2) or is_tensor(positions, 3)):
         got = list(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__
         raise ValueError(f"position_ids: expected a tensor [1 or batch, seqlen], or one of several axes, got {got}")
@@ -377,7 +395,8 @@ def watched(begin, end, stock):
         # The call, and what masks and layers below ask of it.
         outer = now.call
         call = PackedCall(self, args, kwargs, outer)
-        if call.numbers is not None and call.padding is not call.given("attention_mask", args, kwargs):
+        given = call.given("attention_mask", args, kwargs)
+        if call.numbers is not None and not (call.padding is given or isinstance(given, dict)):
             args, kwargs = call.put("attention_mask", call.padding, args, kwargs)  # models expect 0 and 1
         begun, now.begun = now.begun, call if call.traced else None
         now.call, documents = call, now.row_documents

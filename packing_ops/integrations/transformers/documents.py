@@ -295,6 +295,11 @@ def is_tensor(value, dim) -> bool:
 # --- masks that are tensors ---
 
 
+def mask_of_row(mask):
+    """Return the 2-D mask in one for each kind of layer, which layers with a state get; of others the mask itself."""
+    return next((each for each in mask.values() if is_tensor(each, 2)), None) if isinstance(mask, dict) else mask
+
+
 def each_document_alone(mask_function, kwargs, prepared, batch, q_length, q_offset):
     """Restrict mask_function to documents. Keys of a cache without numbers belong to the first query's document.
 

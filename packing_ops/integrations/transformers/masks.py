@@ -393,7 +393,7 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         call.cache = cache
     cached = cache.get_seq_length()
     if isinstance(cached, torch.Tensor) or cached > 0:
-        _refuse_several(cache, cached, numbers)
+        refuse_several(cache, cached, numbers)
         # generate gives every step a mask of integers, and 1 to each new token: on CUDA the first step alone waits.
         is_new = numbers is not None and not (numbers.is_cuda and getattr(cache, _SEVERAL, None) is False)
         if length == 1 and is_new and can_read(numbers):
@@ -409,10 +409,18 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         setattr(cache, _SEVERAL, several_in(position_ids, padding, cu_seqlens, numbers, batch))
 
 
-def _refuse_several(cache, cached, numbers):
-    several = getattr(cache, _SEVERAL, None)
-    if not isinstance(several, torch.Tensor):
+def is_marked(cache) -> bool:
+    """Return whether the call that filled a cache has left there whether a row had several documents."""
+    return isinstance(getattr(cache, _SEVERAL, None), torch.Tensor)
+
+
+def refuse_several(cache, cached, numbers=None):
+    """Raise ValueError if a cache of ``cached`` tokens was filled with several documents in a row, unless the mask has
+    their numbers.
+    """
+    if not is_marked(cache):
         return
+    several = getattr(cache, _SEVERAL)
     if can_read(several) and not bool(several):
         setattr(cache, _SEVERAL, None)
         return

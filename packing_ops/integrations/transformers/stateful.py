@@ -19,7 +19,7 @@ from packing_ops._runtime.batch_cache import unseen
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
 from packing_ops.integrations._walks import DOCUMENTS, MIXES, kept_with_model
-from packing_ops.integrations.transformers import linear_attention, sequence_group
+from packing_ops.integrations.transformers import linear_attention, masks, sequence_group
 from packing_ops.integrations.transformers.call import now
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
@@ -28,6 +28,7 @@ from packing_ops.integrations.transformers.documents import (
     refuse_one_result,
     refuse_packed_choices,
     refuse_where,
+    several_in,
     tokens_of,
 )
 from packing_ops.integrations.transformers.positions import refuse_own_positions
@@ -260,13 +261,13 @@ def find_documents_of(model, call, args, kwargs) -> dict:
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
         return kwargs
     refuse_packed_choices(model, call, tokens, kwargs)
+    _refuse_masks_and_caches(model, call, args, kwargs)
     if tokens.shape[1] < 2 and not call.on_ranks:
         return kwargs
     batch, seqlen = tokens.shape[:2]
-    outer = getattr(call.outer, "row_documents", None)
-    if outer is not None and outer.seq_idx.shape == (batch, seqlen) and not call.says_others_than(call.outer):
-        call.row_documents = outer
-        return kwargs
+    if call.has_rows_of(call.outer, (batch, seqlen)):
+        call.rows, call.row_documents = call.outer.rows, call.outer.row_documents
+        return _filling_no_cache(model, call, args, kwargs)
 
     # What says where documents are.
     position_ids = call.row_positions(batch, seqlen)
@@ -291,39 +292,69 @@ def find_documents_of(model, call, args, kwargs) -> dict:
     if call.on_ranks:
         ranks = sequence_group.of(model).documents(kwargs["cu_seq_lens_q"], seqlen)
         seq_idx = seq_idx_from_cu_seqlens(ranks.cu_seqlens, seqlen)[None]
-        call.row_documents = RowDocuments(seq_idx, ranks.cu_seqlens, None, has_attention, ranks=ranks)
+        call.row_documents = RowDocuments(seq_idx, ranks.cu_seqlens, None, has_attention, True, ranks=ranks)
+        call.rows = batch, seqlen
         return kwargs
 
-    # Their documents, where a row may have several. No cache may hold tokens already.
-    documents = call.documents_of_tokens(tokens, position_ids)
-    if documents.indices is None and not torch.compiler.is_compiling() and documents.cu_seqlens.numel() - 1 <= batch:
-        return kwargs
+    # Their documents, where a row may have several.
+    documents, several = call.documents_of_tokens(tokens, position_ids), None
+    if not torch.compiler.is_compiling():
+        call.rows, several = (batch, seqlen), documents.several is not False
+        if documents.indices is None and documents.cu_seqlens.numel() - 1 <= batch:
+            return kwargs
     seq_idx, parents = documents.document_ids(batch, seqlen), call.segment_parents
     paths = None if parents is None else cached_paths(documents.cu_seqlens, parents, seqlen, None)
-    call.row_documents = RowDocuments(seq_idx, documents.cu_seqlens, documents.indices, has_attention, paths)
-    for name in CACHES.intersection(kwargs):
-        cached = kwargs[name].get_seq_length() if hasattr(kwargs[name], "get_seq_length") else 0
-        if isinstance(cached, int) and cached > 0:
-            raise ValueError(
-                f"{name}: expected an empty cache beside several documents in a row, got {cached} tokens, whose state "
-                f"the layers of {class_name(model)} would go on with"
-            )
+    call.rows = batch, seqlen
+    call.row_documents = RowDocuments(seq_idx, documents.cu_seqlens, documents.indices, has_attention, several, paths)
+    return _filling_no_cache(model, call, args, kwargs)
 
-    # A cache would hold one state for the row. Attention refuses to go on with it; without attention nothing would.
-    asks = kwargs.get("use_cache")
-    if not has_attention and (asks or any(kwargs.get(name) is not None for name in CACHES)):
-        refuse_where(
-            call.several(batch, position_ids),
-            "use_cache: expected False, and no cache, beside several documents in a row, of which a cache of "
-            f"{class_name(model)} keeps one state",
-        )
-    # A graph cannot know of several: attention marks its cache, and an outer call has given use_cache to this one.
-    takes = (
-        asks is None
-        and documents.several is not False
-        and not (torch.compiler.is_compiling() and (has_attention or call.outer is not None))
-        and "use_cache" in parameters_of(type(model).forward)[len(args) :]
-    )
+
+def _refuse_masks_and_caches(model, call, args, kwargs):
+    """Raise TypeError for masks by kind of layer without one for its layers with a state, and ValueError for a cache
+    that was filled with several documents of a row: numbers of its tokens help attention, and no state.
+    """
+    made = call.given("attention_mask", args, kwargs)
+    marked = [kwargs[name] for name in CACHES.intersection(kwargs) if masks.is_marked(kwargs[name])]
+    if not (marked or isinstance(made, dict)):
+        return
+    stateful, has_attention, _ = prepare(call, model, call.padding is not None)
+    for cache in marked if stateful else ():
+        masks.refuse_several(cache, cache.get_seq_length())
+    if stateful and isinstance(made, dict):
+        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+        missing = sorted({kind for kind in kinds if not kind.startswith("hybrid")}.difference(made))
+        if missing or not has_attention:
+            wanted = f"one for {missing[0]!r} in a dict of masks" if has_attention else "a tensor"
+            raise TypeError(f"attention_mask: expected {wanted}, got {type(made).__name__} of {[*made]}")
+
+
+def _filling_no_cache(model, call, args, kwargs) -> dict:
+    """Return the keyword arguments of a call, an outer or an inner one, that may make the cache: beside several
+    documents in a row none that nobody asked for. Raise ValueError for a cache with tokens, or that nothing refuses.
+    """
+    found, names = call.row_documents, parameters_of(type(model).forward)
+    if found is None or found.several is False:
+        return kwargs
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    caches = {name: given[name] for name in sorted(CACHES.intersection(given)) if given[name] is not None}
+    # A cache would hold one state for the row. Attention that makes its mask refuses to go on with it, nothing else.
+    if given.get("use_cache") or caches:
+        for name, cache in caches.items() if found.has_attention else ():
+            cached = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+            if isinstance(cached, int) and cached > 0:
+                raise ValueError(
+                    f"{name}: expected an empty cache beside several documents in a row, got {cached} tokens, whose "
+                    f"state the layers of {class_name(model)} would go on with"
+                )
+        if not found.has_attention or all(each.masks_made for each in (call, *call.outers)):
+            refuse_where(
+                found.several or several_in(numbers=found.seq_idx + 1),
+                "use_cache: expected False, and no cache, beside several documents in a row, of which a cache of "
+                f"{class_name(model)} keeps one state",
+            )
+    # A graph cannot know of several: attention marks its cache.
+    takes = found.several or not found.has_attention
+    takes = takes and given.get("use_cache") is None and "use_cache" in names[len(args) :]
     return {**kwargs, "use_cache": False} if takes else kwargs
 
 

@@ -188,6 +188,7 @@ class RowDocuments(NamedTuple):
     cu_seqlens: torch.Tensor  # int32 [documents + 1], of the rows without padding
     indices: torch.Tensor | None  # int64, the slots of these rows; None where no slot is padding
     has_attention: bool  # next to the layers with a state
+    several: bool | None  # whether a row has several; None: a graph cannot know
     paths: PrefixPaths | None = None  # of a prefix tree, whose segments all else counts
     ranks: "RankDocuments | None" = None  # of a row on several ranks; all else is of this one's slots
 
