@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import result_rows
 import tomllib
@@ -164,7 +164,7 @@ WORDS = {"workload": result_rows.workload}
 STATS = {
     "sum": sum, "min": min, "max": max, "median": median, "count": len, "span": Span,
     "spread": lambda values: max(values) - min(values), "ratio": lambda values: values[0] / values[1] if len(values) > 1 else "",
-    "product": prod, "last": lambda values: values[-1],
+    "product": prod, "last 20": lambda values: mean(values[-20:]),
 }  # fmt: skip
 
 

@@ -152,6 +152,8 @@ CASES = [
     _small("ours"),
     _small("fa2"),
     _small("fa2_liger_loss"),
+    _small("ours", compiled=False),
+    _small("fa2", compiled=False),
     _small("liger", compiled=False),
     _small("liger"),
     _small("liger_fa4", compiled=False),
