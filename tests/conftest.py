@@ -100,6 +100,14 @@ def values_checked_in_the_call(monkeypatch):
 
 
 @pytest.fixture
+def one_gpu(monkeypatch):
+    """transformers' trainers use one GPU: of several in a process they make a DataParallel, which splits batches."""
+    arguments = pytest.importorskip("transformers").TrainingArguments
+    seen = arguments.n_gpu.fget
+    monkeypatch.setattr(arguments, "n_gpu", property(lambda self: min(seen(self), 1)))
+
+
+@pytest.fixture
 def fresh_compile():
     torch._dynamo.reset()
     yield

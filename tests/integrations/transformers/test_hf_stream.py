@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from packing_ops.data import PackedStream, PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_gpu")
 EXAMPLES = [{"input_ids": (ids := [3 + i] * (2 + 7 * i % 29)), "labels": ids} for i in range(40)]
 STEPS = 8
 
@@ -33,7 +34,7 @@ def recorded(trainer_class):
 
 
 def settings(kind, folder, device, **more):
-    made = kind(
+    return kind(
         output_dir=str(folder),
         max_steps=STEPS,
         save_steps=STEPS // 2,
@@ -44,9 +45,6 @@ def settings(kind, folder, device, **more):
         accelerator_config={"dispatch_batches": False},
         **{"per_device_train_batch_size": 1, **more},
     )
-    if device == "cuda":
-        made._n_gpu = 1  # of several the Trainer would make a DataParallel, which splits batches
-    return made
 
 
 def model_on(device):

@@ -20,6 +20,7 @@ from packing_ops.contrib.unsloth import enable_packing  # noqa: E402
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_gpu")
 LENGTHS = [30, 7, 21, 2, 45, 33, 12, 9]
 ROWS, ACCUMULATED = 2, 2  # documents of a batch, batches of a step
 
@@ -63,8 +64,6 @@ def trained(model, collator, folder, device):
         save_strategy="no",
         disable_tqdm=True,
     )
-    if device == "cuda":
-        settings._n_gpu = 1  # of several the Trainer would make a DataParallel, which splits batches
     trainer = Recorded(
         model=model, args=settings, data_collator=collator, train_dataset=examples, eval_dataset=examples
     )
