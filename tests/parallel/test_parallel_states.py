@@ -42,7 +42,6 @@ def trained(family, lengths, *, around="nothing", checkpointing=None, device="cp
     batch = {
         name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in batch_of(lengths).items()
     }
-    batch["use_cache"] = False
     one = model_of(family, device)
     expected = loss_of(one, batch)
     expected.backward()
@@ -146,26 +145,44 @@ def test_documents_on_a_rank(cu_seqlens, rank, wanted):
 def refusals():
     group, batch = dist.group.WORLD, batch_of()
     model = model_of("qwen3_5_text", sequence_group=group)
+    conv = model_of("lfm2", sequence_group=group) if passes_keywords("lfm2") else model
     shard = shard_packed({name: value for name, value in batch.items() if name != "labels"}, group)
     return [
         message_of(lambda: model_of("qwen3_5_text", sequence_group=group, sequence_scheme="zigzag")),
         message_of(lambda: model_of("qwen3_5_text", sequence_group=group, linear_attention=False)),
         message_of(lambda: model_of("jamba", sequence_group=group)),
-        message_of(lambda: model(**shard, use_cache=True)),
+        *(message_of(lambda model=model: model(**shard, use_cache=True)) for model in (model, model.model, conv)),
     ]
 
 
 def test_what_is_refused(tmp_path):
-    for zigzag, stock, other, cached in spawn(refusals, 2, tmp_path):
+    for zigzag, stock, other, *cached in spawn(refusals, 2, tmp_path):
         assert 'which takes sequence_scheme="contiguous"' in zigzag
         assert "carries a state along the sequence" in stock
         assert "carries a state along the sequence" in other
-        assert "use_cache: expected False with a sequence_group" in cached
+        assert ["use_cache: expected False with a sequence_group" in each for each in cached] == [True] * 3
+
+
+def caches():
+    """What models and their decoders fill of a row on several ranks, if the call does not say."""
+    group, batch = dist.group.WORLD, batch_of()
+    shard = shard_packed({name: value for name, value in batch.items() if name != "labels"}, group)
+    models = {family: model_of(family, sequence_group=group).eval() for family in FAMILIES}
+    return {
+        (family, called is model): called(**shard).get("past_key_values")
+        for family, model in models.items()
+        for called in (model, model.model)
+    }
+
+
+def test_no_cache_is_filled(tmp_path):
+    for found in spawn(caches, 2, tmp_path):
+        assert {case: each for case, each in found.items() if each is not None} == {}
 
 
 def compiled():
     """Of a whole model, whose graph breaks where it looks for a row's documents."""
-    group, batch = dist.group.WORLD, {**batch_of([7, 9]), "use_cache": False}
+    group, batch = dist.group.WORLD, batch_of([7, 9])
     model = model_of("qwen3_5_text", sequence_group=group)
     losses = [loss_of(f, shard_packed(batch, group), group) for f in (model, torch.compile(model, backend="eager"))]
     return torch.equal(*losses)

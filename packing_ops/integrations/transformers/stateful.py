@@ -294,7 +294,7 @@ def find_documents_of(model, call, args, kwargs) -> dict:
         seq_idx = seq_idx_from_cu_seqlens(ranks.cu_seqlens, seqlen)[None]
         call.row_documents = RowDocuments(seq_idx, ranks.cu_seqlens, None, has_attention, True, ranks=ranks)
         call.rows = batch, seqlen
-        return kwargs
+        return _filling_no_cache(model, call, args, kwargs)
 
     # Their documents, where a row may have several.
     documents, several = call.documents_of_tokens(tokens, position_ids), None
@@ -339,6 +339,8 @@ def _filling_no_cache(model, call, args, kwargs) -> dict:
     caches = {name: given[name] for name in sorted(CACHES.intersection(given)) if given[name] is not None}
     # A cache would hold one state for the row. Attention that makes its mask refuses to go on with it, nothing else.
     if given.get("use_cache") or caches:
+        if found.ranks is not None:
+            raise ValueError("use_cache: expected False with a sequence_group, whose documents end on other ranks")
         for name, cache in caches.items() if found.has_attention else ():
             cached = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
             if isinstance(cached, int) and cached > 0:
