@@ -1,8 +1,8 @@
 """Checkpoints of torch.utils.checkpoint, whoever calls them: a model's layers run again in backward, after its call.
 
-Layers with a state get the documents of the call again. Attention finds its name in the model's config again, and
-layers read the arguments of the call again: cu_seq_lens_q, and position_ids where they rotate or scale by them. Where
-one is not as it was, the backward is refused, as torch's autograd refuses a saved tensor that was written in place.
+Layers with a state get the documents of the call again. Attention finds its name in the model's config again, and reads
+cu_seq_lens_q again. Where one is not as it was, the backward is refused, as torch's autograd refuses a saved tensor
+that was written in place. Masks and position_ids may change: masks keep what the forward found.
 """
 
 import functools
@@ -55,7 +55,7 @@ def note(call) -> None:
 
 def _check_of(call):
     """Return _refuse_changed of a call as it is."""
-    tensors = [(name, each) for name, each in call.arguments.items() if isinstance(each, torch.Tensor)]
+    tensors = [(name, each) for name, each in call.given_documents.items() if isinstance(each, torch.Tensor)]
     versions = [(name, each, each._version) for name, each in tensors if not each.is_inference()]
     has_ours = call.config._attn_implementation in NAMES
     return functools.partial(_refuse_changed, call.name, call.config, has_ours, call.layers, versions)

@@ -90,7 +90,11 @@ class PackedCall:
         if self.cu_seqlens is None:  # one is for both
             self.cu_seqlens = self.cu_seqlens_k
         # For what runs again in backward, see _checkpoints.py
-        self.config, self.layers, self.arguments = model.config, [], self._arguments(positions, mask, kwargs)
+        self.config, self.layers, self.given_documents = (
+            model.config,
+            [],
+            {name: kwargs.get(name) for name in _READ_AGAIN},
+        )
         sequence = sequence_group.of(model)
         self.on_ranks = sequence is not None
         if sequence is not None:  # cu_seqlens are of a row of which this rank has a part
@@ -131,12 +135,6 @@ class PackedCall:
         self.has_cache = kwargs.get(CACHE) is not None or REQUESTS in kwargs
         # Of its masks (causal, window), None for more than that; see refuse_dropped_mask
         self.masks, self.looked_at_parts = set(), False
-
-    @staticmethod
-    def _arguments(positions, mask, kwargs):
-        """Return {name: what was given} of the arguments that tell documents, which layers may read."""
-        others = {name: kwargs.get(name) for name in (*_CU_SEQLENS, "segment_parents")}
-        return {"position_ids": positions, "attention_mask": mask, **others}
 
     def _check_tree(self, position_ids, mask, labels, sequence):
         """Raise ValueError for what has no meaning with segment_parents, and for positions that are not depths."""
@@ -464,6 +462,7 @@ now = _Now()
 # --- keywords that are refused: those that describe documents under a name that transformers does not read ---
 
 _CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_READ_AGAIN = (*_CU_SEQLENS, "segment_parents")  # by attention that runs again
 _NEAR = re.compile(
     r"cu(m|mulative)?_?seq(uence)?s?_?len(gth)?s?(_?(q|k|kv|padded))*"
     r"|((packed|sub)_?)?(seq|sequence|doc|document)s?_?len(gth)?s(_?(q|k|kv))?"
