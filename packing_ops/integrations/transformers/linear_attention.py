@@ -154,7 +154,9 @@ def _scanned(scan, tensors, documents, state, dtype, initial_state=None, output_
         out = documents.ranks.scanned(scan, [*rows, *constants], state, dtype)
     # Back in the batch
     out = out.unflatten(0, (batch, seqlen)) if indices is None else gate.scatter_rows(out, indices, batch, seqlen)
-    return out, None if final is None else final[documents.seq_idx[:, -1].clamp(min=0).long()]
+    if final is not None:  # -1, of a row without a token, finds the zeros at the end
+        final = torch.cat([final, final.new_zeros(1, *final.shape[1:])])[documents.seq_idx.amax(1).to(device).long()]
+    return out, final
 
 
 @torch.compiler.disable(reason="packing_ops: how many levels a tree has is known when the layer runs")

@@ -215,6 +215,41 @@ def test_a_cache_is_left_with_the_last_document_of_its_row(device):
             torch.testing.assert_close(found.recurrent_states[0], wanted.recurrent_states[0])
 
 
+def states_of(model, ids, mask=None):
+    """The recurrent states, [layers, batch, ...], that a cache holds after these rows."""
+    with torch.no_grad():
+        outputs = model.eval()(ids, attention_mask=mask, use_cache=True)
+    cache = next(outputs[name] for name in stateful_rows.CACHES if outputs.get(name) is not None)
+    states = [each.recurrent_states for each in cache.layers if hasattr(each, "recurrent_states")]
+    return torch.stack([each[0] for each in states])
+
+
+# Delta rules of two kinds, Mamba-2 next to attention and without.
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "granitemoehybrid", "mamba2"])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [1, 0], [1], [1, 1]], ids=str)
+def test_a_cache_holds_the_states_of_padded_rows_alone(family, rows, device):
+    """A row of padding alone has a state of zeros, one with padding on the right that of its last token."""
+    model, stock = hybrid(family, device)
+    mask = torch.tensor([[1] * 5, [0] * 5, [0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0]], device=device)[rows]
+    ids = torch.randint(3, 60, (5, 5), generator=torch.Generator().manual_seed(1)).to(device)[rows]
+    for row, real, found in zip(ids, mask.bool(), states_of(model, ids, mask).unbind(1), strict=True):
+        wanted = states_of(stock, row[None, real])[:, 0] if real.any() else torch.zeros_like(found)
+        torch.testing.assert_close(found, wanted, **CLOSE)
+    assert logits(model, ids, attention_mask=mask).isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "zamba2"])
+def test_a_prefill_in_chunks_whose_first_is_padding(family, device):
+    model, stock = (each.eval() for each in hybrid(family, device))
+    ids = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0)).to(device)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    given = {"attention_mask": mask, "prefill_chunk_size": 5, "max_new_tokens": 3, "do_sample": False}
+    given |= {"eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+    found, wanted = (torch.stack(each.generate(ids, **given).logits) for each in (model, stock))
+    torch.testing.assert_close(found, wanted, **CLOSE)
+
+
 def test_left_as_it_is_on_request(device):
     model = stateful_model("qwen3_next", attn_implementation="eager", device=device)
     assert apply_packing_ops(model, linear_attention=False).linear_attention == 0
