@@ -1,7 +1,7 @@
 """apply_packing_ops puts packing_ops into a transformers model, revert_packing_ops takes it out."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from packing_ops.integrations.transformers import sequence_group as sequence_pat
 from packing_ops.integrations.transformers import stateful
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import in_tables, register, unknown_options
-from packing_ops.integrations.transformers.call import GUARD, NAMES
+from packing_ops.integrations.transformers.call import GUARD, NAMES, mixes_tokens
 from packing_ops.integrations.transformers.versions import PreTrainedModel, code_has, models_in, reads_text
 from packing_ops.invariance import few_rows, mode
 from packing_ops.invariance.api import check_invariance
@@ -196,7 +196,7 @@ def apply_packing_ops(
         skipped.pop("vision", None)
         skipped["attention"] = left
         _refuse(model, skipped, strict)
-    if "attention" in skipped and _guard(model, skipped["attention"]):
+    if "attention" in skipped and _guard(model, f"keeps its attention: {skipped['attention']}"):
         skipped["attention"] += (
             "; rows of several documents are an error where no layer keeps them apart. With attention=False they are "
             "none: the model's own attention must then keep them apart"
@@ -291,7 +291,8 @@ class Kept:
     """Kept in a model. Making or unpickling one registers our attention, which watches the calls, in that process.
 
     before: of a model with our attention, its implementations before.
-    why, has_state: of one that keeps its attention, and whether layers with a state may keep documents apart.
+    why, has_state: of one with another attention, what an error says, and whether layers with a state may keep
+        documents apart.
     """
 
     before: dict[str, Any] = field(default_factory=dict)
@@ -359,6 +360,12 @@ def _set_attention(model: torch.nn.Module) -> str | None:
         for host, implementations in before.items():
             if is_set:
                 host.__dict__.setdefault(STATE, Kept(before=implementations))
+                _guard(  # another one is set later, by the user or by the revert of a model with the same config
+                    host,
+                    "mixes tokens beside its attention, whose attn_implementation is no longer the "
+                    f"{IMPLEMENTATION!r} of apply_packing_ops: apply it again",
+                    lambda module: stateful.layers_of(module) or mixes_tokens(module.config),
+                )
             else:
                 _set_implementation(host, implementations)
     return None if is_set else f"{', '.join(refused)} cannot change its attn_implementation"
@@ -378,14 +385,14 @@ def _set_implementation(host: PreTrainedModel, implementation: str | dict[str, A
                 config._attn_implementation = model.config._attn_implementation
 
 
-def _guard(model: torch.nn.Module, why: str) -> bool:
-    """Make packed rows an error from now on if no layer keeps documents apart. Return False if there is no text
-    model.
+def _guard(model: torch.nn.Module, why: str, mixes: Callable[[Any], Any] = lambda module: True) -> bool:
+    """Make packed rows an error while its attention is not ours, if no layer keeps documents apart. Return False if
+    there is no text model. mixes: of which text models inside.
     """
-    found = [module for module in models_in(model) if reads_text(type(module))]
+    found = [module for module in models_in(model) if reads_text(type(module)) and mixes(module)]
     for module in found:
         has_state = stateful.StateKind.RECURRENT in stateful.layers_of(module).values()
-        module.__dict__[GUARD] = Kept(why=why, has_state=has_state)
+        module.__dict__[GUARD] = Kept(why=why, has_state=has_state and not stateful.calls_attention_inside(module))
     return bool(found)
 
 

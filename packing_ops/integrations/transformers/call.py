@@ -35,7 +35,7 @@ NAMES: set[str] = set()  # attn_implementations that register() made
 REQUESTS = "write_index"  # a keyword that only transformers' continuous batching gives: where new keys go in its cache
 LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw, for info
 BALANCE = "_packing_ops_balance"  # in a model whose balance loss is ours, see fused_loss
-GUARD = "_packing_ops_guard"  # in a model that keeps its attention: why, see _guard of apply.py
+GUARD = "_packing_ops_guard"  # in a model, for while its attention is not ours: why, see _guard of apply.py
 
 # The forms of a mask. Only our attention reads a MaskPattern. A model that supports neither FlashAttention nor
 # FlexAttention reads masks itself, or has a special attention. It gets a tensor: bool, as for SDPA, or additive, as
@@ -305,7 +305,7 @@ class PackedCall:
 
     def _refusal(self, lost):
         why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
-        why = why if self.guard is None else f"keeps its attention: {self.guard.why}"
+        why = why if self.guard is None else self.guard.why
         return one_each(lost, f"{self.name} {why}")
 
 
@@ -354,7 +354,7 @@ def mixes_tokens(config) -> bool:
 
 
 def guard_of(model):
-    """Return the guard of a model that apply_packing_ops left with its attention, else None."""
+    """Return the guard of a model whose attention is not ours after apply_packing_ops, else None."""
     return None if model.config._attn_implementation in NAMES else model.__dict__.get(GUARD)
 
 

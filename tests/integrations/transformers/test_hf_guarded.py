@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 
 import causal_families  # noqa: E402
+import stateful_models  # noqa: E402
 from causal_families import APART, REFUSED  # noqa: E402
 from causal_families import SHORT as LENGTHS  # noqa: E402
 
@@ -158,3 +159,43 @@ def test_in_a_graph_it_asserts(fresh_compile):
     compiled(input_ids=IDS, use_cache=False, position_ids=torch.arange(IDS.shape[1])[None])
     with pytest.raises((RuntimeError, ValueError), match="position_ids: expected one document in each row"):
         compiled(input_ids=IDS, use_cache=False, **POSITIONS)
+
+
+def of_one_config(model):
+    """As two models are made of one config; the other one is reverted, whose attention is that of both."""
+    other = type(model)(model.config)
+    for each in (other, model):
+        apply_packing_ops(each)
+    revert_packing_ops(other)
+
+
+def set_later(model):
+    apply_packing_ops(model)
+    model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("rows", [*ROWS, "attention_mask"])
+@pytest.mark.filterwarnings("ignore:apply_packing_ops")
+@pytest.mark.parametrize("take", [of_one_config, set_later])
+@pytest.mark.parametrize("family", ["lfm2", "jamba", "qwen3_5_text", "minimax", "mamba2"])
+@torch.no_grad()
+def test_layers_with_a_state_beside_another_attention_than_ours(family, take, rows):
+    model = stateful_models.stateful_model(family, attn_implementation="eager").eval()
+    single = model(input_ids=IDS, use_cache=False).logits
+    wanted = torch.cat([model(input_ids=ids, use_cache=False).logits for ids in IDS.split(LENGTHS, 1)], 1)
+    take(model)
+    given = ROWS.get(rows, {"attention_mask": NUMBERS})
+    torch.testing.assert_close(model(input_ids=IDS, use_cache=False).logits, single, rtol=2e-4, atol=2e-5)
+    assert model.generate(IDS, max_new_tokens=2, min_new_tokens=2, do_sample=False).shape == (1, sum(LENGTHS) + 2)
+    if family == "mamba2":  # has no attention: documents are apart as before
+        found = model(input_ids=IDS, use_cache=False, **given).logits
+        torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
+        return
+    assert "documents: one in each row" in info(model)
+    with pytest.raises(ValueError, match=f"^{rows}: expected one document in each row.*no longer the 'packing_ops'"):
+        model(input_ids=IDS, use_cache=False, **given)
+    apply_packing_ops(model)
+    found = model(input_ids=IDS, use_cache=False, **given).logits
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
+    revert_packing_ops(model)
+    assert not [name for module in model.modules() for name in vars(module) if "packing" in name]
