@@ -111,14 +111,15 @@ GPU_PYTHON ?= $(if $(wildcard .venv/.ready),$(BIN)/python,python3)
 test-gpu bench-gpu profile-gpu: export PYTHONPATH := .$(addprefix :,$(CALLERS_PYTHONPATH))
 
 # Three processes for four cores, spread over the GPUs; through MPS where it is, since processes otherwise take turns on a
-# GPU. At most 12 a GPU: MPS serves 48, and tests over ranks start up to four each. Not here: what needs a compiler, or runs
-# on the CPU alone.
+# GPU. At most 12 a GPU: MPS serves 48, and tests over ranks start up to four each. MPS serves all GPUs: of those that it
+# is limited to it changes the numbers. Not here: what needs a compiler, or runs on the CPU alone.
 test-gpu: export OMP_NUM_THREADS ?= 2
 test-gpu: export TORCHINDUCTOR_COMPILE_THREADS ?= 2
 test-gpu: export CUDA_VISIBLE_DEVICES ?= $(shell nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)
 test-gpu:  ## the tests on a GPU machine (TESTS="tests/ops -k cuda" for some)
+	@$(GPU_PYTHON) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'make test-gpu: torch sees no GPU')"
 	@export CUDA_MPS_PIPE_DIRECTORY=$$(mktemp -d); export CUDA_MPS_LOG_DIRECTORY=$$CUDA_MPS_PIPE_DIRECTORY; \
-	if nvidia-cuda-mps-control -d; then trap 'echo quit | nvidia-cuda-mps-control' EXIT; else unset CUDA_MPS_PIPE_DIRECTORY; fi; \
+	if env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d; then trap 'echo quit | nvidia-cuda-mps-control' EXIT; else unset CUDA_MPS_PIPE_DIRECTORY; fi; \
 	most=$$((12 * $$(echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n' | wc -l))); fit=$$((($(CORES) * 3 + 3) / 4)); \
 	$(GPU_PYTHON) -m pytest -n $$((fit < most ? fit : most)) --dist worksteal -p no:cacheprovider --durations 20 -k "cuda or not cpu" \
 		--ignore-glob='*/test_install.py' --ignore-glob='*/test_emulated_*.py' --ignore-glob='*/test_*example*.py' $(TESTS)

@@ -234,7 +234,7 @@ def test_a_model_that_got_another_attention_trains_on(device):
     for model in models:
         train([model], device)
         model.set_attn_implementation("eager")
-        train([model], device)
+        train([model], device, rows=((16,),))  # of one document: others are refused
     assert_same_gradients(*models)
 
 
