@@ -273,7 +273,8 @@ def test_each_way_to_train_has_its_speedup(results):
             ("ours", "23", "8", large | {"documents": "4,096-token"}), ("fa2", "20", "10", large | {"documents": "4,096-token"}),
         )
     ])  # fmt: skip
-    lines = [line.split(" | ") for line in made("answers").splitlines() if re.match(r"\| \d", line)]
+    lines = [line.split(" | ") for name in ("answers", "without_optimizer")
+             for line in made(name).splitlines() if re.match(r"\| \d", line)]  # fmt: skip
     assert [(line[0][2], *line[1:5]) for line in lines] == [
         ("2", "**1.25**", "75%", "**1.10 to 1.15**", "80% to 90%"),
         ("7", "**1.50**", "50%", "–", "–"),

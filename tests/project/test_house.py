@@ -309,7 +309,7 @@ STATEMENTS = {
     "contrib": 412,
     "data": 2081,
     "integrations": 2395,  # 43 of integrations/transformers came; vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came
-    "integrations/transformers": 3290,  # checkpoints of layers with a state came, and whose call fills their caches
+    "integrations/transformers": 3296,  # checkpoints of layers with a state came, and whose call fills their caches
     "invariance": 701,  # rollouts came, what is none, and rows of narrow products
     "losses": 582,
     "parallel": 994,  # states over ranks came

@@ -253,7 +253,7 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
     Outputs are those of before to the bit. What enable_padding_free put into it is reverted too. The modelling module
     is reverted when no model needs the swap any more. What register added to transformers stays until
     revert_registration. A model to which nothing was applied does not change. Call backward first: through gradient
-    checkpoints, which run layers again, a later one is a RuntimeError.
+    checkpoints, which run layers with our attention again, a later one is a RuntimeError.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
@@ -357,17 +357,16 @@ def _set_attention(model: torch.nn.Module) -> str | None:
         refused = [type(host).__name__ for host in found if host.config._attn_implementation != IMPLEMENTATION]
         is_set = not refused
     finally:
-        for host, implementations in before.items():
-            if is_set:
-                host.__dict__.setdefault(STATE, Kept(before=implementations))
-                _guard(  # another one is set later, by the user or by the revert of a model with the same config
-                    host,
-                    "mixes tokens beside its attention, whose attn_implementation is no longer the "
-                    f"{IMPLEMENTATION!r} of apply_packing_ops: apply it again",
-                    lambda module: stateful.layers_of(module) or mixes_tokens(module.config),
-                )
-            else:
-                _set_implementation(host, implementations)
+        for host, implementations in () if is_set else before.items():
+            _set_implementation(host, implementations)
+    for host, implementations in before.items() if is_set else ():
+        host.__dict__.setdefault(STATE, Kept(before=implementations))
+        _guard(  # another one is set later, by the user or by the revert of a model with the same config
+            host,
+            "mixes tokens beside its attention, whose attn_implementation is no longer the "
+            f"{IMPLEMENTATION!r} of apply_packing_ops: apply it again",
+            lambda module: stateful.layers_of(module) or mixes_tokens(module.config),
+        )
     return None if is_set else f"{', '.join(refused)} cannot change its attn_implementation"
 
 

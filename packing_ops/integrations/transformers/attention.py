@@ -52,12 +52,12 @@ def register(name: str = "packing_ops") -> None:
     mask of the same meaning, after one warning that says why: a KV cache, 4-D masks (models that read theirs), dropout,
     head_dim over 512. A second call changes nothing.
 
-    What this adds to transformers stays until revert_registration(name): the name in its two tables, and wrappers
-    around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, around the
-    preparation of masks, and around both forms of torch.utils.checkpoint, which take the documents along; in models,
-    the forward of layers that carry a state. The wrappers in transformers leave models with another attn_implementation
-    as they are. A process that unpickles a model with this attention must call register first, unless
-    apply_packing_ops set it.
+    What this adds to transformers and torch stays until revert_registration(name): the name in its two tables, and
+    wrappers around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, around
+    the preparation of masks, and around both forms of torch.utils.checkpoint, which take the documents along; in
+    models, the forward of layers that carry a state. The wrappers in transformers leave models with another
+    attn_implementation as they are. A process that unpickles a model with this attention must call register first,
+    unless apply_packing_ops set it.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats specially.

@@ -418,7 +418,7 @@ def refuse_several(cache, cached, numbers=None):
     """Raise ValueError if a cache of ``cached`` tokens was filled with several documents in a row, unless the mask has
     their numbers.
     """
-    if not is_marked(cache):
+    if not is_marked(cache) or (isinstance(cached, int) and cached == 0):  # reset
         return
     several = getattr(cache, _SEVERAL)
     if can_read(several) and not bool(several):

@@ -309,12 +309,21 @@ def find_documents_of(model, call, args, kwargs) -> dict:
     return _filling_no_cache(model, call, args, kwargs)
 
 
+def _named(model, args, kwargs) -> dict:
+    """Return the arguments of a call, those without a name too, by their names."""
+    return {**dict(zip(parameters_of(type(model).forward), args, strict=False)), **kwargs}
+
+
+def _caches(given) -> dict:
+    return {name: given[name] for name in sorted(CACHES.intersection(given)) if given[name] is not None}
+
+
 def _refuse_masks_and_caches(model, call, args, kwargs):
     """Raise TypeError for masks by kind of layer without one for its layers with a state, and ValueError for a cache
     that was filled with several documents of a row: numbers of its tokens help attention, and no state.
     """
     made = call.given("attention_mask", args, kwargs)
-    marked = [kwargs[name] for name in CACHES.intersection(kwargs) if masks.is_marked(kwargs[name])]
+    marked = [each for each in _caches(_named(model, args, kwargs)).values() if masks.is_marked(each)]
     if not (marked or isinstance(made, dict)):
         return
     stateful, has_attention, _ = prepare(call, model, call.padding is not None)
@@ -332,11 +341,11 @@ def _filling_no_cache(model, call, args, kwargs) -> dict:
     """Return the keyword arguments of a call, an outer or an inner one, that may make the cache: beside several
     documents in a row none that nobody asked for. Raise ValueError for a cache with tokens, or that nothing refuses.
     """
-    found, names = call.row_documents, parameters_of(type(model).forward)
+    found = call.row_documents
     if found is None or found.several is False:
         return kwargs
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    caches = {name: given[name] for name in sorted(CACHES.intersection(given)) if given[name] is not None}
+    given, names = _named(model, args, kwargs), parameters_of(type(model).forward)
+    caches = _caches(given)
     # A cache would hold one state for the row. Attention that makes its mask refuses to go on with it, nothing else.
     if given.get("use_cache") or caches:
         if found.ranks is not None:

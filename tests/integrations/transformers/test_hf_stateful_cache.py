@@ -259,6 +259,28 @@ def test_masks_that_are_made_mark_no_cache(by_kind, family, device):
 # --- generation ---
 
 
+def test_a_cache_that_was_reset_is_empty(device):
+    model = stateful_model("jamba", device=device).eval()
+    ids, ways = described(device)
+    with torch.no_grad():
+        cache = model(ids, **ways[0], use_cache=True).past_key_values
+        cache.reset()
+        outputs = model(ids[:, :5], past_key_values=cache, use_cache=True)
+        torch.testing.assert_close(outputs.logits[:, -1], model(ids[:, :5]).logits[:, -1], **CLOSE)
+
+
+def test_a_cache_by_its_place_is_refused(device):
+    """As the cache by its name: numbers of its tokens help no state."""
+    model = stateful_model("jamba", device=device).eval()
+    ids, ways = described(device)
+    with torch.no_grad():
+        cache = model(ids, **ways[0], use_cache=True).past_key_values
+        numbers = ways[2]["attention_mask"]
+        numbers = torch.cat([numbers, numbers[:, -1:].expand(-1, 3)], 1)
+        with pytest.raises(ValueError, match="several"):
+            model.model(ids[:, :3], numbers, None, cache)
+
+
 @pytest.mark.parametrize("more", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
 @pytest.mark.parametrize("family", [*(each for each in SERVED if each not in ("minimax", "xlstm")), *MORE_HYBRIDS])
 @torch.no_grad()
