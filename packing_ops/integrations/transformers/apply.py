@@ -357,9 +357,12 @@ def _set_attention(model: torch.nn.Module) -> str | None:
         refused = [type(host).__name__ for host in found if host.config._attn_implementation != IMPLEMENTATION]
         is_set = not refused
     finally:
-        for host, implementations in () if is_set else before.items():
-            _set_implementation(host, implementations)
-    for host, implementations in before.items() if is_set else ():
+        if not is_set:
+            for host, implementations in before.items():
+                _set_implementation(host, implementations)
+    if not is_set:
+        return f"{', '.join(refused)} cannot change its attn_implementation"
+    for host, implementations in before.items():
         host.__dict__.setdefault(STATE, Kept(before=implementations))
         _guard(  # another one is set later, by the user or by the revert of a model with the same config
             host,
@@ -367,7 +370,7 @@ def _set_attention(model: torch.nn.Module) -> str | None:
             f"{IMPLEMENTATION!r} of apply_packing_ops: apply it again",
             lambda module: stateful.layers_of(module) or mixes_tokens(module.config),
         )
-    return None if is_set else f"{', '.join(refused)} cannot change its attn_implementation"
+    return None
 
 
 def _set_implementation(host: PreTrainedModel, implementation: str | dict[str, Any]) -> None:

@@ -289,22 +289,21 @@ def find_documents_of(model, call, args, kwargs) -> dict:
     if not stateful:
         return kwargs
 
+    call.rows = batch, seqlen
     if call.on_ranks:
         ranks = sequence_group.of(model).documents(kwargs["cu_seq_lens_q"], seqlen)
         seq_idx = seq_idx_from_cu_seqlens(ranks.cu_seqlens, seqlen)[None]
         call.row_documents = RowDocuments(seq_idx, ranks.cu_seqlens, None, has_attention, True, ranks=ranks)
-        call.rows = batch, seqlen
         return _filling_no_cache(model, call, args, kwargs)
 
     # Their documents, where a row may have several.
     documents, several = call.documents_of_tokens(tokens, position_ids), None
     if not torch.compiler.is_compiling():
-        call.rows, several = (batch, seqlen), documents.several is not False
+        several = documents.several is not False
         if documents.indices is None and documents.cu_seqlens.numel() - 1 <= batch:
             return kwargs
     seq_idx, parents = documents.document_ids(batch, seqlen), call.segment_parents
     paths = None if parents is None else cached_paths(documents.cu_seqlens, parents, seqlen, None)
-    call.rows = batch, seqlen
     call.row_documents = RowDocuments(seq_idx, documents.cu_seqlens, documents.indices, has_attention, several, paths)
     return _filling_no_cache(model, call, args, kwargs)
 

@@ -100,6 +100,15 @@ def assert_same_gradients(ours, theirs):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
+def assert_trains_as_without(kind, checkpoints, device, train):
+    """Two equal models, the first of which has checkpoints, have the same gradients after train(model, whether)."""
+    models = [model_of(kind, device) for _ in range(2)]
+    CHECKPOINTS[checkpoints](models[0])
+    for model in models:
+        train(model, model is models[0])
+    assert_same_gradients(*models)
+
+
 # --- a revert ---
 
 REVERTS = {
@@ -246,51 +255,49 @@ def test_without_a_checkpoint_torch_notices(device):
 @pytest.mark.parametrize("kind", ["llama", "mamba, rows", "qwen3.5, ops"])
 def test_other_tensors_may_be_written(kind, checkpoints, name, device):
     """A loss that edits the mask, or the next batch in the same buffer: no layer of these reads them again."""
-    models = [model_of(kind, device) for _ in range(2)]
-    CHECKPOINTS[checkpoints](models[0])
-    for model in models:
+
+    def train(model, has_checkpoints):
         given, others = documents_by(name, device)
         loss = loss_of(model, device, **given)
-        if model is models[0]:
+        if has_checkpoints:
             given[name].copy_(others)
         loss.backward()
-    assert_same_gradients(*models)
+
+    assert_trains_as_without(kind, checkpoints, device, train)
 
 
 @pytest.mark.parametrize("checkpoints", BOTH)
 def test_a_write_beside_a_mask_of_the_same_storage(checkpoints, device):
     """The masks of micro-batches in one tensor, whose views have one version."""
-    models = [model_of("llama", device) for _ in range(2)]
-    CHECKPOINTS[checkpoints](models[0])
-    for model in models:
+
+    def train(model, _):
         masks = torch.ones(2, 16, dtype=torch.long, device=device)
         loss = loss_of(model, device, attention_mask=masks[:1])
         masks[1, :3] = 0
         loss.backward()
-    assert_same_gradients(*models)
+
+    assert_trains_as_without("llama", checkpoints, device, train)
 
 
 @pytest.mark.parametrize("checkpoints", BOTH)
 def test_a_tensor_that_is_written_before_the_layers(checkpoints, device):
     """By the model's code, say: they have only seen what is there now."""
-    models = [model_of("llama", device) for _ in range(2)]
-    CHECKPOINTS[checkpoints](models[0])
-    for model in models:
+
+    def train(model, _):
         given, _ = documents_by("position_ids", device)
-        model.model.rotary_emb.register_forward_pre_hook(lambda *_, given=given: given["position_ids"].add_(0))
+        model.model.rotary_emb.register_forward_pre_hook(lambda *_: given["position_ids"].add_(0))
         loss_of(model, device, **given).backward()
-    assert_same_gradients(*models)
+
+    assert_trains_as_without("llama", checkpoints, device, train)
 
 
 @pytest.mark.parametrize("checkpoints", BOTH)
 def test_a_tensor_of_inference_mode_has_no_version(checkpoints, device):
-    models = [model_of("mamba, rows", device) for _ in range(2)]
-    CHECKPOINTS[checkpoints](models[0])
     with torch.inference_mode():
         given, _ = documents_by("cu_seq_lens_q", device)
-    for model in models:
-        loss_of(model, device, **given).backward()
-    assert_same_gradients(*models)
+    assert_trains_as_without(
+        "mamba, rows", checkpoints, device, lambda model, _: loss_of(model, device, **given).backward()
+    )
 
 
 # --- checkpoints around a whole model, and in one another ---
