@@ -10,12 +10,13 @@ attn_implementation="packing_ops":
     masks.py                MaskPattern, which layers get in place of a mask tensor, and where masks are made.
     continuous_batching.py  generate_batch over a paged cache.
     versions.py             The transformers that is served, and what this folder uses of it.
-    stateful.py             Layers that carry a state along the sequence: each document from a fresh state, and
-                            declare; stateful_rows.py: documents as rows of a batch.
+    checkpoints.py          Layers that run again in backward: what they find then is what the forward found.
+    states/                 Layers that carry a state along the sequence: each document from a fresh state.
+        stateful.py         Which layers these are, and declare; stateful_rows.py: documents as rows of a batch.
+        linear_attention.py Convolutions, delta rules and scans of hybrid models, which get the documents of the rows.
 apply_packing_ops(model):
     apply.py                Apply and revert, Applied, which is what they say, and a model's attn_implementation.
     summary.py              info: what runs in a model, line by line.
-    linear_attention.py     Convolutions, delta rules and scans of hybrid models, which get the documents of the rows.
     advice_callback.py      The line of the log on padding, for runs without this attention.
     sequence_group.py       A model whose rows are spread over several ranks, by packing_ops.parallel.
     rope.py, rms_norm.py, vision.py, fused_loss.py   How each of these is put into a model.
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # what type checkers and docs/api read
     from packing_ops.integrations.transformers.advice_callback import PackingAdviceCallback
     from packing_ops.integrations.transformers.apply import Applied, apply_packing_ops, revert_packing_ops
     from packing_ops.integrations.transformers.attention import register, revert_registration
-    from packing_ops.integrations.transformers.stateful import declare
+    from packing_ops.integrations.transformers.states.stateful import declare
     from packing_ops.integrations.transformers.summary import info
 
 from packing_ops._runtime.lazy import lazy_names
@@ -40,7 +41,7 @@ _MODULES = {
     "Applied": "apply",
     "PackingAdviceCallback": "advice_callback",
     "apply_packing_ops": "apply",
-    "declare": "stateful",
+    "declare": "states.stateful",
     "info": "summary",
     "register": "attention",
     "replay_routing": "fused_loss",

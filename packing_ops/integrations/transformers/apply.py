@@ -9,14 +9,14 @@ import torch
 
 from packing_ops.integrations._patching import put_around, take_out, take_out_function
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
-from packing_ops.integrations.transformers import linear_attention as linear_attention_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
-from packing_ops.integrations.transformers import stateful
 from packing_ops.integrations.transformers import vision as vision_patch
 from packing_ops.integrations.transformers.attention import in_tables, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, NAMES, mixes_tokens
+from packing_ops.integrations.transformers.states import linear_attention as linear_attention_patch
+from packing_ops.integrations.transformers.states import stateful
 from packing_ops.integrations.transformers.versions import PreTrainedModel, code_has, models_in, reads_text
 from packing_ops.invariance import few_rows, mode
 from packing_ops.invariance.api import check_invariance

@@ -11,21 +11,21 @@ import torch.nn.functional as F
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import dtype_name
 from packing_ops._runtime.batch_cache import dense_cu_seqlens
-from packing_ops.integrations import _additions, _advice, _checkpoints
+from packing_ops.integrations import _additions, _advice
 from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations._walks import DOCUMENTS
 from packing_ops.integrations.transformers import (
+    checkpoints,
     continuous_batching,
     fused_loss,
     layer_documents,
-    linear_attention,
     masks,
     positions,
     sequence_group,
-    stateful,
     versions,
 )
 from packing_ops.integrations.transformers.call import NAMES, REQUESTS, call_of_layers, watched
+from packing_ops.integrations.transformers.states import linear_attention, stateful
 from packing_ops.integrations.transformers.versions import (
     CACHE,
     AttentionInterface,
@@ -86,7 +86,7 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *_checkpoints.PATCHES):
+    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *checkpoints.PATCHES):
         patch.pin()
     NAMES.add(name)
     for patch in continuous_batching.PATCHES:
@@ -116,7 +116,7 @@ def revert_registration(name: str = "packing_ops") -> None:
             table._global_mapping.pop(name, None)
     if not NAMES:
         of_peft = _additions.WHEN_MADE, _additions.patch_of_peft()
-        for patch in (masks.PATCH, OWN_ATTENTION, CALLS, *continuous_batching.PATCHES, *_checkpoints.PATCHES, *of_peft):
+        for patch in (masks.PATCH, OWN_ATTENTION, CALLS, *continuous_batching.PATCHES, *checkpoints.PATCHES, *of_peft):
             patch.revert()
         stateful.revert()
 
@@ -132,7 +132,7 @@ def _begin(model, call, args, kwargs):
         call.refuse_unconsumed()
     if not call.traced:
         call.layers += stateful.layers_apart(call, model) if call.row_documents is not None else ()
-        _checkpoints.note(call)
+        checkpoints.note(call)
     args, kwargs = positions.with_axes_of_images(model, call, args, kwargs)
     args, kwargs = fused_loss.without_first_labels(model, call, args, kwargs)
     return args, linear_attention.with_documents(model, call, kwargs)

@@ -89,7 +89,7 @@ class PackedCall:
             self.cu_seqlens_k = None
         if self.cu_seqlens is None:  # one is for both
             self.cu_seqlens = self.cu_seqlens_k
-        # For what runs again in backward, see _checkpoints.py
+        # For what runs again in backward, see checkpoints.py
         self.config, self.layers, self.given_documents = (
             model.config,
             [],
@@ -446,7 +446,7 @@ class _Now(threading.local):
     mask_arguments, preparing: see masks.py; fused: see fused_loss.py.
     row_documents: of layers with a state, see stateful.py. False: each row is one; None: nothing says.
 
-    begun: the call, where it is traced: see call_of_layers. checkpoint, frames: see _checkpoints.py.
+    begun: the call, where it is traced: see call_of_layers. checkpoint, frames: see checkpoints.py.
     """
 
     __slots__ = ()  # a dict of all threads would keep a traced call, and its model: torch.compile writes to it

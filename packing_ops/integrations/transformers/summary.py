@@ -8,12 +8,12 @@ import transformers
 
 from packing_ops.integrations._patching import PACKS_ROWS
 from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
-from packing_ops.integrations.transformers import linear_attention as linear_attention_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import versions
 from packing_ops.integrations.transformers.apply import HELD, check_model, hosts, names_in, why_not_attention
 from packing_ops.integrations.transformers.call import NAMES, LastForward, guard_of, last_forward, mixes_tokens
+from packing_ops.integrations.transformers.states import linear_attention as linear_attention_patch
 
 
 def info(model: torch.nn.Module) -> str:

@@ -18,7 +18,7 @@ from stateful_models import SERVED, stateful_model  # noqa: E402
 import packing_ops  # noqa: E402
 from packing_ops._runtime import arguments  # noqa: E402
 from packing_ops.integrations.transformers import register  # noqa: E402
-from packing_ops.integrations.transformers.stateful_rows import CACHES  # noqa: E402
+from packing_ops.integrations.transformers.states.stateful_rows import CACHES  # noqa: E402
 
 LENGTHS = [5, 7, 4]
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

@@ -9,8 +9,9 @@ import causal_families  # noqa: E402
 from causal_families import APART  # noqa: E402
 from stateful_models import FAMILIES  # noqa: E402
 
-from packing_ops.integrations.transformers import register, stateful  # noqa: E402
+from packing_ops.integrations.transformers import register  # noqa: E402
 from packing_ops.integrations.transformers.call import mixes_tokens  # noqa: E402
+from packing_ops.integrations.transformers.states import stateful  # noqa: E402
 from packing_ops.integrations.transformers.versions import NEWEST, OLDEST  # noqa: E402
 
 STATES = {"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"}

@@ -23,7 +23,8 @@ from stateful_case import (  # noqa: E402
     packed,
 )
 
-from packing_ops.integrations.transformers import apply_packing_ops, declare, documents, register, stateful  # noqa: E402
+from packing_ops.integrations.transformers import apply_packing_ops, declare, documents, register  # noqa: E402
+from packing_ops.integrations.transformers.states import stateful  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

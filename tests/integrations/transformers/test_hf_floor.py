@@ -21,6 +21,7 @@ from packing_ops.integrations.transformers.masks import MaskPattern
 
 PACKAGE = ROOT / "packing_ops"
 FOLDER = PACKAGE / "integrations" / "transformers"
+MODULES = {path.stem: path for path in FOLDER.rglob("*.py") if path.stem != "__init__"}
 LENGTHS = [5, 4, 3]
 
 
@@ -80,17 +81,17 @@ def imported_here(path):
     names = [
         alias.name
         for node in nodes
-        if (node.module or "").endswith("integrations.transformers")
+        if (node.module or "").endswith(("integrations.transformers", "transformers.states"))
         for alias in node.names
     ]
     names += [node.module.rpartition(".")[2] for node in nodes if "integrations.transformers." in (node.module or "")]
-    return {name for name in names if (FOLDER / f"{name}.py").exists()}
+    return {name for name in names if name in MODULES}
 
 
 def test_attention_reaches_few_modules():
     reached, left = set(), ["attention"]
     while left:
-        new = imported_here(FOLDER / f"{left.pop()}.py") - reached
+        new = imported_here(MODULES[left.pop()]) - reached
         reached |= new
         left += new
     # Three of them are of only a call's beginning: positions, layers with a state by rows, linear_attention.
@@ -119,7 +120,7 @@ OTHERS = {
 
 def comparing():
     """module.function of the integration, where neighbours of a tensor are compared."""
-    for path in FOLDER.glob("*.py"):
+    for path in MODULES.values():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 inside = [each for each in ast.walk(node) if isinstance(each, (ast.Compare, ast.Call))]
@@ -144,7 +145,7 @@ def test_one_function_finds_where_documents_start():
         "positions._start_of",  # by that: the start before a slot
         "positions._lengths_of",  # by that: the end behind a slot
     }
-    users = {path.name for path in FOLDER.glob("*.py") if "find_documents(" in path.read_text()}
+    users = {path.name for path in MODULES.values() if "find_documents(" in path.read_text()}
     assert users == {"documents.py", "call.py", "layer_documents.py"}
 
 

@@ -25,12 +25,10 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     apply,
     apply_packing_ops,
     info,
-    linear_attention,
     revert_packing_ops,
     rms_norm,
-    stateful,
-    stateful_rows,
 )
+from packing_ops.integrations.transformers.states import linear_attention, stateful, stateful_rows  # noqa: E402
 from packing_ops.invariance import few_rows  # noqa: E402
 from packing_ops.keys import prefix_paths  # noqa: E402
 

@@ -443,7 +443,8 @@ WITH_KERNELS = """
 import causal_conv1d, torch
 import stateful_case as case
 from stateful_models import stateful_model
-from packing_ops.integrations.transformers import register, stateful
+from packing_ops.integrations.transformers import register
+from packing_ops.integrations.transformers.states import stateful
 register()
 ids, positions, told = case.packed("cpu")
 model = stateful_model("lfm2")
@@ -467,7 +468,7 @@ def test_kernels_that_take_boundaries_get_them(tmp_path):
 
 
 def test_arguments_of_a_layer_keep_their_places():
-    from packing_ops.integrations.transformers.stateful_rows import by_name
+    from packing_ops.integrations.transformers.states.stateful_rows import by_name
 
     class Layer:
         def forward(self, hidden_states, mask=None, *more, scale=1):

@@ -12,7 +12,7 @@ from stateful_case import CLOSE, LENGTHS, alone, packed  # noqa: E402
 from stateful_models import MORE_HYBRIDS, SERVED, stateful_model  # noqa: E402
 
 from packing_ops.integrations.transformers import register  # noqa: E402
-from packing_ops.integrations.transformers.stateful_rows import CACHES  # noqa: E402
+from packing_ops.integrations.transformers.states.stateful_rows import CACHES  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

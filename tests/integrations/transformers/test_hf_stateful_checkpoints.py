@@ -17,10 +17,10 @@ from stateful_case import Blur, assert_apart, in_llama, packed  # noqa: E402
 from stateful_models import stateful_model  # noqa: E402
 
 import packing_ops as po  # noqa: E402
-from packing_ops.integrations import _checkpoints  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
     apply_packing_ops,
     call,
+    checkpoints,
     register,
     revert_registration,
     stateful,
@@ -221,9 +221,9 @@ def test_another_librarys_checkpoint_inside_of_torchs_is_refused(device):
 @pytest.mark.parametrize("around", ["reentrant", "non-reentrant"])
 def test_torchs_checkpoint_under_other_names_is_refused(around, device, monkeypatch):
     """As under a torch whose checkpoints begin in functions that are not known."""
-    for patch in _checkpoints.PATCHES:
+    for patch in checkpoints.PATCHES:
         patch.revert()
-    monkeypatch.setattr(_checkpoints, "PATCHES", ())
+    monkeypatch.setattr(checkpoints, "PATCHES", ())
     model = checkpointed(stateful_model("mamba", device=device), around)
     with pytest.raises(RuntimeError, match=r"checkpoint: expected torch\.utils\.checkpoint around MambaMixer"):
         train([model], device)

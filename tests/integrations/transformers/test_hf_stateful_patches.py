@@ -22,7 +22,8 @@ from helpers import captured
 from stateful_case import packed
 from stateful_models import stateful_model
 
-from packing_ops.integrations.transformers import register, stateful_rows
+from packing_ops.integrations.transformers import register
+from packing_ops.integrations.transformers.states import stateful_rows
 
 FORMS = {"reentrant": CheckpointImpl.REENTRANT, "non-reentrant": CheckpointImpl.NO_REENTRANT}
 FAMILIES = ["jamba", "lfm2", "mamba"]

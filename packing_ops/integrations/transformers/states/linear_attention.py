@@ -24,7 +24,7 @@ from packing_ops.integrations import _patching
 from packing_ops.integrations._patching import Patch, kept_with_class
 from packing_ops.integrations._trial import alike, attempt, numbers, quiet, with_gradients
 from packing_ops.integrations._walks import DOCUMENTS, SWAPPED, kept_with_model
-from packing_ops.integrations.transformers.stateful_rows import in_rows, keeps_apart
+from packing_ops.integrations.transformers.states.stateful_rows import in_rows, keeps_apart
 from packing_ops.integrations.transformers.versions import PreTrainedModel, unwrapped
 from packing_ops.scan import gated_delta_rule, mamba2_scan
 

@@ -19,7 +19,7 @@ from packing_ops._runtime.batch_cache import unseen
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
 from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
 from packing_ops.integrations._walks import DOCUMENTS, MIXES, kept_with_model
-from packing_ops.integrations.transformers import linear_attention, masks, sequence_group
+from packing_ops.integrations.transformers import masks, sequence_group
 from packing_ops.integrations.transformers.call import now
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
@@ -32,7 +32,8 @@ from packing_ops.integrations.transformers.documents import (
     tokens_of,
 )
 from packing_ops.integrations.transformers.positions import refuse_own_positions
-from packing_ops.integrations.transformers.stateful_rows import (
+from packing_ops.integrations.transformers.states import linear_attention
+from packing_ops.integrations.transformers.states.stateful_rows import (
     BOUNDARIES,
     CACHES,
     Isolation,
