@@ -17,10 +17,10 @@ from packing_ops.integrations.transformers import (
     apply,
     apply_packing_ops,
     fused_loss,
-    linear_attention,
     rms_norm,
     rope,
 )
+from packing_ops.integrations.transformers.states import linear_attention
 
 SIZES = {  # by the names that configs have for them
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "intermediate_size", "intermediate_size_mlp", "ffn_dim"), 32),

@@ -22,8 +22,8 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     register,
     revert_packing_ops,
     revert_registration,
-    stateful,
 )
+from packing_ops.integrations.transformers.states import stateful  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

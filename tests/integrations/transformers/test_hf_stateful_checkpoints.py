@@ -23,8 +23,8 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     checkpoints,
     register,
     revert_registration,
-    stateful,
 )
+from packing_ops.integrations.transformers.states import stateful  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
