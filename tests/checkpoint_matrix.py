@@ -240,6 +240,9 @@ def trained(setting, device, dtype, backend="inductor", around=None, ours=True):
 
 def wrapped(model, around):
     if around == "ddp":
+        for name, parameter in model.named_parameters():
+            if "visual" in name:  # no batch has images, and DDP waits for all gradients
+                parameter.requires_grad_(False)
         return torch.nn.parallel.DistributedDataParallel(model)
     if around == "fsdp2":
         from torch.distributed.fsdp import fully_shard
