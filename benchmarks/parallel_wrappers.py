@@ -6,7 +6,7 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -24,12 +24,20 @@ def wrapped_by_ddp(model, device, bucket_mib=None, blocks=0):
 
 
 def wrapped_by_fsdp2(model, device, reshard=True, together=1):
-    """Shards so many layers together: with more there are fewer and larger collectives, and less for the host to do."""
+    """Shards so many layers together: with more there are fewer and larger collectives, and less for the host to do.
+    Float32 weights compute in bfloat16.
+    """
+    mixed = device == "cuda" and next(model.parameters()).dtype == torch.float32
+    dtypes = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if mixed
+        else MixedPrecisionPolicy()
+    )
     mesh, layers = init_device_mesh(device, (dist.get_world_size(),)), list(model.model.layers)
     units = [layers[first : first + together] for first in range(0, len(layers), together)]
     for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(unit, mesh=mesh, mp_policy=dtypes, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=dtypes, reshard_after_forward=False)
     firsts = [unit[0] for unit in units]
     for module, following in itertools.pairwise([model, *firsts]):
         module.set_modules_to_forward_prefetch([following])

@@ -64,7 +64,7 @@ class Case(NamedTuple):
     vocabulary: int = 0  # in place of the shape's
     fused_loss: bool = True  # of ours
     batch: int = 8  # documents of a padded batch
-    float32: bool = False  # weights, gradients and AdamW's states; they compute in bfloat16 by autocast
+    float32: bool = False  # weights, gradients and AdamW's states; they compute in bfloat16, by autocast or FSDP2
 
     @property
     def name(self) -> str:
@@ -160,6 +160,7 @@ CASES = [
     _small("padded", 0, compiled=False),
     _small("sorted", 0, compiled=False),
     *(_small(provider, part="float32", float32=True) for provider in ("ours", "fa2", "fa2_liger_loss")),
+    *(_full(provider, 8192, float32=True) for provider in ("ours", "fa2", "fa2_liger_loss")),
     *_sweep(),
     _small("ours", part="ranks", wrapper="DDP", ranks=2),
     _small("ours", part="ranks", wrapper="FSDP2", ranks=2),

@@ -175,7 +175,7 @@ def measured(case: Case, device: str, tiny: bool, undo: contextlib.ExitStack) ->
     losses = []
 
     def once():
-        losses.append(step(model, optimizer, made, case.float32))
+        losses.append(step(model, optimizer, made, case.float32 and not case.wrapper.startswith("FSDP2")))
 
     warm_up = sum(seconds(once, device) for _ in range(case.warm_ups))
     if device == "cuda":
