@@ -16,11 +16,10 @@ from statistics import mean, median
 
 import result_rows
 import tomllib
-from result_rows import OURS, Case, Cell, Span, fill, is_like, matches, named, size_of, value_of
+from result_rows import OURS, REGION, Case, Cell, Span, fill, is_like, matches, named, size_of, value_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-REGION = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
 SPEC = tomllib.loads((ROOT / "benchmarks" / "regions.toml").read_text())
 
 # Rows =================================================================================================================
@@ -145,18 +144,7 @@ def cases_of(rows: list[dict], block: dict) -> list[dict]:
     return with_cells([line.pop(None) | {"of": Case(line)} for line in lines], block.get("line_cells", {}))
 
 
-def prefix_trees() -> list[dict]:
-    """Tokens and visible pairs of samples that repeat their prompt, over those of a tree."""
-    rows, pairs_of = [], lambda tokens: tokens * (tokens + 1) // 2
-    for answers, prompt, answer in ((8, 8192, 1024), (8, 2048, 2048), (8, 1024, 8192), (64, 1024, 256), (2, 1024, 256)):
-        tokens = answers * (prompt + answer) / (prompt + answers * answer)
-        pairs = answers * pairs_of(prompt + answer)
-        pairs /= pairs_of(prompt) + answers * (pairs_of(answer) + answer * prompt)
-        rows.append({"answers": answers, "prompt": prompt, "answer": answer, "tokens": tokens, "pairs": pairs})
-    return rows
-
-
-COUNTED = {"prefix trees": prefix_trees, "sft lengths": result_rows.sft_lengths}  # not measured
+COUNTED = {"prefix trees": result_rows.prefix_trees, "sft lengths": result_rows.sft_lengths}  # not measured
 WORDS = {"workload": result_rows.workload}
 
 # Text =================================================================================================================
@@ -183,8 +171,9 @@ def figure_of(rows: list[dict], figure: dict, figures: dict):
 
 def figures_of(rows: list[dict], block: dict) -> dict:
     """Cells of the first row, and the figures that a block describes."""
-    made = {"origin": result_rows.origin(rows), "commits": result_rows.commits(rows)} if "device" in rows[0] else {}
-    names = rows[0] | made
+    names = dict(rows[0])
+    if "device" in names:
+        names |= {each.__name__: each(rows) for each in (result_rows.machine, result_rows.origin, result_rows.commits)}
     for name, figure in block.get("figures", {}).items():
         names[name] = figure_of(rows, figure, names)
     return names
@@ -203,9 +192,18 @@ def said(pieces: list, names: dict, rows: list[dict]) -> str:
     return "\n".join(filter(None, map(result_rows.prose, lines)))
 
 
+def with_shape(block: dict) -> dict:
+    return {**SPEC["shapes"].get(block.get("like"), {}), **block}
+
+
 def text_of(block: dict) -> str:
     """A paragraph, a table with a caption and a note, or a table for each value of a column."""
-    block = {**SPEC["shapes"].get(block.get("like"), {}), **block}
+    if "page" in block:
+        sections = result_rows.sections((ROOT / block["page"]).read_text())
+        return result_rows.sources(
+            (link, row) for link, names in sections for name in names for row in rows_behind(name)
+        )
+    block = with_shape(block)
     rows = selected(block)
     if not rows:
         return block.get("none", "")
@@ -221,7 +219,6 @@ def tables_of(lines: list[dict], block: dict, names: dict) -> Iterator[str]:
         for each in split(lines, block.get("tables")):
             yield fill(block.get("title", ""), each[0])
             yield table_of(each, block, names)
-            yield fill(block.get("foot", ""), {"commits": result_rows.commits(each)} if "foot" in block else {})
         return
     shared = result_rows.shared_words([line["label"] for line in lines], "=")
     for line in lines:
@@ -246,6 +243,16 @@ def table_of(lines: list[dict], block: dict, names: dict) -> str:
     return result_rows.table(
         [fill(head, names | lines[0]) for head, *_ in block["columns"]], found, block.get("empty", "")
     )
+
+
+def rows_behind(name: str) -> Iterator[dict]:
+    """The rows that a region shows or counts."""
+    for block in map(with_shape, SPEC["regions"][name]):
+        if "page" not in block:
+            yield from selected(block)
+            for figure in block.get("figures", {}).values():
+                if "file" in figure:
+                    yield from (row for row in loaded(figure["file"], []) if matches(row, figure.get("where", {})))
 
 
 def made(name: str) -> str:

@@ -5,11 +5,13 @@ import itertools
 import json
 import re
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from string import Formatter
 
 RESULTS = Path(__file__).parent / "results"
+REGION = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
 OURS, COPY = "packing_ops", "copy of the same bytes"
 
 
@@ -128,14 +130,42 @@ def table(names: list[str], cells: list[list[str]], empty: str = "") -> str:
     return header + text
 
 
+def machine(rows: list[dict]) -> str:
+    """What figures were measured on."""
+    device, torch = (", ".join(sorted({row[name] for row in rows})) for name in ("device", "torch"))
+    return f"{device}, torch {torch}"
+
+
 def origin(rows: list[dict]) -> str:
     """Where figures come from."""
-    device, torch = (", ".join(sorted({row[name] for row in rows})) for name in ("device", "torch"))
-    return f"{device}, torch {torch}, commit {commits(rows)}"
+    return f"{machine(rows)}, commit {commits(rows)}"
 
 
 def commits(rows: list[dict]) -> str:
     return ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+
+
+def sections(page: str) -> list[tuple[str, list[str]]]:
+    """A link to each section of a page, and the regions in it."""
+    found = []
+    for section in re.split(r"^## ", page, flags=re.M)[1:]:
+        heading = section.partition("\n")[0]
+        anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        found.append((f"[{heading}](#{anchor})", [name for _, name, *_ in REGION.findall(section)]))
+    return found
+
+
+def sources(figures: Iterable[tuple[str, dict]]) -> str:
+    """A line for each file behind (section, row): its sections, machine, torch and commits."""
+    files: dict = {}
+    for section, row in figures:
+        if row.get("commit"):
+            files.setdefault(row["file"], []).append((section, row))
+    lines = []
+    for name, each in files.items():
+        links, rows = ", ".join(dict.fromkeys(section for section, _ in each)), [row for _, row in each]
+        lines.append([f"[{name}](benchmarks/results/{name})", links, machine(rows), commits(rows)])
+    return table(["file", "its figures", "measured on", "commit"], lines)
 
 
 def duration(microseconds) -> str:
@@ -183,3 +213,14 @@ def workload(name: str) -> str:
     if len({*lengths}) < 2:
         return f"{name}: {len(lengths)} x {lengths[0]:,}" if lengths else ""
     return f"{name}: {len(lengths)}, median {median(lengths):.0f}, longest {max(lengths):,}"
+
+
+def prefix_trees() -> list[dict]:
+    """Tokens and visible pairs of samples that repeat their prompt, over those of a tree."""
+    rows, pairs_of = [], lambda tokens: tokens * (tokens + 1) // 2
+    for answers, prompt, answer in ((8, 8192, 1024), (8, 2048, 2048), (8, 1024, 8192), (64, 1024, 256), (2, 1024, 256)):
+        tokens = answers * (prompt + answer) / (prompt + answers * answer)
+        pairs = answers * pairs_of(prompt + answer)
+        pairs /= pairs_of(prompt) + answers * (pairs_of(answer) + answer * prompt)
+        rows.append({"answers": answers, "prompt": prompt, "answer": answer, "tokens": tokens, "pairs": pairs})
+    return rows
