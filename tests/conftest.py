@@ -20,7 +20,7 @@ if {"CUDA_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER"} <= os.environ.keys():  # befo
 
 import pytest
 import torch
-from helpers import gpu_asserts
+from helpers import compiler, gpu_asserts
 from hypothesis import HealthCheck, settings
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -59,9 +59,10 @@ def pytest_collection():
     try:
         return (yield)
     finally:
+        compiler.quick()
         gc.collect()
         gc.freeze()
-        gc.set_threshold(700, 10, 50)  # full collections are rare: much of what tests make stays too
+        gc.set_threshold(50_000, 10, 20)  # full collections are rare: much of what tests make stays too
         gc.enable()
 
 
