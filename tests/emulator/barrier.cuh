@@ -26,7 +26,8 @@ void setmaxnreg_dec() {}
 // Element (row, 2 t) and the next of matrix m from lane 4 row + t; lane 8 m + row stores the row, or that column.
 template <bool kTrans = false>
 void stmatrix(uint32_t address, const uint32_t (&in)[4]) {
-  const Words got = emulator::with_warp(~0u, {{in[0], in[1], in[2], in[3]}}, [](const Words(&in)[32], Words(&out)[32]) {
+  const Words<4> brought{{in[0], in[1], in[2], in[3]}};
+  const auto got = emulator::with_warp<4>(~0u, brought, [](const Words<4>(&in)[32], Words<4>(&out)[32]) {
     for (int lane = 0; lane < 32; ++lane) {
       const int row = lane % 8;
       for (int i = 0; i < 8; ++i) {

@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <map>
 #include <memory>
-#include <random>
 #include <utility>
 #include <vector>
 
@@ -18,6 +17,7 @@ namespace emulator {
 uint8_t* shared = nullptr;
 uint8_t* unfenced = nullptr;
 uint64_t progress = 0;
+Meeting* of_warps = nullptr;
 int late_copies = 0;
 int device = 0;
 unsigned seed = 0;
@@ -46,26 +46,17 @@ struct Copy {
 };
 
 struct Fiber {
-  ucontext_t start;
-  Place place;  // where it gave way
-  std::unique_ptr<char[]> stack{new char[kStack]};
-  bool started = false;  // once: each block's thread begins where the one before it ended
+  alignas(64) Place place;  // where it gave way
+  bool started = false;     // once: each block's thread begins where the one before it ended
   bool done = false;
+  ucontext_t start;
+  std::unique_ptr<char[]> stack{new char[kStack]};
   std::vector<Copy> copies;
   int groups = 0;
   std::vector<std::pair<int, std::function<void()>>> products;  // with their group
   int product_groups = 0;
   std::vector<std::function<void()>> stores;
   std::vector<uint32_t> written;  // 16 bytes each
-};
-
-// Where some threads meet. Two slots: a thread may arrive again before all have taken what they came for.
-struct Meeting {
-  int arrived = 0;
-  uint64_t times = 0;
-  Words in[2][32];
-  Words out[2][32];
-  int sum[2] = {0, 0};
 };
 
 struct SharedMemory {
@@ -84,13 +75,29 @@ struct Block {
   std::unique_ptr<SharedMemory> memory{new SharedMemory};
 };
 
-Block* here = nullptr;  // whose fiber runs
-int current = 0;        // that fiber
+// Draws the order of threads: PCG, which is far cheaper than the standard library's.
+struct Order {
+  uint64_t state;
+  uint32_t below(uint32_t end) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    const auto mixed = static_cast<uint32_t>((state >> 18 ^ state) >> 27);
+    const auto turned = static_cast<int>(state >> 59);
+    const uint32_t drawn = mixed >> turned | mixed << (-turned & 31);
+    return static_cast<uint32_t>(static_cast<uint64_t>(drawn) * end >> 32);
+  }
+  void shuffle(std::vector<int>& some) {
+    for (size_t i = some.size(); i > 1; --i) std::swap(some[i - 1], some[below(static_cast<uint32_t>(i))]);
+  }
+};
+
+Block* here = nullptr;   // whose fiber runs
+Fiber* fiber = nullptr;  // that fiber
+uint64_t ended = 0;      // fibers
 Place scheduler;
 const std::function<void()>* body = nullptr;
 
 Fiber& this_fiber() {
-  return here->fibers[current];
+  return *fiber;
 }
 
 void begin() {
@@ -100,6 +107,7 @@ void begin() {
     Fiber& fiber = this_fiber();
     if (!fiber.stores.empty() || !fiber.products.empty()) std::abort();  // nobody waited
     fiber.done = true;
+    ++ended;
     ++progress;
     give_way();
   }
@@ -111,12 +119,11 @@ const int* last_turn = nullptr;
 
 [[gnu::noinline]] void go_on() {
   if (turn == last_turn) go_to(scheduler);
-  current = *turn++;
-  threadIdx = dim3(current);
-  Fiber& fiber = this_fiber();
-  if (fiber.started) go_to(fiber.place);
-  fiber.started = true;
-  setcontext(&fiber.start);
+  threadIdx.x = *turn++;
+  fiber = &here->fibers[threadIdx.x];
+  if (fiber->started) go_to(fiber->place);
+  fiber->started = true;
+  setcontext(&fiber->start);
 }
 
 // Each until it gives way.
@@ -163,18 +170,20 @@ void start_block(Block& block, unsigned index) {
 
 // A warp runs for a while, mostly until it waits for the others: the further apart they are, the more a missing barrier
 // shows.
-void run_some_warp(Block& block, std::mt19937& order) {
+void run_some_warp(Block& block, Order& order) {
   here = &block;
+  of_warps = block.warps.data();
   shared = block.memory->bytes;
   unfenced = block.memory->unfenced;
   blockIdx = dim3(block.index % gridDim.x, block.index / gridDim.x, 0);
-  const size_t warp = order() % block.left.size();
+  const size_t warp = order.below(block.left.size());
   std::vector<int>& lanes = block.left[warp];
-  for (unsigned patience = order() % 1024; !lanes.empty(); --patience) {
+  for (unsigned patience = order.below(1024); !lanes.empty(); --patience) {
     const uint64_t before = progress;
-    std::shuffle(lanes.begin(), lanes.end(), order);
+    const uint64_t ended_before = ended;
+    order.shuffle(lanes);
     run_each(lanes);
-    std::erase_if(lanes, [&](int i) { return block.fibers[i].done; });
+    if (ended != ended_before) std::erase_if(lanes, [&](int i) { return block.fibers[i].done; });
     if (progress == before || patience == 0) break;
   }
   if (lanes.empty()) block.left.erase(block.left.begin() + static_cast<std::ptrdiff_t>(warp));
@@ -308,7 +317,9 @@ uint32_t place_in_static_shared(size_t bytes, size_t alignment) {
 
 void run(dim3 grid, dim3 block, const std::function<void()>& thread) {
   static Block multiprocessors[2];  // each runs one block
-  std::mt19937 order(seed);
+  Order order{seed};
+  order.below(1);  // seeds are small
+  threadIdx = dim3(0, 0, 0);
   gridDim = grid;
   blockDim = block;
   body = &thread;
@@ -328,29 +339,17 @@ void run(dim3 grid, dim3 block, const std::function<void()>& thread) {
         std::abort();
       }
       before = progress;
-      if (next == nullptr || (order() % 4 == 0 && (seed % 2 == 0 || order() % 256 == 0)))
-        next = running[order() % running.size()];
+      if (next == nullptr || (order.below(4) == 0 && (seed % 2 == 0 || order.below(256) == 0)))
+        next = running[order.below(running.size())];
       run_some_warp(*next, order);
       if (next->left.empty()) std::erase(running, std::exchange(next, nullptr));
     }
   }
 }
 
-Words with_warp(uint32_t lanes, const Words& in, const Together& together) {
-  Meeting& meeting = lanes == ~0u ? here->warps[current / 32] : here->some_lanes[{current / 32, lanes}];
-  const uint64_t time = meeting.times;
-  const int slot = time & 1;
-  const int lane = current & 31;
-  if (!(lanes >> lane & 1)) std::abort();
-  meeting.in[slot][lane] = in;
-  if (++meeting.arrived == __builtin_popcount(lanes)) {
-    together(meeting.in[slot], meeting.out[slot]);
-    meeting.arrived = 0;
-    ++meeting.times;
-    ++progress;
-  }
-  while (meeting.times == time) give_way();
-  return meeting.out[slot][lane];
+Meeting& of_some_lanes(uint32_t lanes) {
+  if (!(lanes >> (threadIdx.x & 31) & 1)) std::abort();
+  return here->some_lanes[{threadIdx.x / 32, lanes}];
 }
 
 int with_block(int value, bool count) {

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <stdexcept>
+#include <utility>
 
 #undef __device__
 #undef __global__
@@ -40,12 +41,42 @@ auto launch(Kernel kernel, dim3 grid, dim3 block, size_t = 0, cudaStream_t = nul
   return [=](auto... arguments) { run(grid, block, [&] { kernel(arguments...); }); };
 }
 
+void give_way();           // to other threads and blocks
+extern uint64_t progress;  // of threads that waited for each other
+
+template <int kCount>
 struct Words {
-  uint32_t word[16];
+  uint32_t word[kCount];
 };
-// By the last of the warp's `lanes` that arrives, from what each brings to what each takes away.
-using Together = std::function<void(const Words (&in)[32], Words (&out)[32])>;
-Words with_warp(uint32_t lanes, const Words& in, const Together& together);
+// Where some threads meet. Two slots: a thread may arrive again before all have taken what they came for.
+struct Meeting {
+  int arrived = 0;
+  uint64_t times = 0;
+  alignas(64) uint8_t in[2][sizeof(Words<16>[32])];
+  alignas(64) uint8_t out[2][sizeof(Words<16>[32])];
+  int sum[2] = {0, 0};
+};
+extern Meeting* of_warps;  // of the block that runs: of all lanes
+Meeting& of_some_lanes(uint32_t lanes);
+
+// together(in, out) by the last of the warp's `lanes` that arrives, from what each brings to what each takes away.
+template <int kOut, int kIn, class F>
+Words<kOut> with_warp(uint32_t lanes, const Words<kIn>& brought, F&& together) {
+  Meeting& meeting = lanes == ~0u ? of_warps[threadIdx.x / 32] : of_some_lanes(lanes);
+  const uint64_t time = meeting.times;
+  const int lane = static_cast<int>(threadIdx.x & 31);
+  auto& in = reinterpret_cast<Words<kIn>(&)[32]>(meeting.in[time & 1]);
+  auto& out = reinterpret_cast<Words<kOut>(&)[32]>(meeting.out[time & 1]);
+  in[lane] = brought;
+  if (++meeting.arrived == (lanes == ~0u ? 32 : __builtin_popcount(lanes))) {
+    together(std::as_const(in), out);
+    meeting.arrived = 0;
+    ++meeting.times;
+    ++progress;
+  }
+  while (meeting.times == time) give_way();
+  return out[lane];
+}
 
 int with_block(int value, bool count);  // how many threads have a value, or whether any has
 
@@ -64,7 +95,6 @@ struct SharedVariable {
 void copy_to_shared(uint32_t to, const void* from, int bytes, bool valid);
 void commit_copies();
 void wait_for_copies(int pending);
-extern uint64_t progress;  // of threads that waited for each other
 struct Barrier {
   uint64_t left : 12;    // threads that the phase waits for
   uint64_t count : 12;   // of this many
@@ -92,7 +122,6 @@ inline Barrier& barrier_at(uint64_t* barrier) {
 }
 void arrive_after_copies(uint64_t* barrier);
 void end_some_copies();  // up to the first that a barrier is informed of
-void give_way();         // to other threads and blocks
 
 // A tensor map: where its boxes are.
 struct BoxMap {
@@ -136,19 +165,20 @@ To bits_of(const From& x) {
 // f(lane) is the lane whose value a lane gets.
 template <class T>
 T shuffled(uint32_t lanes, T x, int from) {
-  const Words in{{bits_of<uint32_t>(x), static_cast<uint32_t>(from) & 31}};
-  return bits_of<T>(with_warp(lanes, in, [](const Words(&in)[32], Words(&out)[32]) {
-    for (int lane = 0; lane < 32; ++lane) out[lane] = in[in[lane].word[1]];
-  }));
+  const Words<2> brought{{bits_of<uint32_t>(x), static_cast<uint32_t>(from) & 31}};
+  const auto found = with_warp<1>(lanes, brought, [](const Words<2>(&in)[32], Words<1>(&out)[32]) {
+    for (int lane = 0; lane < 32; ++lane) out[lane].word[0] = in[in[lane].word[1]].word[0];
+  });
+  return bits_of<T>(found);
 }
 
 // A word of each lane to a word for all.
 template <class F>
 uint32_t agreed(uint32_t lanes, uint32_t x, F f) {
-  return with_warp(lanes, {{x}},
-                   [&](const Words(&in)[32], Words(&out)[32]) {
-                     for (int lane = 0; lane < 32; ++lane) out[lane].word[0] = f(in, lanes, lane);
-                   })
+  return with_warp<1>(lanes, Words<1>{{x}},
+                      [&](const Words<1>(&in)[32], Words<1>(&out)[32]) {
+                        for (int lane = 0; lane < 32; ++lane) out[lane].word[0] = f(in, lanes, lane);
+                      })
       .word[0];
 }
 

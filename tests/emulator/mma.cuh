@@ -18,11 +18,12 @@ inline uint32_t shared_address(const void* pointer) {
 }
 
 // Element (row, 2 t) and the next of matrix m to lane 4 row + t, or of its transpose.
-void read_matrices(const Words (&in)[32], Words (&out)[32], bool transposed);  // products.cpp
+void read_matrices(const Words<1> (&in)[32], Words<4> (&out)[32], bool transposed);  // products.cpp
 inline void load_matrices(uint32_t (&out)[4], uint32_t address, bool transposed) {
   if (address % 16 != 0) std::abort();
-  const Words got = emulator::with_warp(
-      ~0u, {{address}}, [=](const Words(&in)[32], Words(&out)[32]) { read_matrices(in, out, transposed); });
+  const auto got = emulator::with_warp<4>(~0u, Words<1>{{address}}, [=](const Words<1>(&in)[32], Words<4>(&out)[32]) {
+    read_matrices(in, out, transposed);
+  });
   std::copy_n(got.word, 4, out);
 }
 inline void ldmatrix(uint32_t (&out)[4], uint32_t address) {
@@ -51,12 +52,12 @@ float element(uint32_t word, int i) {
 using Four = float __attribute__((vector_size(16)));  // products and sums of each by itself
 
 template <class T>
-void multiply_in_warp(const Words (&in)[32], Words (&out)[32]);  // products.cpp
+void multiply_in_warp(const Words<10> (&in)[32], Words<4> (&out)[32]);  // products.cpp
 template <class T>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  Words mine{{a[0], a[1], a[2], a[3], b0, b1}};
+  Words<10> mine{{a[0], a[1], a[2], a[3], b0, b1}};
   std::memcpy(&mine.word[6], c, sizeof(c));
-  const Words got = emulator::with_warp(~0u, mine, multiply_in_warp<T>);
+  const Words<4> got = emulator::with_warp<4>(~0u, mine, multiply_in_warp<T>);
   std::memcpy(c, got.word, sizeof(c));
 }
 

@@ -3,15 +3,17 @@
 
 namespace packing_ops::ptx {
 
-void read_matrices(const Words (&in)[32], Words (&out)[32], bool transposed) {
+void read_matrices(const Words<1> (&in)[32], Words<4> (&out)[32], bool transposed) {
   for (int lane = 0; lane < 32; ++lane) {
+    const int row = lane / 4;
+    const int column = 2 * (lane % 4);
     for (int m = 0; m < 4; ++m) {
       uint16_t pair[2];
-      for (int i = 0; i < 2; ++i) {
-        int row = lane / 4;
-        int column = 2 * (lane % 4) + i;
-        if (transposed) std::swap(row, column);
-        std::memcpy(&pair[i], emulator::shared + in[8 * m + row].word[0] + 2 * column, 2);
+      if (transposed) {
+        for (int i = 0; i < 2; ++i)
+          std::memcpy(&pair[i], emulator::shared + in[8 * m + column + i].word[0] + 2 * row, 2);
+      } else {
+        std::memcpy(pair, emulator::shared + in[8 * m + row].word[0] + 2 * column, 4);
       }
       std::memcpy(&out[lane].word[m], pair, 4);
     }
@@ -19,7 +21,7 @@ void read_matrices(const Words (&in)[32], Words (&out)[32], bool transposed) {
 }
 
 template <class T>
-void multiply_in_warp(const Words (&in)[32], Words (&out)[32]) {
+void multiply_in_warp(const Words<10> (&in)[32], Words<4> (&out)[32]) {
   float left[16][16];
   Four right[2][16];
   for (int lane = 0; lane < 32; ++lane) {
@@ -29,20 +31,24 @@ void multiply_in_warp(const Words (&in)[32], Words (&out)[32]) {
       for (int m = 0; m < 2; ++m) right[lane / 16][column + 8 * m][lane / 4 % 4] = element<T>(in[lane].word[4 + m], i);
     }
   }
-  for (int row = 0; row < 16; ++row) {
-    for (int column = 0; column < 8; column += 4) {
-      Four sums{};  // separate, so that results depend on which 16 terms an instruction has
-      for (int k = 0; k < 16; ++k) sums += left[row][k] * right[column / 4][k];
-      for (int j = 0; j < 4; ++j) {
-        const int lane = row % 8 * 4 + (column + j) / 2;
-        const int i = row / 8 * 2 + j % 2;
-        out[lane].word[i] = emulator::bits_of<uint32_t>(emulator::bits_of<float>(in[lane].word[6 + i]) + sums[j]);
+  constexpr int kRows = 4;  // whose sums do not wait for each other
+  for (int first = 0; first < 16; first += kRows) {
+    Four sums[kRows][2]{};  // separate, so that results depend on which 16 terms an instruction has
+    for (int k = 0; k < 16; ++k)
+      for (int i = 0; i < kRows; ++i)
+        for (int half = 0; half < 2; ++half) sums[i][half] += left[first + i][k] * right[half][k];
+    for (int row = first; row < first + kRows; ++row) {
+      for (int column = 0; column < 8; ++column) {
+        const int lane = row % 8 * 4 + column / 2;
+        const int i = row / 8 * 2 + column % 2;
+        const float before = emulator::bits_of<float>(in[lane].word[6 + i]);
+        out[lane].word[i] = emulator::bits_of<uint32_t>(before + sums[row - first][column / 4][column % 4]);
       }
     }
   }
 }
-template void multiply_in_warp<__nv_bfloat16>(const Words (&)[32], Words (&)[32]);
-template void multiply_in_warp<__half>(const Words (&)[32], Words (&)[32]);
+template void multiply_in_warp<__nv_bfloat16>(const Words<10> (&)[32], Words<4> (&)[32]);
+template void multiply_in_warp<__half>(const Words<10> (&)[32], Words<4> (&)[32]);
 
 namespace {
 

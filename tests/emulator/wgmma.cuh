@@ -52,7 +52,8 @@ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool add) {
 // The quad's registers hold the rows. They stay as they are until the product is done.
 template <class T, bool kTrans, int kCount>
 void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
-  const Words got = emulator::with_warp(~0u, {{a[0], a[1], a[2], a[3]}}, [](const Words(&in)[32], Words(&out)[32]) {
+  const Words<4> brought{{a[0], a[1], a[2], a[3]}};
+  const auto got = emulator::with_warp<16>(~0u, brought, [](const Words<4>(&in)[32], Words<16>(&out)[32]) {
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 16; ++i) out[lane].word[i] = in[lane / 4 * 4 + i % 4].word[i / 4];
     }
