@@ -22,9 +22,9 @@ def batch_of(lengths, marked):
     return {**batch, **metadata.to_transformers()}
 
 
-def compilations(call, counter, marked):
+def compilations(call, counter, marked, batches=BATCHES):
     counts = []
-    for lengths in BATCHES:
+    for lengths in batches:
         before = counter.frame_count
         call(**batch_of(lengths, marked), use_cache=False).loss.backward()
         counts.append(counter.frame_count - before)
@@ -52,3 +52,20 @@ def test_dynamic_layers(model, fresh_compile):
     first, *others = compilations(model, counter, marked=False)
     assert first >= 1
     assert others == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        (BATCHES, [1, 1, 0, 0]),
+        ([[40, 24], [30, 14, 20], [64], [60, 4]], [1, 1, 0, 0]),
+        ([[40, 24], [30, 34], [1, 63], [60, 4]], [1, 0, 0, 0]),
+    ],
+    ids=["any rows", "rows of one length", "rows of one length and as many documents"],
+)
+def test_when_layers_compile_again(batches, expected, model, fresh_compile):
+    """As docs/transformers.md says: the second time when the length or the number of documents changes."""
+    counter = CompileCounterWithBackend("eager")
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=counter)
+    assert compilations(model, counter, marked=False, batches=batches) == expected
