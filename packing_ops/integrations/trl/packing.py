@@ -1,6 +1,8 @@
 """TRL's pack_dataset over the whole dataset at once, and the patch that puts it into TRL."""
 
+import functools
 import inspect
+import sys
 import warnings
 from types import ModuleType
 from typing import Any, Literal
@@ -13,8 +15,6 @@ Strategy = Literal["bfd", "bfd_split", "wrapped"]  # of TRL
 _OVERLONG: dict[str, Overlong] = {"bfd": "truncate", "bfd_split": "split"}
 _TRL_CHUNK = 1000  # rows that TRL packs at a time: the default batch_size of Dataset.map
 _PARAMETERS = ["dataset", "seq_length", "strategy", "map_kwargs"]
-
-_applied: list[Patch] = []  # one, from the first patch_pack_dataset on
 
 
 def pack_dataset(
@@ -99,9 +99,7 @@ def patch_pack_dataset() -> bool:
             stacklevel=2,
         )
         return False
-    if not _applied:
-        _applied.append(Patch(data_utils, "pack_dataset", lambda _: pack_dataset, imported_by="trl"))
-    _applied[0].apply()
+    _patch(data_utils).apply()
     return True
 
 
@@ -109,14 +107,21 @@ def revert_pack_dataset() -> None:
     """Revert patch_pack_dataset. A function that another library put over ours stays, with a warning: if it calls ours,
     it still packs with packing_ops.
     """
-    for patch in _applied:
-        patch.revert()
-        if patch.layers and patch.owner.pack_dataset is not patch.layers[0][1]:
-            warnings.warn(
-                "packing_ops.revert_pack_dataset: expected our function in trl.data_utils.pack_dataset, got another "
-                "library's over it; left alone, and it may call ours",
-                stacklevel=2,
-            )
+    if (data_utils := sys.modules.get("trl.data_utils")) is None:
+        return
+    patch = _patch(data_utils)
+    patch.revert()
+    if patch.layers and data_utils.pack_dataset is not patch.layers[0][1]:
+        warnings.warn(
+            "packing_ops.revert_pack_dataset: expected our function in trl.data_utils.pack_dataset, got another "
+            "library's over it; left alone, and it may call ours",
+            stacklevel=2,
+        )
+
+
+@functools.cache
+def _patch(data_utils: ModuleType) -> Patch:
+    return Patch(data_utils, "pack_dataset", lambda _: pack_dataset, imported_by="trl")
 
 
 def trl_data_utils() -> ModuleType:
@@ -129,8 +134,8 @@ def trl_data_utils() -> ModuleType:
 
 
 def _own_pack_dataset() -> Any:
-    layers = [layer for patch in _applied for layer in patch.layers]
-    own: Any = layers[0][1] if layers else trl_data_utils().pack_dataset
+    patch = _patch(trl_data_utils())
+    own: Any = patch.layers[0][1] if patch.layers else trl_data_utils().pack_dataset
     return own
 
 

@@ -147,9 +147,7 @@ def _scanned(scan, tensors, documents, state, dtype, initial_state=None, output_
         out, final = _over_tree(scan, rows, documents.paths)
     elif documents.ranks is None:
         out, final = scan(*rows, documents.cu_seqlens.to(device), **given)
-    elif initial_state is not None or output_final_state:
-        raise ValueError("use_cache: expected False with a sequence_group, whose documents end on other ranks")
-    else:
+    else:  # a call with a cache is refused, see stateful
         scan, final = functools.partial(scan, *rows, documents.cu_seqlens.to(device)), None
         out = documents.ranks.scanned(scan, [*rows, *constants], state, dtype)
     # Back in the batch
