@@ -260,6 +260,17 @@ def function_of(method) -> Callable | None:
     return getattr(method, "func", None) or getattr(method, "__func__", None)
 
 
+def calls(function, ours: Callable, depth: int = 8) -> bool:
+    """Return whether a function is ours, or was put in front of it: what it holds is looked through, to this depth."""
+    if function is ours or function is None or isinstance(function, type) or depth == 0:
+        return function is ours
+    held = [function_of(function), getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
+    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    if (code := getattr(function, "__code__", None)) is not None:  # of a script: its variables are global
+        held += [each for each in map(function.__globals__.get, code.co_names) if isinstance(each, WeakPartial)]
+    return any(calls(each, ours, depth - 1) for each in held)
+
+
 class WeakPartial:
     """functools.partial(func, owner, *args) as an attribute of the owner. It holds the owner weakly: in a reference
     cycle its memory would wait for the garbage collector. A copy or a pickle of the owner gets a new partial.

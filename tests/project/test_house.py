@@ -307,8 +307,8 @@ STATEMENTS = {
     "_runtime": 1017,  # older names came, and go with the next minor version; register_recurrence
     "contrib": 412,
     "data": 2081,
-    "integrations": 2355,  # vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came
-    "integrations/transformers": 2586,
+    "integrations": 2363,  # vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came; what is in front of ours
+    "integrations/transformers": 2597,  # layers are looked at once in a backward
     "integrations/transformers/states": 753,
     "invariance": 701,  # rollouts came, what is none, and rows of narrow products
     "losses": 582,

@@ -131,7 +131,7 @@ def _begin(model, call, args, kwargs):
     else:  # before a row that is longer than its table of positions fails
         call.refuse_unconsumed()
     if not call.traced:
-        call.layers += stateful.layers_apart(call, model) if call.row_documents is not None else ()
+        call.layers = checkpoints.Layers(() if call.row_documents is None else stateful.layers_apart(call, model))
         checkpoints.note(call)
     args, kwargs = positions.with_axes_of_images(model, call, args, kwargs)
     args, kwargs = fused_loss.without_first_labels(model, call, args, kwargs)

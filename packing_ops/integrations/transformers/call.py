@@ -66,7 +66,7 @@ class PackedCall:
     answers: [(batch, seqlen), what was asked for, its documents], shared with the calls inside of this one.
     rows: (batch, seqlen), of rows in which layers with a state have looked for documents; row_documents: what they
         found, None for one in each row; see stateful.
-    layers: [(function that says whether ours is in a layer, layer)] of those that got row_documents.
+    layers: those that got row_documents, see Layers of checkpoints.py; None where none can be looked at.
     """
 
     def __init__(self, model, args, kwargs, outer):
@@ -90,11 +90,8 @@ class PackedCall:
         if self.cu_seqlens is None:  # one is for both
             self.cu_seqlens = self.cu_seqlens_k
         # For what runs again in backward, see checkpoints.py
-        self.config, self.layers, self.given_documents = (
-            model.config,
-            [],
-            {name: kwargs.get(name) for name in _READ_AGAIN},
-        )
+        self.config, self.layers = model.config, None
+        self.given_documents = {name: kwargs.get(name) for name in _READ_AGAIN}
         sequence = sequence_group.of(model)
         self.on_ranks = sequence is not None
         if sequence is not None:  # cu_seqlens are of a row of which this rank has a part

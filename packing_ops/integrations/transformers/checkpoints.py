@@ -41,6 +41,24 @@ class _Checkpoint:
             now.row_documents, now.checkpoint = before
 
 
+class Layers:
+    """The layers of a call that keep documents apart: [(function that says whether ours is in a layer, layer)].
+
+    found: the backward in which ours was in all of them: a checkpoint of each layer asks for all layers.
+    """
+
+    def __init__(self, layers):
+        self.layers, self.found = layers, -1
+
+    def are_in(self) -> bool:
+        backward = torch._C._current_graph_task_id()
+        if backward == -1 or backward != self.found:
+            if not all(is_in(layer) for is_in, layer in self.layers):
+                return False
+            self.found = backward
+        return True
+
+
 def _in_forward(of_frame) -> bool:
     """Return whether this is a _CheckpointFrame's, whose first run, by its caller, goes on."""
     return of_frame is not None and not getattr(of_frame.state(), "forward_completed", True)
@@ -65,9 +83,9 @@ def _check_of(call):
 def _refuse_changed(model, config, had_ours, layers, versions) -> None:
     """Raise RuntimeError where layers would run again with other documents than in the forward, or with none.
 
-    layers: see PackedCall, which may have filled it since.
+    layers: Layers, or None.
     """
-    if (config._attn_implementation in NAMES) != had_ours or not all(is_in(layer) for is_in, layer in layers):
+    if (config._attn_implementation in NAMES) != had_ours or not (layers is None or layers.are_in()):
         raise RuntimeError(
             f"backward: expected to run before {model} is reverted or gets another attention, got one after it: "
             "checkpoints run its layers again, which would not keep the documents of a row apart; call backward first, "

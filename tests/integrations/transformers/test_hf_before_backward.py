@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import types
 import weakref
 
 import pytest
@@ -23,6 +24,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     revert_registration,
 )
 from packing_ops.integrations.transformers.call import NAMES  # noqa: E402
+from packing_ops.integrations.transformers.states import stateful  # noqa: E402
 
 # No attention of ours is set in Mamba; its layers run documents as rows.
 pytestmark = pytest.mark.filterwarnings("ignore:apply_packing_ops. attention of Mamba")
@@ -173,7 +175,33 @@ def trl_packs(model):
     trl.revert_padding_free(trainer)
 
 
+def in_front(model, wrap):
+    """Put a function of the user in front of ours, in every module that has one."""
+    for module in [module for module in model.modules() if "forward" in vars(module)]:
+        module.forward = wrap(module.forward)
+
+
+class Logs:
+    def __init__(self, function):
+        self.function = function
+
+    def run(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def hooked(model):
+    """As accelerate moves what layers get, before and after others of its hooks."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    for _ in range(2):
+        for module in [module for module in model.modules() if "forward" in vars(module)]:
+            hooks.add_hook_to_module(module, hooks.ModelHook(), append=True)
+
+
 UNFELT = {
+    "a function in front": lambda model: in_front(model, lambda old: lambda *args, **kwargs: old(*args, **kwargs)),
+    "functools in front": lambda model: in_front(model, lambda old: functools.wraps(old)(functools.partial(old))),
+    "a method in front": lambda model: in_front(model, lambda old: Logs(old).run),
+    "hooks of accelerate": hooked,
     # RoPE and RMSNorm save other tensors, which torch refuses in its checkpoints that are not reentrant.
     "other options": lambda model: apply_packing_ops(model, rope=False, rms_norm=False, fused_loss=True),
     "padding-free": trl_packs,
@@ -207,6 +235,31 @@ def test_attention_that_a_revert_leaves(checkpoints, device):
         revert_packing_ops(model)
         loss.backward()
     assert_same_gradients(*models)
+
+
+@pytest.mark.parametrize("checkpoints", BOTH)
+def test_a_forward_in_place_of_ours_is_refused(checkpoints, device):
+    model = model_of("mamba, rows", device)
+    CHECKPOINTS[checkpoints](model)
+    loss = loss_of(model, device)
+    for module in [module for module in model.modules() if "forward" in vars(module)]:
+        module.forward = types.MethodType(type(module).forward, module)
+    with pytest.raises(RuntimeError, match=REVERTED):
+        loss.backward()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("checkpoints", BOTH)
+def test_layers_are_looked_at_once_in_a_backward(checkpoints, micro_batches, device, monkeypatch):
+    """Not by each checkpoint: all layers each time."""
+    looked_at, stock = [], stateful._is_prepared
+    monkeypatch.setattr(stateful, "_is_prepared", lambda layer: looked_at.append(layer) or stock(layer))
+    model = stateful_model("mamba", device=device, num_hidden_layers=5)
+    CHECKPOINTS[checkpoints](model)
+    losses = [loss_of(model, device) for _ in range(micro_batches)]
+    looked_at.clear()
+    sum(losses).backward()
+    assert len(looked_at) == 5 * 2 * micro_batches  # of the model, and of the one inside
 
 
 # --- a tensor that is written in place ---

@@ -17,7 +17,7 @@ import torch
 
 from packing_ops._runtime.batch_cache import unseen
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
-from packing_ops.integrations._patching import function_of, kept_with_class, put_around, take_out_function
+from packing_ops.integrations._patching import calls, function_of, kept_with_class, put_around, take_out_function
 from packing_ops.integrations._walks import DOCUMENTS, MIXES, kept_with_model
 from packing_ops.integrations.transformers import masks, sequence_group
 from packing_ops.integrations.transformers.call import now
@@ -404,7 +404,8 @@ def layers_apart(model) -> tuple:
 
 
 def _is_prepared(layer) -> bool:
-    return _forward in map(function_of, map(vars(layer).get, ("forward", "_old_forward")))  # accelerate's
+    # Behind what others put in front of it: accelerate keeps _old_forward.
+    return any(calls(vars(layer).get(name), _forward) for name in ("forward", "_old_forward"))
 
 
 def revert() -> None:
