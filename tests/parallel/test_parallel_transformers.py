@@ -156,6 +156,9 @@ def refusals():
     found["attention_mask"] = message_of(
         lambda: model(**unlabelled, attention_mask=torch.ones_like(shard["input_ids"]))
     )
+    model.set_attn_implementation("eager")
+    found["another attention"] = message_of(lambda: model(**unlabelled))
+    found["a row of one rank"] = message_of(lambda: model(batch["input_ids"]))
     revert_packing_ops(model)
     apply_packing_ops(model)
     found["reverted"] = message_of(lambda: model(**batch))
@@ -311,6 +314,7 @@ WORDS = {
     "rope": "sequence_group: expected a model whose attention runs over several ranks, got LlamaForCausalLM scales RoPE",
     "cu_seq_lens_q of a row that is not sharded": "cu_seq_lens_q: expected to end at ",
     "cu_seq_lens_q of the part": "cu_seq_lens_q: expected to end at ",
+    "another attention": "cu_seq_lens_q: expected a row of this rank alone, got a sequence_group's",
 }
 
 
@@ -318,7 +322,7 @@ WORDS = {
 def test_calls_that_would_be_wrong_are_refused(case, by_rank):
     for found in by_rank:
         assert found["refusals"][case].startswith(f"ValueError: {WORDS[case]}")
-        assert found["refusals"]["reverted"] == "no error"
+        assert found["refusals"]["a row of one rank"] == found["refusals"]["reverted"] == "no error"
 
 
 def tensor_parallel_step(folder):

@@ -172,6 +172,7 @@ STATE = {
     "integrations._patching._left",  # patches to take back when nothing is compiled
     "contrib.ring_flash_attn.hf._kept",  # update_ring_flash_attn_params, revert_hf_flash_attn
     "integrations.transformers.call.NAMES",  # register, revert_registration
+    "integrations.transformers.apply._hosts",  # goes with its models
     "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
     "integrations.transformers.states.stateful._prepared",  # layers, and goes with them; revert_registration
     "parallel.collectives.planned",  # StepPlan.group_for, and by it
@@ -308,7 +309,7 @@ STATEMENTS = {
     "contrib": 412,
     "data": 2081,
     "integrations": 2363,  # vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came; what is in front of ours
-    "integrations/transformers": 2597,  # layers are looked at once in a backward
+    "integrations/transformers": 2642,  # another attention later, and configs that models share, came
     "integrations/transformers/states": 753,
     "invariance": 701,  # rollouts came, what is none, and rows of narrow products
     "losses": 582,

@@ -1,7 +1,8 @@
 """apply_packing_ops puts packing_ops into a transformers model, revert_packing_ops takes it out."""
 
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,11 +14,11 @@ from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
 from packing_ops.integrations.transformers import vision as vision_patch
-from packing_ops.integrations.transformers.attention import in_tables, register, unknown_options
-from packing_ops.integrations.transformers.call import GUARD, NAMES, mixes_tokens
+from packing_ops.integrations.transformers.attention import Kept, guard, in_tables, register, unknown_options
+from packing_ops.integrations.transformers.call import GUARD, NAMES
 from packing_ops.integrations.transformers.states import linear_attention as linear_attention_patch
 from packing_ops.integrations.transformers.states import stateful
-from packing_ops.integrations.transformers.versions import PreTrainedModel, code_has, models_in, reads_text
+from packing_ops.integrations.transformers.versions import PreTrainedModel, code_has, models_in
 from packing_ops.invariance import few_rows, mode
 from packing_ops.invariance.api import check_invariance
 from packing_ops.invariance.refusals import refusals
@@ -97,8 +98,9 @@ def apply_packing_ops(
         attention: register ``"packing_ops"`` and set it as attn_implementation. Attention of vision towers that takes
             cu_seqlens (as in Qwen-VL) then runs once for all images. A model whose attention cannot be set keeps it,
             after a warning. A call of it with several documents in a row is an error from then on, unless layers with
-            a state (Mamba, RWKV) keep them apart. With False such a call is no error: the model's attention must
-            then keep documents apart.
+            a state (Mamba, RWKV) keep them apart. So is one with another attn_implementation that is set later, unless
+            transformers' masks keep them apart. With False such a call is no error: the model's attention must then
+            keep documents apart.
         linear_attention: short convolutions, gated delta rules and scans of Mamba-2 in hybrid models (Qwen3-Next,
             Qwen3.5, OLMo-Hybrid, LFM2, Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2) run by causal_conv1d,
             gated_delta_rule and mamba2_scan, which get the documents of the rows. It needs attention, which finds them.
@@ -196,7 +198,7 @@ def apply_packing_ops(
         skipped.pop("vision", None)
         skipped["attention"] = left
         _refuse(model, skipped, strict)
-    if "attention" in skipped and _guard(model, f"keeps its attention: {skipped['attention']}"):
+    if "attention" in skipped and guard(model, f"keeps its attention: {skipped['attention']}"):
         skipped["attention"] += (
             "; rows of several documents are an error where no layer keeps them apart. With attention=False they are "
             "none: the model's own attention must then keep them apart"
@@ -262,12 +264,12 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
     befores = {host: kept.before for host in hosts(model) if (kept := host.__dict__.get(STATE)) is not None}
     if (held := vars(model).pop(HELD, None)) is not None:
         mode.release(held)
+    for host, before in befores.items():
+        _set_implementation(host, before)
     for module in model.modules():
         take_out(module, PACKAGE)
     rope_patch.release(model)
     linear_attention_patch.release(model)
-    for host, before in befores.items():
-        _set_implementation(host, before)
 
 
 def check_model(model: object) -> None:
@@ -284,26 +286,7 @@ def check_model(model: object) -> None:
 IMPLEMENTATION = "packing_ops"
 PACKAGE = "packing_ops.integrations"
 STATE = "_packing_ops_attention"
-
-
-@dataclass
-class Kept:
-    """Kept in a model. Making or unpickling one registers our attention, which watches the calls, in that process.
-
-    before: of a model with our attention, its implementations before.
-    why, has_state: of one with another attention, what an error says, and whether layers with a state may keep
-        documents apart.
-    """
-
-    before: dict[str, Any] = field(default_factory=dict)
-    why: str = ""
-    has_state: bool = False
-
-    def __post_init__(self) -> None:
-        register()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(vars(self).values())
+_hosts: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()  # those that have or had it
 
 
 def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
@@ -350,7 +333,8 @@ def _set_attention(model: torch.nn.Module) -> str | None:
     """Set our attention in all hosts, or in no host; then the reason."""
     found = hosts(model)
     register()
-    before, is_set = {host: implementations_of(host.config) for host in found}, False
+    shared = _befores()
+    before, is_set = {host: implementations_of(host.config, shared) for host in found}, False
     try:
         for host in found:
             _set_implementation(host, IMPLEMENTATION)
@@ -360,16 +344,14 @@ def _set_attention(model: torch.nn.Module) -> str | None:
         if not is_set:
             for host, implementations in before.items():
                 _set_implementation(host, implementations)
+                for module in models_in(host):
+                    vars(module).pop(GUARD, None)
     if not is_set:
         return f"{', '.join(refused)} cannot change its attn_implementation"
     for host, implementations in before.items():
         host.__dict__.setdefault(STATE, Kept(before=implementations))
-        _guard(  # another one is set later, by the user or by the revert of a model with the same config
-            host,
-            "mixes tokens beside its attention, whose attn_implementation is no longer the "
-            f"{IMPLEMENTATION!r} of apply_packing_ops: apply it again",
-            lambda module: stateful.layers_of(module) or mixes_tokens(module.config),
-        )
+        _hosts.add(host)
+        guard(host)
     return None
 
 
@@ -387,25 +369,28 @@ def _set_implementation(host: PreTrainedModel, implementation: str | dict[str, A
                 config._attn_implementation = model.config._attn_implementation
 
 
-def _guard(model: torch.nn.Module, why: str, mixes: Callable[[Any], Any] = lambda module: True) -> bool:
-    """Make packed rows an error while its attention is not ours, if no layer keeps documents apart. Return False if
-    there is no text model. mixes: of which text models inside.
-    """
-    found = [module for module in models_in(model) if reads_text(type(module)) and mixes(module)]
-    for module in found:
-        has_state = stateful.StateKind.RECURRENT in stateful.layers_of(module).values()
-        module.__dict__[GUARD] = Kept(why=why, has_state=has_state and not stateful.calls_attention_inside(module))
-    return bool(found)
-
-
-def implementations_of(config: Any) -> dict[str, Any]:
-    """Return what set_attn_implementation takes to restore a model and its sub-models."""
-    found = {"": config._attn_implementation}
+def implementations_of(config: Any, shared: Mapping[int, Any]) -> dict[str, Any]:
+    """Return what set_attn_implementation takes to restore a model and its sub-models. shared: see _befores."""
+    found = {"": shared.get(id(config), config._attn_implementation)}
     for key in config.sub_configs:
         sub_config = getattr(config, key, None)
         if sub_config is not None and sub_config._attn_implementation is not None:  # None: some audio parts
-            nested = implementations_of(sub_config)
+            nested = implementations_of(sub_config, shared)
             found[key] = nested if len(nested) > 1 else nested[""]
+    return found
+
+
+def _befores() -> dict[int, Any]:
+    """Return {id of a config: its implementation before ours} of the models to which ours is applied: two models may
+    be made of one config.
+    """
+    found: dict[int, Any] = {}
+    for host in _hosts:
+        parts = [(host.config, kept.before)] if (kept := vars(host).get(STATE)) is not None else []
+        for config, before in parts:  # grows
+            each = before if isinstance(before, dict) else {"": before}
+            found[id(config)] = each[""]
+            parts += [(getattr(config, key), each[key]) for key in each if key]
     return found
 
 

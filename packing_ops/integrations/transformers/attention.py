@@ -4,6 +4,7 @@ import functools
 import inspect
 import re
 import sys
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from packing_ops._runtime.arguments import dtype_name
 from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.integrations import _additions, _advice
 from packing_ops.integrations._patching import Patch, kept_with_class
-from packing_ops.integrations._walks import DOCUMENTS
+from packing_ops.integrations._walks import DOCUMENTS, kept_with_model
 from packing_ops.integrations.transformers import (
     checkpoints,
     continuous_batching,
@@ -24,7 +25,7 @@ from packing_ops.integrations.transformers import (
     sequence_group,
     versions,
 )
-from packing_ops.integrations.transformers.call import NAMES, REQUESTS, call_of_layers, watched
+from packing_ops.integrations.transformers.call import GUARD, NAMES, REQUESTS, call_of_layers, mixes_tokens, watched
 from packing_ops.integrations.transformers.states import linear_attention, stateful
 from packing_ops.integrations.transformers.versions import (
     CACHE,
@@ -56,8 +57,8 @@ def register(name: str = "packing_ops") -> None:
     wrappers around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, around
     the preparation of masks, and around both forms of torch.utils.checkpoint, which take the documents along; in
     models, the forward of layers that carry a state. The wrappers in transformers leave models with another
-    attn_implementation as they are. A process that unpickles a model with this attention must call register first,
-    unless apply_packing_ops set it.
+    attn_implementation as they are. A process that unpickles a model with this attention under another name must
+    call register(name) first.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats specially.
@@ -125,9 +126,11 @@ def _begin(model, call, args, kwargs):
     """Return the arguments that the model gets, and find the documents of its layers with a state."""
     if call.guard is None:
         _additions.noise_by_document(model, call)
-    if call.guard is None or call.guard.has_state:
+    if call.guard is None or call.has_state:
         args, kwargs = positions.with_positions(model, call, args, kwargs)
         kwargs = stateful.find_documents_of(model, call, args, kwargs)
+    elif call.by_masks:  # looked at in the end: all else is as in stock models
+        return args, kwargs
     else:  # before a row that is longer than its table of positions fails
         call.refuse_unconsumed()
     if not call.traced:
@@ -327,6 +330,63 @@ def why_not(query, value, dropout):
     return ""
 
 
+# --- models with another attention ---
+
+
+_SET = (
+    "has an attn_implementation that is not packing_ops' any more: set it again, by apply_packing_ops or "
+    "set_attn_implementation"
+)
+
+
+@dataclass
+class Kept:
+    """Kept in a model. Unpickling one registers our attention, which watches the calls, in that process.
+
+    before: of a model with our attention, its implementations before.
+    why: of one that keeps its attention, or gets another one than ours later, what an error says.
+    """
+
+    before: dict = field(default_factory=dict)
+    why: str = _SET
+
+    def __post_init__(self) -> None:
+        if not NAMES:
+            register()
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return type(self), tuple(vars(self).values())
+
+    def apart_by(self, call, model) -> tuple[bool, bool, bool]:
+        """Return whether layers with a state, or transformers' masks, may keep documents apart while its attention is
+        not ours, and whether layers beside its attention mix them.
+        """
+        has_state, mixes = _beside_attention(call, model)
+        is_set = self.why == _SET and not has_state
+        return has_state, is_set and not mixes, is_set and mixes
+
+
+@kept_with_model
+def _beside_attention(model) -> tuple[bool, bool]:
+    """Return whether it has layers with a state and no attention, and whether any of its layers mix tokens."""
+    layers = stateful.layers_of(model)
+    has_state = stateful.StateKind.RECURRENT in layers.values() and not stateful.calls_attention_inside(model)
+    return has_state, bool(layers) or mixes_tokens(model.config)
+
+
+def guard(model, why=_SET) -> bool:
+    """Make packed rows an error for while its attention is not ours, where nothing keeps documents apart. Return False
+    if there is no text model.
+    """
+    found = [module for module in versions.models_in(model) if versions.reads_text(type(module))]
+    for module in found:
+        module.__dict__[GUARD] = Kept(why=why)
+    return bool(found)
+
+
 # --- SDPA of transformers, for calls that varlen attention does not serve ---
 
 
@@ -391,7 +451,7 @@ def in_tables(cls: type) -> set[str]:
 
 
 def _checked(stock):
-    """Wrap the method that picks the attn_implementation of a new model."""
+    """Wrap the method that picks the attn_implementation of a new model, or another one of a model."""
 
     @functools.wraps(stock)
     def check(self, attn_implementation, *args, **kwargs):
@@ -402,6 +462,8 @@ def _checked(stock):
                 f"attention of its own, got {attn_implementation!r}; load it with one of these, and give each document "
                 "a row of its own"
             )
+        if attn_implementation in NAMES:  # another one may come: set, by a config that is shared, or written into it
+            guard(self)
         return stock(self, attn_implementation, *args, **kwargs)
 
     return check

@@ -35,7 +35,8 @@ NAMES: set[str] = set()  # attn_implementations that register() made
 REQUESTS = "write_index"  # a keyword that only transformers' continuous batching gives: where new keys go in its cache
 LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw, for info
 BALANCE = "_packing_ops_balance"  # in a model whose balance loss is ours, see fused_loss
-GUARD = "_packing_ops_guard"  # in a model, for while its attention is not ours: why, see _guard of apply.py
+GUARD = "_packing_ops_guard"  # in a model, for while its attention is not ours: see guard of attention.py
+_BY_MASKS = frozenset(("eager", "sdpa", "flex_attention"))  # transformers' attention that reads no cu_seqlens
 
 # The forms of a mask. Only our attention reads a MaskPattern. A model that supports neither FlashAttention nor
 # FlexAttention reads masks itself, or has a special attention. It gets a tensor: bool, as for SDPA, or additive, as
@@ -70,7 +71,6 @@ class PackedCall:
     """
 
     def __init__(self, model, args, kwargs, outer):
-        # What the model was given.
         self.name, self.outer = type(model).__name__, outer
         self.outers = () if outer is None else (outer, *outer.outers)
         traits = _traits_of(type(model), type(model.config))
@@ -81,8 +81,6 @@ class PackedCall:
         self.position_ids = None if model_type in OTHER_POSITIONS else positions
         self.made_positions = None if outer is None else outer.made_positions  # by this package: they tell no documents
         self.needs_positions = positions is None  # of models that otherwise count along the row
-        # What is kept with the model, see _walks.py, and what in it counts along the row, see positions.py.
-        self.walks = self.counting = None
         self.where_several = None  # (batch, what to say at the end where a row has several documents), see documents.py
         self.cu_seqlens, self.cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
         if REQUESTS in kwargs:  # a dict: the cache of a layer knows which
@@ -92,7 +90,12 @@ class PackedCall:
         # For what runs again in backward, see checkpoints.py
         self.config, self.layers = model.config, None
         self.given_documents = {name: kwargs.get(name) for name in _READ_AGAIN}
-        sequence = sequence_group.of(model)
+        # What is kept with the model, see _walks.py, and what in it counts along the row, see positions.py.
+        self.walks = self.counting = None
+        sequence, self.guard = sequence_group.of(model), guard_of(model)
+        self.has_state, self.by_masks, mixes = self.guard.apart_by(self, model) if self.guard else (False, False, False)
+        if sequence is not None and self.guard is not None:  # rows on this rank alone, else attention would be too
+            sequence = sequence.refuse_shard(self.cu_seqlens, f"{self.name} {self.guard.why}")
         self.on_ranks = sequence is not None
         if sequence is not None:  # cu_seqlens are of a row of which this rank has a part
             if BALANCE in model.__dict__:
@@ -110,18 +113,8 @@ class PackedCall:
         # One op: a graph that breaks in a layer with a state knows no result of two as the same tensor.
         self.padding = mask.sign() if mask is not None and self.numbers is mask else mask
         self.mask = mask if self.numbers is None else self.numbers
-        # Whether its documents reach what keeps them apart.
-        self.mixes, self.guard = mixes_tokens(model.config), guard_of(model)
-        self.unconsumed = set()
-        # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
-        # Attention over ranks reads cu_seq_lens_q of the whole row, or raises.
-        if self.mixes or not (self.on_ranks or self.masks_made):
-            self.unconsumed.add("position_ids")
-        if self.numbers is not None:
-            self.unconsumed.add("attention_mask")
-        if self.segment_parents is not None:
-            self.unconsumed.add("segment_parents")
-        # What was found in it.
+        self.mixes = mixes or mixes_tokens(model.config)
+        self.unconsumed = self._told(positions, self.by_masks and model.config._attn_implementation not in _BY_MASKS)
         self.answers = [] if outer is None else outer.answers
         self.seen = self.of_axes = self.rows = self.row_documents = None
         self.cache = None  # the KV cache that check_cache has seen in this call
@@ -152,6 +145,15 @@ class PackedCall:
         paths = cached_paths(self.cu_seqlens, self.segment_parents, total, None)
         depths = kept_with(paths[:2], ("depths", total), lambda: positions_of_paths(paths, total))
         check_same(position_ids[0].long().to(depths.device), depths, "depths")
+
+    def _told(self, positions, others):
+        """Return what has to reach what keeps documents apart. others: whether attention may read cu_seqlens itself."""
+        # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
+        # Attention over ranks reads cu_seq_lens_q of the whole row, or raises.
+        told = {"position_ids"} if self.mixes or not (self.on_ranks or self.masks_made or others) else set()
+        if self.numbers is not None and not (others and (positions is not None or self.cu_seqlens is not None)):
+            told.add("attention_mask")
+        return told if self.segment_parents is None else told | {"segment_parents"}
 
     def given(self, name, args, kwargs):
         """Return an argument of the model, by its name or its place: "position_ids", "attention_mask", "labels"."""
@@ -242,8 +244,12 @@ class PackedCall:
                 call.unconsumed.discard("attention_mask")
             # A call without them, such as a vision tower's, says nothing of its outer calls'.
             has_positions = has_positions and not (call.position_ids is None and call.cu_seqlens is None)
-            if has_positions and not call.mixes and call.guard is None:
+            if has_positions and not call.mixes and (call.guard is None or call.by_masks):
                 call.unconsumed.discard("position_ids")
+
+    def mark_apart(self, position_ids, batch):
+        """Note that a mask of transformers keeps these documents apart: of this call, or of a part with other rows."""
+        self.mark_consumed(None, self.checked_positions(position_ids, batch) if self.by_masks else position_ids)
 
     def mark_consumed_by(self, found_by, cu_seqlens):
         """Note that an attention has used the tree or the requests of this call, for outer calls too."""
@@ -274,7 +280,9 @@ class PackedCall:
         if "position_ids" in self.unconsumed:
             if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
                 raise ValueError(self._refusal("cu_seq_lens_q"))
-            refuse_where(several_in(self.position_ids, self.padding), self._refusal("position_ids"))
+            has_axes = is_tensor(self.position_ids, 3)
+            positions = self.row_positions(*self.position_ids.shape[1:]) if has_axes else self.position_ids
+            refuse_where(several_in(positions, self.padding), self._refusal("position_ids"))
         if "attention_mask" in self.unconsumed:
             refuse_where(several_in(numbers=self.numbers), self._refusal("attention_mask"))
         if self.where_several is None:
@@ -374,7 +382,6 @@ def watched(begin, end, stock):
     """
 
     def __call__(self, *args, **kwargs):
-        # Models that are not ours, and what is refused before the call.
         if args and not (args[0] is None or isinstance(args[0], torch.Tensor)):
             return stock(self, *args, **kwargs)  # a method of a trainer, which replaces forward while it runs
         ours = self.config._attn_implementation in NAMES
@@ -387,7 +394,6 @@ def watched(begin, end, stock):
         if (packs := self.__dict__.get(PACKS_ROWS)) and packs(args, kwargs):
             return stock(self, *args, **kwargs)
 
-        # The call, and what masks and layers below ask of it.
         outer = now.call
         call = PackedCall(self, args, kwargs, outer)
         given = call.given("attention_mask", args, kwargs)
@@ -397,7 +403,7 @@ def watched(begin, end, stock):
         now.call, documents = call, now.row_documents
         try:
             args, kwargs = begin(self, call, args, kwargs)
-            now.row_documents = False if call.row_documents is None else call.row_documents
+            now.row_documents = call.row_documents or (None if call.guard and not call.has_state else False)
             outputs = stock(self, *args, **kwargs)
         finally:
             now.call, now.begun, now.row_documents = outer, begun, documents

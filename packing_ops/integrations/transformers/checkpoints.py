@@ -25,7 +25,7 @@ class _Checkpoint:
         call, around = now.call, now.checkpoint
         self.documents, self.state = now.row_documents or False, weakref.ref(state)
         if call is not None:
-            self.checks = [_check_of(each) for each in (*reversed(call.outers), call)]
+            self.checks = [_check_of(each) for each in (*reversed(call.outers), call) if not each.by_masks]
             return
         self.checks = [] if around is None else [*around.checks]
         now.frames = (*(each for each in now.frames if _in_forward(each())), weakref.ref(self))

@@ -319,12 +319,13 @@ def _of_documents(stock):
         device, rows = gate_logits[0].device, gate_logits[0].shape[0]
         answers = (found for (batch, seqlen), _, found in reversed(call.answers) if batch * seqlen == rows)
         documents = next(answers, None)
-        if documents is None and call.has_cache:  # a step of generate
+        as_stock = call.has_cache or (call.by_masks and not call.balance.by_document)
+        if documents is None and as_stock:  # a step of generate, or rows of other attention
             return stock(gate_logits, num_experts, top_k, attention_mask)
         if documents is None:
             raise ValueError(
                 f"balance_loss: expected an attention over the {rows} rows of the router of {call.name}, got none (a "
-                "prefix tree, or rows on several ranks)"
+                "prefix tree, rows on several ranks, or another attention)"
             )
         # Which slots hold tokens: those of padding are in no sum
         documents = documents.on(device)

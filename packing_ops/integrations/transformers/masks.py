@@ -303,7 +303,7 @@ def _with_positions(original):
 
         # Masks of other names, and those that an outer model has made.
         if nested or config._attn_implementation not in NAMES:
-            return transformers_own(attention_mask, position_ids)
+            return _marked(transformers_own(attention_mask, position_ids), position_ids, len(inputs_embeds))
         if isinstance(attention_mask, MaskPattern):  # made by an outer model: passed on, as a 4-D mask would be
             early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
             return early, attention_mask, *prepared
@@ -347,6 +347,13 @@ def _with_positions(original):
         return early, mask, *prepared
 
     return prepare
+
+
+def _marked(prepared, position_ids, batch):
+    """Return what transformers prepared. The call that runs knows then if this mask keeps documents apart."""
+    if prepared[2] is not None and (call := current()) is not None:  # its number of each token's document
+        call.mark_apart(position_ids, batch)
+    return prepared
 
 
 def patch_of(owner) -> Patch:

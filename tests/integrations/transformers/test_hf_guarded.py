@@ -15,6 +15,7 @@ import causal_families  # noqa: E402
 import stateful_models  # noqa: E402
 from causal_families import APART, REFUSED  # noqa: E402
 from causal_families import SHORT as LENGTHS  # noqa: E402
+from helpers import hf_images  # noqa: E402
 
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import (  # noqa: E402
@@ -192,10 +193,221 @@ def test_layers_with_a_state_beside_another_attention_than_ours(family, take, ro
         torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
         return
     assert "documents: one in each row" in info(model)
-    with pytest.raises(ValueError, match=f"^{rows}: expected one document in each row.*no longer the 'packing_ops'"):
+    with pytest.raises(ValueError, match=f"^{rows}: expected one document in each row.*not packing_ops' any more"):
         model(input_ids=IDS, use_cache=False, **given)
     apply_packing_ops(model)
     found = model(input_ids=IDS, use_cache=False, **given).logits
     torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
     revert_packing_ops(model)
     assert not [name for module in model.modules() for name in vars(module) if "packing" in name]
+
+
+# --- attention that is another one than ours by now, in models that keep documents apart by nothing else ---
+
+
+def set_in_the_config(model):
+    apply_packing_ops(model)
+    model.config._attn_implementation = "eager"
+
+
+def set_to_sdpa(model):
+    apply_packing_ops(model)
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+
+
+def set_without_apply(model):
+    register()
+    model.set_attn_implementation("packing_ops")
+    model.set_attn_implementation("eager")
+
+
+def of_a_copy(model):
+    set_later(model)
+    model.__dict__.update(vars(copy.deepcopy(model)))
+
+
+SET = [of_one_config, set_later, set_in_the_config, set_to_sdpa, set_without_apply, of_a_copy]
+NUMBERED = {"attention_mask": NUMBERS}
+MIXED = {
+    "cu_seq_lens_q": {**ROWS["cu_seq_lens_q"], "use_cache": True},
+    "attention_mask": {**NUMBERED, "use_cache": False},
+    "numbers and positions": {**NUMBERED, **POSITIONS, "use_cache": False},
+    "position_ids beside a mask": {**POSITIONS, "attention_mask": torch.ones_like(IDS), "use_cache": False},
+    "position_ids beside a cache": {**POSITIONS, "use_cache": True},
+}
+BLOCKS = torch.block_diag(*(torch.ones(n, n) for n in LENGTHS)).tril()[None, None].log()  # eager attention adds it
+# What transformers keeps apart, or has one document in each row.
+LEGAL = {
+    "position_ids": {**POSITIONS, "use_cache": False},
+    "both": {**POSITIONS, **ROWS["cu_seq_lens_q"], "use_cache": False},
+    "a 4-D mask": {**POSITIONS, "attention_mask": BLOCKS},
+}
+ONE = {
+    "nothing": {},
+    "a mask": {"attention_mask": torch.ones_like(IDS)},
+    "position_ids": {"position_ids": torch.arange(IDS.shape[1])[None], "use_cache": False},
+    "one document": {**po.PackedMetadata.from_lengths([sum(LENGTHS)]).to_transformers(), "use_cache": False},
+    "attentions": {"output_attentions": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:apply_packing_ops. rope of GPT2")
+@pytest.mark.parametrize("take", SET)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_another_attention_than_ours(family, take):
+    model = causal_families.model_of(family, "eager").eval()
+    single = model(input_ids=IDS, use_cache=False).logits
+    wanted = alone(model)
+    take(model)
+    for name, given in MIXED.items():
+        with pytest.raises(ValueError, match=r"expected one document in each row.* not packing_ops' any more"):
+            pytest.fail(f"{name}: {model(input_ids=IDS, **given).logits}")
+    for given in LEGAL.values():
+        torch.testing.assert_close(model(input_ids=IDS, **given).logits, wanted, rtol=2e-4, atol=2e-5)
+    for given in ONE.values():
+        torch.testing.assert_close(model(input_ids=IDS, **given).logits, single, rtol=2e-4, atol=2e-5)
+    assert model.generate(IDS, max_new_tokens=2, min_new_tokens=2, do_sample=False).shape == (1, sum(LENGTHS) + 2)
+    assert "several are an error" in info(model)
+    apply_packing_ops(model)
+    for given in (*ROWS.values(), NUMBERED):
+        found = model(input_ids=IDS, use_cache=False, **given).logits
+        torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
+    revert_packing_ops(model)
+    assert not [name for module in model.modules() for name in vars(module) if "packing" in name]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@torch.no_grad()
+def test_every_family_keeps_apart_or_refuses(attention):
+    """By position_ids, which GPT-OSS gives no mask."""
+    for family in ("gpt_oss", "gemma3_text", "mistral", "phi3", "modernbert-decoder", "opt", "granitemoe"):
+        model = causal_families.model_of(family, "eager").eval()
+        wanted = alone(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            apply_packing_ops(model)
+        model.set_attn_implementation(attention if model._supports_sdpa else "eager")
+        seen = causal_families.seen_by(model, IDS, wanted, POSITIONS, LENGTHS[0])
+        assert seen == APART or seen.startswith(f"{REFUSED}position_ids: expected one document in each row"), family
+
+
+def test_another_attention_has_the_loss_of_transformers():
+    """Its labels too are as they are, of a first token of a document."""
+    model, given = causal_families.model_of("llama", "eager"), {"input_ids": IDS, "labels": IDS, "use_cache": False}
+    wanted = model(**given, **POSITIONS).loss
+    set_later(model)
+    torch.testing.assert_close(model(**given, **POSITIONS).loss, wanted)
+
+
+@pytest.mark.parametrize("kind", ["batch", "document"])
+def test_another_attention_beside_a_balance_loss(kind):
+    """transformers' is of all tokens; of documents there is none."""
+    model = causal_families.model_of("mixtral", "eager")
+    given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "output_router_logits": True}
+    wanted = model(**given).aux_loss
+    apply_packing_ops(model, balance_loss=kind)
+    model.set_attn_implementation("eager")
+    if kind == "batch":
+        torch.testing.assert_close(model(**given).aux_loss, wanted)
+        return
+    with pytest.raises(ValueError, match=r"balance_loss: expected an attention over .* or another attention"):
+        model(**given)
+
+
+def test_positions_that_are_others_than_cu_seqlens():
+    model = causal_families.model_of("llama", "eager")
+    set_later(model)
+    others = po.PackedMetadata.from_lengths(LENGTHS[::-1]).to_transformers()
+    with pytest.raises(ValueError, match="position_ids: expected"):
+        model(input_ids=IDS, use_cache=False, **POSITIONS, **others)
+
+
+def test_attention_that_reads_documents_itself():
+    """As FlashAttention, or one that the user has registered."""
+
+    def theirs(module, query, key, value, mask, cu_seq_lens_q=None, **kwargs):
+        seen.append(cu_seq_lens_q)
+        return query.transpose(1, 2), None
+
+    seen = []
+    transformers.AttentionInterface.register("theirs", theirs)
+    try:
+        model = causal_families.model_of("llama", "eager")
+        apply_packing_ops(model)
+        model.set_attn_implementation("theirs")
+        model(input_ids=IDS, use_cache=False, **ROWS["cu_seq_lens_q"])
+        model(input_ids=IDS, use_cache=False, **POSITIONS)
+        assert seen[0] is ROWS["cu_seq_lens_q"]["cu_seq_lens_q"]
+        with pytest.raises(ValueError, match=r"attention_mask: expected one document in each row"):
+            model(input_ids=IDS, use_cache=False, **NUMBERED)
+    finally:
+        transformers.AttentionInterface._global_mapping.pop("theirs")
+
+
+@pytest.mark.filterwarnings("ignore:apply_packing_ops. rope of Jamba")
+@pytest.mark.parametrize("take", [set_later, set_in_the_config])
+@pytest.mark.parametrize("family", ["lfm2", "jamba", "qwen3_5_text"])
+@torch.no_grad()
+def test_layers_with_a_state_beside_a_mask_of_pairs(family, take):
+    """Attention reads the mask, these layers do not."""
+    model = stateful_models.stateful_model(family, attn_implementation="eager").eval()
+    take(model)
+    model(input_ids=IDS, use_cache=False, attention_mask=BLOCKS)
+    with pytest.raises(ValueError, match=r"^position_ids: expected one document in each row"):
+        model(input_ids=IDS, use_cache=False, attention_mask=BLOCKS, **POSITIONS)
+
+
+def test_a_prefix_tree_beside_another_attention():
+    model = causal_families.model_of("llama", "eager")
+    set_later(model)
+    tree = po.prefix_tree_metadata([0, 0, 1, 1, 2], [0, 0, 0, 0, 0])
+    with pytest.raises(ValueError, match="segment_parents: expected"):
+        model(IDS[:, :5], position_ids=tree.position_ids[None], use_cache=False, **tree.to_transformers())
+
+
+# --- the attention of a config that models share ---
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("before", ["eager", "sdpa", "packing_ops"])
+def test_the_last_revert_leaves_a_shared_config_as_it_was(before, first):
+    register()
+    models = [causal_families.model_of("llama", before)]
+    models.append(type(models[0])(models[0].config))
+    for _ in range(2):
+        for model in (*models, models[0]):
+            apply_packing_ops(model)
+        for model in (models[first], models[1 - first]):
+            revert_packing_ops(model)
+        assert models[0].config._attn_implementation == before
+
+
+def test_a_config_inside_of_another_is_left_as_it_was():
+    whole = hf_images.tiny_image_model("gemma3")
+    text = transformers.Gemma3ForCausalLM(whole.config.text_config)
+    for order in ((whole, text), (text, whole)):
+        before = [config._attn_implementation for config in (whole.config, text.config, whole.config.vision_config)]
+        for model in (*order, *order[::-1]):
+            apply_packing_ops(model)
+        for model in order:
+            revert_packing_ops(model)
+        assert before == [
+            config._attn_implementation for config in (whole.config, text.config, whole.config.vision_config)
+        ]
+
+
+@pytest.mark.parametrize("parts", [{"text_config": "eager"}, {"": "eager"}, "eager"])
+@torch.no_grad()
+def test_another_attention_of_a_part(parts):
+    """Of the text of a model that reads images too, or of the model around it."""
+    model = hf_images.tiny_image_model("gemma3")
+    wanted = torch.cat([model(input_ids=ids, use_cache=False).logits for ids in IDS.split(LENGTHS, 1)], 1)
+    apply_packing_ops(model)
+    model.set_attn_implementation(parts)
+    for given in (*MIXED.values(), LEGAL["both"]):
+        given = {name: value for name, value in given.items() if name != "use_cache"}
+        seen = causal_families.seen_by(model, IDS, wanted, given, LENGTHS[0])
+        assert seen == APART or (seen.startswith(REFUSED) and "expected one document in each row" in seen)
+    for given in ROWS.values() if parts == {"": "eager"} else (POSITIONS,):
+        assert causal_families.seen_by(model, IDS, wanted, given, LENGTHS[0]) == APART
