@@ -14,9 +14,9 @@ from helpers import ROOT
 _ALONE = "PACKING_OPS_TEST_ALONE"
 
 
-def asserting(value):
-    """A parameter with which a test asserts on the GPU."""
-    return pytest.param(value, marks=pytest.mark.asserts_on_gpu)
+def asserting(*values):
+    """A parameter, or some, with which a test asserts on the GPU."""
+    return pytest.param(*values, marks=pytest.mark.asserts_on_gpu)
 
 
 def runs_alone(item) -> bool:

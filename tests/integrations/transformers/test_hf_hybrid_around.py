@@ -83,7 +83,7 @@ def test_autocast(family, checkpointing, device):
     assert errors[0] <= 2 * errors[1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h"])  # others: test_hf_hybrid_memory.py
 def test_lora_in_compiled_layers_with_checkpointing(family, device, fresh_compile):
     model, stock = (with_lora(each) for each in pair(family, device))
     model.enable_input_require_grads()

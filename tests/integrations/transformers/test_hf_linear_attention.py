@@ -108,7 +108,7 @@ def test_gradients_are_those_of_each_document_alone(family, checkpointing, devic
 @pytest.mark.parametrize(
     ("family", "whole"),
     [
-        *((family, False) for family in FAMILIES if family != "kimi_linear"),
+        *((family, False) for family in FAMILIES if family not in ("kimi_linear", "qwen3_next", "bamba")),
         ("qwen3_next", True),
         ("lfm2", True),
         ("bamba", True),
@@ -116,10 +116,13 @@ def test_gradients_are_those_of_each_document_alone(family, checkpointing, devic
     ids=lambda value: value if isinstance(value, str) else "whole model" if value else "layers",
 )
 def test_compiled_without_a_break(family, whole, device, fresh_compile):
-    """Whole models hold the same layers: a delta rule, a convolution and a scan are enough."""
+    """Whole models hold the same layers: a delta rule, a convolution and a scan are enough. The first layer of a family
+    has a state, the other attention; the other of zamba2 both.
+    """
     model, stock = hybrid(family, device)
     ids, _, _ = packed(device)
-    for part in [model] if whole else getattr(model, model.base_model_prefix).layers:
+    layers = getattr(model, model.base_model_prefix).layers
+    for part in [model] if whole else layers if family == "zamba2" else layers[:1]:
         part.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     torch.testing.assert_close(logits(model, ids, **forms(device)[1]), alone(stock, ids), **CLOSE)
 

@@ -130,7 +130,6 @@ def test_rows_of_one_document_fill_one(family, outer, device):
         ("inside", "lfm2", "backbone"),
         ("inside", "mamba", "around"),
         ("whole", "granitemoehybrid", "model"),
-        ("whole", "qwen3_5_text", "tower"),
         ("whole", "mamba", "around"),
     ],
 )

@@ -104,11 +104,14 @@ def test_gradients_of_layers_that_a_loop_checkpoints(around, family, device):
     assert_same_gradients(*models)
 
 
+CONV = {"num_hidden_layers": 1, "layer_types": ["conv"]}
+
+
 @pytest.mark.parametrize("around", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("compiled", ["inside", "outside"])
 def test_gradients_of_compiled_layers_that_a_loop_checkpoints(compiled, around, device, fresh_compile):
     """The checkpoint inside of the compiled layer, as examples/full_sft.py puts it, and around it."""
-    models = [stateful_model("lfm2", device=device) for _ in range(2)]
+    models = [stateful_model("lfm2", device=device, **CONV) for _ in range(2)]
     for layer in models[0].model.layers:
         if compiled == "inside":
             layer.compile(backend="aot_eager")
@@ -261,7 +264,7 @@ def test_torchs_functions_are_put_back(device):
 def test_compiled_and_checkpointed(checkpointing, device, fresh_compile):
     """A graph that breaks inside a checkpoint would save other tensors than the layer that runs again."""
     ids, positions, _ = packed(device)
-    models = [stateful_model("lfm2", device=device) for _ in range(2)]
+    models = [stateful_model("lfm2", device=device, **CONV) for _ in range(2)]
     if checkpointing == "around":
         for index, layer in enumerate(models[0].model.layers):
             models[0].model.layers[index] = checkpoint_wrapper(layer)
