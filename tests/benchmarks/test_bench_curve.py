@@ -5,8 +5,10 @@ import json
 import queue
 import subprocess
 import sys
+import types
 
 import pytest
+from helpers import fresh_process
 
 pytest.importorskip("transformers")
 
@@ -43,7 +45,16 @@ def test_packed_and_padded_batches_of_a_row_give_the_losses_of_the_same_steps(te
     assert bench_curve.trained("padded", arguments) == []
 
 
-def test_a_process_that_fails_says_why_and_has_no_rows(tmp_path, capsys):
+def test_a_process_that_fails_says_why_and_has_no_rows(tmp_path, capsys, monkeypatch):
+    """It is a fork of one that has imported transformers."""
+
+    def run(command, env, **_):
+        program = command[command.index(bench_curve.__file__) :]
+        with pytest.raises(AssertionError, match="exit code 1") as failed:
+            fresh_process.run(*program, folder=tmp_path, environment=env)
+        return subprocess.CompletedProcess(program, 1, stdout=str(failed.value))
+
+    monkeypatch.setattr(bench_curve, "subprocess", types.SimpleNamespace(run=run, PIPE=None, STDOUT=None))
     gpus = queue.Queue()
     gpus.put("0")
     arguments = argparse.Namespace(device="cpu", tiny=True, steps=2, limit=60)

@@ -11,14 +11,31 @@ import bench_whole
 import pytest
 import result_rows
 import torch
+from helpers import fresh_process
 from whole_cases import CASES
+
+
+@pytest.fixture
+def forks(monkeypatch, tmp_path):
+    """Its programs are forks of a process that has imported transformers, one after the other."""
+
+    class Fork:
+        def __init__(self, command, stdout, env, **_):
+            program = command[command.index(bench_whole.__file__) :]
+            stdout.write(fresh_process.run(*program, folder=tmp_path, environment=env))
+            stdout.close()
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr(bench_whole, "subprocess", types.SimpleNamespace(Popen=Fork, STDOUT=None))
 
 
 def test_cases_have_names_of_their_own():
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_a_case_that_fails_leaves_the_others_theirs(tmp_path, monkeypatch):
+def test_a_case_that_fails_leaves_the_others_theirs(tmp_path, monkeypatch, forks):
     pytest.importorskip("peft")
     pytest.importorskip("transformers")
     again = next(case.name for case in CASES if case.part == "moe" and case.provider == "fa2")
