@@ -77,22 +77,37 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    """Of an environment that has torch and no packing_ops: links to what is installed here."""
-    python, site = venv(tmp_path_factory.mktemp("environment"), sys.executable)
+def base(tmp_path_factory):
+    """A conda-like environment, whose packages nobody may write: links to what is installed here. Its Python, and what
+    there is in it.
+    """
+    folder = tmp_path_factory.mktemp("base")
+    python, site = prefix(folder)
     for path in Path(torch.__file__).parent.parent.iterdir():
-        if not (path.suffix == ".pth" or re.match(r"packing_ops|setuptools|ninja|wheel|pip|_", path.name)):
+        if not re.match(r"packing_ops|pip|__pycache__|.*\.pth$", path.name):
             (site / path.name).symlink_to(path)
-    return python
+    folders = [folder, *(path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink())]
+    for each in folders:
+        each.chmod(0o555)
+    yield python, lambda: sorted((str(path), path.lstat().st_mtime) for each in folders for path in each.iterdir())
+    for each in folders:
+        each.chmod(0o755)
 
 
 @pytest.fixture(scope="module")
-def installed(sources, environment, python):
-    """Where; with a module that is not there any more when the next wheel is built."""
-    gone = sources / "packing_ops" / "gone.py"
+def python(base, tmp_path_factory):
+    """Of an environment that has torch, which is below it, and no packing_ops."""
+    return venv(tmp_path_factory.mktemp("environment"), base[0], "--system-site-packages")[0]
+
+
+@pytest.fixture(scope="module")
+def installed(sources, environment, python, base):
+    """Where; with a module that is not there any more when the next wheel is built. Nothing is written below."""
+    gone, before = sources / "packing_ops" / "gone.py", base[1]()
     gone.touch()
-    run(*pip(python, "install", "-q", "."), cwd=sources, env=environment)
+    run(*pip(python, "install", "-q", "."), cwd=sources, env=environment, preexec_fn=as_a_user)
     gone.unlink()
+    assert base[1]() == before
     return next(python.parent.parent.glob("lib/python*/site-packages/packing_ops"))
 
 
@@ -255,25 +270,6 @@ def test_without_torch_the_error_says_what_to_do(sources, environment, tmp_path)
     assert "Collecting torch" not in said
 
 
-@pytest.fixture
-def over_read_only(tmp_path):
-    """The Python of an environment over a conda-like one, whose packages nobody may write; and what there is below."""
-    base, site = prefix(tmp_path / "base")
-    for path in Path(torch.__file__).parent.parent.iterdir():
-        if not re.match(r"packing_ops|pip|__pycache__|.*\.pth$", path.name):
-            (site / path.name).symlink_to(path)
-    python, _ = venv(tmp_path / "above", base, "--system-site-packages")
-    folders = [
-        tmp_path / "base",
-        *(path for path in (tmp_path / "base").rglob("*") if path.is_dir() and not path.is_symlink()),
-    ]
-    for folder in folders:
-        folder.chmod(0o555)
-    yield python, lambda: sorted((str(path), path.lstat().st_mtime) for folder in folders for path in folder.iterdir())
-    for folder in folders:
-        folder.chmod(0o755)
-
-
 def as_a_user():
     """Permissions hold for root too: this process loses CAP_DAC_OVERRIDE when it runs another program."""
     if os.geteuid() == 0:
@@ -287,20 +283,23 @@ NO_OBJECTS = """\
 """
 
 
-@pytest.mark.parametrize("options", [[], ["--no-build-isolation"]], ids=["isolated", "not isolated"])
-def test_installs_over_a_read_only_environment(options, sources, environment, over_read_only, tmp_path):
-    """A real pip. Nothing is compiled: a copy of the library that is built here replaces the one that is linked."""
-    python, below = over_read_only
+def test_installs_over_a_read_only_environment_without_isolation(sources, environment, base, tmp_path):
+    """A real pip; with isolation it is what ``installed`` is. Nothing is compiled: a copy of the library that is built
+    here replaces the one that is linked.
+    """
+    below, here = base
+    python, _ = venv(tmp_path / "above", below, "--system-site-packages")
     compiler = tmp_path / "g++"
     compiler.write_text(NO_OBJECTS.format(compiler=shlex.quote(environment["CXX"])))
     compiler.chmod(0o755)
     active = os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), environment["PATH"]])
     variables = environment | {"CXX": str(compiler), "PATH": active}
-    before = below()
-    if subprocess.run(["touch", tmp_path / "base" / "new"], preexec_fn=as_a_user).returncode == 0:
+    before = here()
+    if subprocess.run(["touch", below.parent / "new"], preexec_fn=as_a_user).returncode == 0:
         pytest.skip("this root may not give up its capabilities")
-    run(*pip(python, "install", "-q", *options, sources), env=variables, preexec_fn=as_a_user)
-    assert below() == before
+    command = pip(python, "install", "-q", "--no-build-isolation", sources)
+    run(*command, env=variables, preexec_fn=as_a_user)
+    assert here() == before
     output = run(python, "-W", "ignore", "-c", USE, cwd=tmp_path, env=variables, preexec_fn=as_a_user)
     assert str(python.parent.parent) in output
     assert "[0, 1, 0]" in output
