@@ -35,6 +35,10 @@ _HOST = "transformers."
 
 def _convolution(documents, hidden_states, weight, bias=None, activation=None):
     """causal_conv1d_fn of transformers: hidden_states ``[batch, channels, seqlen]``."""
+    before = 0 if documents is None else hidden_states.shape[2] - documents.seq_idx.shape[1]
+    if before > 0 and hidden_states.shape[2] == weight.shape[1]:  # a short prompt, which an empty cache fills up
+        out = _convolution(documents, hidden_states[..., before:], weight, bias, activation)
+        return torch.nn.functional.pad(out, (before, 0))
     dtype = hidden_states.dtype
     if torch.is_autocast_enabled(hidden_states.device.type):
         weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
