@@ -14,6 +14,7 @@ attn_implementation="packing_ops":
     states/                 Layers that carry a state along the sequence: each document from a fresh state.
         stateful.py         Which layers these are, and declare; stateful_rows.py: documents as rows of a batch.
         linear_attention.py Convolutions, delta rules and scans of hybrid models, which get the documents of the rows.
+        cached.py           Calls that go on with a state of their cache: what a state cannot go on with is refused.
 apply_packing_ops(model):
     apply.py                Apply and revert, Applied, which is what they say, and a model's attn_implementation.
     summary.py              info: what runs in a model, line by line.

@@ -26,7 +26,7 @@ from packing_ops.integrations.transformers import (
     versions,
 )
 from packing_ops.integrations.transformers.call import GUARD, NAMES, REQUESTS, call_of_layers, mixes_tokens, watched
-from packing_ops.integrations.transformers.states import linear_attention, stateful
+from packing_ops.integrations.transformers.states import cached, linear_attention, stateful
 from packing_ops.integrations.transformers.versions import (
     CACHE,
     AttentionInterface,
@@ -129,6 +129,8 @@ def _begin(model, call, args, kwargs):
     if call.guard is None or call.has_state:
         args, kwargs = positions.with_positions(model, call, args, kwargs)
         kwargs = stateful.find_documents_of(model, call, args, kwargs)
+        if call.mask_of_tokens is not None:
+            args, kwargs = call.put("attention_mask", call.mask_of_tokens, args, kwargs)
     elif call.by_masks:  # looked at in the end: all else is as in stock models
         return args, kwargs
     else:  # before a row that is longer than its table of positions fails
@@ -147,6 +149,7 @@ def _end(model, call, kwargs, outputs):
     at its own end.
     """
     _advice.advise(model, call, kwargs, outputs)
+    cached.note(call, kwargs, outputs)
     seen, pooled = call.seen, getattr(outputs, "pooler_output", None)
     if call.outer is not None or seen is None or seen.documents <= seen.rows:
         return

@@ -116,8 +116,8 @@ class PackedCall:
         self.mixes = mixes or mixes_tokens(model.config)
         self.unconsumed = self._told(positions, self.by_masks and model.config._attn_implementation not in _BY_MASKS)
         self.answers = [] if outer is None else outer.answers
-        self.seen = self.of_axes = self.rows = self.row_documents = None
-        self.cache = None  # the KV cache that check_cache has seen in this call
+        self.seen = self.of_axes = self.rows = self.row_documents = self.mask_of_tokens = None
+        self.cache = self.saw_state = None  # the KV cache that check_cache has seen; whether states/cached.py has, too
         self.checked = None  # (position_ids that cu_seqlens were compared with, these with the comparison before them)
         # Whether this call is inside a graph, and whether a backward may follow.
         self.traced, self.trains = torch.compiler.is_compiling(), torch.is_grad_enabled()

@@ -34,7 +34,7 @@ from packing_ops.integrations.transformers.documents import (
     several_in,
 )
 from packing_ops.integrations.transformers.layer_documents import MADE_FOR, documents_of
-from packing_ops.integrations.transformers.versions import CACHE, masking_utils, refusal, version
+from packing_ops.integrations.transformers.versions import CACHE, cached_length, masking_utils, refusal, version
 from packing_ops.varlen.visible_ends import visible_end_from_blocks
 
 
@@ -304,6 +304,7 @@ def _with_positions(original):
         # Masks of other names, and those that an outer model has made.
         if nested or config._attn_implementation not in NAMES:
             return _marked(transformers_own(attention_mask, position_ids), position_ids, len(inputs_embeds))
+        given["layer_idx"] = _layer_that_counts(cache, given["layer_idx"])
         if isinstance(attention_mask, MaskPattern):  # made by an outer model: passed on, as a 4-D mask would be
             early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
             return early, attention_mask, *prepared
@@ -356,6 +357,17 @@ def _marked(prepared, position_ids, batch):
     return prepared
 
 
+def _layer_that_counts(cache, layer_idx):
+    """Return layer_idx, or where that layer of the cache has no keys one that has, whose mask has their length: the
+    first layer of MiniMax is a linear one.
+    """
+    layers = getattr(cache, "layers", ())
+    if layer_idx is None or layer_idx >= len(layers) or getattr(layers[layer_idx], "is_initialized", True):
+        return layer_idx
+    filled = (hasattr(each, "get_seq_length") and each.is_initialized for each in layers)
+    return next((place for place, is_filled in enumerate(filled) if is_filled), layer_idx)
+
+
 def patch_of(owner) -> Patch:
     return Patch(owner, "_preprocess_mask_arguments", _with_positions)
 
@@ -398,7 +410,7 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         if call.cache is cache:  # masks of several kinds in one forward
             return
         call.cache = cache
-    cached = cache.get_seq_length()
+    cached = cached_length(cache)
     if isinstance(cached, torch.Tensor) or cached > 0:
         refuse_several(cache, cached, numbers)
         # generate gives every step a mask of integers, and 1 to each new token: on CUDA the first step alone waits.

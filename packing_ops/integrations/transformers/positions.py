@@ -28,9 +28,11 @@ from packing_ops.integrations.transformers.documents import (
     several_in,
     tokens_of,
 )
+from packing_ops.integrations.transformers.states.cached import state_in
 from packing_ops.integrations.transformers.versions import (
     CACHE,
     PreTrainedModel,
+    cached_length,
     class_name,
     code_has,
     parameters_of,
@@ -152,10 +154,14 @@ def _made(model, call, args, kwargs, needs, first):
     document.
     """
     tokens = tokens_of(args, kwargs)
-    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2 or tokens.shape[1] < 2:
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
         return None
-    (batch, seqlen), numbers = tokens.shape[:2], call.numbers
-    cached = getattr(kwargs.get(CACHE), "get_seq_length", lambda: 0)()
+    (batch, seqlen), numbers, cache = tokens.shape[:2], call.numbers, kwargs.get(CACHE)
+    cached = cached_length(cache) if hasattr(cache, "get_seq_length") else 0
+    if isinstance(cached, int) and cached and not needs and state_in(cache):  # Bamba and MiniMax count from 0 again
+        return torch.arange(cached, cached + seqlen, device=tokens.device)[None]
+    if seqlen < 2:
+        return None
     is_start = isinstance(cached, int) and cached == 0
     if call.cu_seqlens is not None:
         if not is_start:

@@ -103,6 +103,15 @@ def reads_text(cls: type) -> bool:
     return not {"input_ids", "inputs_embeds"}.isdisjoint(inspect.signature(cls.forward).parameters)
 
 
+def cached_length(cache):
+    """Return how many tokens a KV cache holds, by a layer of attention: the first one of MiniMax's counts none."""
+    length = cache.get_seq_length()
+    if isinstance(length, torch.Tensor) or length > 0:
+        return length
+    others = (each.get_seq_length() for each in getattr(cache, "layers", ()) if hasattr(each, "get_seq_length"))
+    return next((each for each in others if isinstance(each, int) and each > 0), length)
+
+
 ARGUMENTS = r"((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)"  # of a call in such code, also with calls of calls in them
 
 

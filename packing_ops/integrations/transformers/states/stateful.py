@@ -23,6 +23,7 @@ from packing_ops.integrations.transformers import masks, sequence_group
 from packing_ops.integrations.transformers.call import now
 from packing_ops.integrations.transformers.documents import (
     ROW_EACH,
+    can_read,
     one_each,
     refuse_encoder_decoder,
     refuse_one_result,
@@ -32,10 +33,9 @@ from packing_ops.integrations.transformers.documents import (
     tokens_of,
 )
 from packing_ops.integrations.transformers.positions import refuse_own_positions
-from packing_ops.integrations.transformers.states import linear_attention
+from packing_ops.integrations.transformers.states import cached, linear_attention
 from packing_ops.integrations.transformers.states.stateful_rows import (
     BOUNDARIES,
-    CACHES,
     Isolation,
     RowDocuments,
     StateKind,
@@ -49,6 +49,7 @@ from packing_ops.integrations.transformers.states.stateful_rows import (
 )
 from packing_ops.integrations.transformers.versions import (
     PreTrainedModel,
+    cached_length,
     class_name,
     code_has,
     parameters_of,
@@ -263,7 +264,7 @@ def find_documents_of(model, call, args, kwargs) -> dict:
         return kwargs
     refuse_packed_choices(model, call, tokens, kwargs)
     _refuse_masks_and_caches(model, call, args, kwargs)
-    if tokens.shape[1] < 2 and not call.on_ranks:
+    if cached.goes_on(model, call, args, kwargs, tokens) or (tokens.shape[1] < 2 and not call.on_ranks):
         return kwargs
     batch, seqlen = tokens.shape[:2]
     if call.has_rows_of(call.outer, (batch, seqlen)):
@@ -309,26 +310,17 @@ def find_documents_of(model, call, args, kwargs) -> dict:
     return _filling_no_cache(model, call, args, kwargs)
 
 
-def _named(model, args, kwargs) -> dict:
-    """Return the arguments of a call, those without a name too, by their names."""
-    return {**dict(zip(parameters_of(type(model).forward), args, strict=False)), **kwargs}
-
-
-def _caches(given) -> dict:
-    return {name: given[name] for name in sorted(CACHES.intersection(given)) if given[name] is not None}
-
-
 def _refuse_masks_and_caches(model, call, args, kwargs):
     """Raise TypeError for masks by kind of layer without one for its layers with a state, and ValueError for a cache
     that was filled with several documents of a row: numbers of its tokens help attention, and no state.
     """
     made = call.given("attention_mask", args, kwargs)
-    marked = [each for each in _caches(_named(model, args, kwargs)).values() if masks.is_marked(each)]
+    marked = [each for each in cached.caches_in(cached.named(model, args, kwargs)).values() if masks.is_marked(each)]
     if not (marked or isinstance(made, dict)):
         return
     stateful, has_attention, _ = prepare(call, model, call.padding is not None)
     for cache in marked if stateful else ():
-        masks.refuse_several(cache, cache.get_seq_length())
+        masks.refuse_several(cache, cached_length(cache))
     if stateful and isinstance(made, dict):
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
         missing = sorted({kind for kind in kinds if not kind.startswith("hybrid")}.difference(made))
@@ -339,24 +331,22 @@ def _refuse_masks_and_caches(model, call, args, kwargs):
 
 def _filling_no_cache(model, call, args, kwargs) -> dict:
     """Return the keyword arguments of a call, an outer or an inner one, that may make the cache: beside several
-    documents in a row none that nobody asked for. Raise ValueError for a cache with tokens, or that nothing refuses.
+    documents in a row none that nobody asked for. Raise ValueError for a cache that nothing refuses later.
     """
     found = call.row_documents
     if found is None or found.several is False:
         return kwargs
-    given, names = _named(model, args, kwargs), parameters_of(type(model).forward)
-    caches = _caches(given)
+    given, names = cached.named(model, args, kwargs), parameters_of(type(model).forward)
+    caches = cached.caches_in(given)
     # A cache would hold one state for the row. Attention that makes its mask refuses to go on with it, nothing else.
     if given.get("use_cache") or caches:
         if found.ranks is not None:
             raise ValueError("use_cache: expected False with a sequence_group, whose documents end on other ranks")
-        for name, cache in caches.items() if found.has_attention else ():
-            cached = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
-            if isinstance(cached, int) and cached > 0:
-                raise ValueError(
-                    f"{name}: expected an empty cache beside several documents in a row, got {cached} tokens, whose "
-                    f"state the layers of {class_name(model)} would go on with"
-                )
+        # Documents without a token count as none: the host reads how many there are where it has to know.
+        of_row = several_in(numbers=found.seq_idx + 1) if call.cu_seqlens is not None else found.several
+        if found.several and can_read(found.seq_idx) and not bool(of_row):
+            call.row_documents = found._replace(several=False)
+            return kwargs
         if not found.has_attention or all(each.masks_made for each in (call, *call.outers)):
             refuse_where(
                 found.several or several_in(numbers=found.seq_idx + 1),
@@ -450,29 +440,30 @@ def _apart(layer, run, isolations, found, args, kwargs):
     if axes is None:
         return run(**named)  # another sequence: of images or audio
     device = next(leaf.device for leaf in leaves(named) if axes_in(leaf, shape, axes) is not None)
-    documents = found.split(device)
+    documents, call = found.split(device), now.call  # None where it is recomputed in backward
+    # In a model without attention, these layers are where the call's documents have to arrive.
+    around = call
+    while around is not None and around.row_documents is not None:
+        if around.row_documents.has_attention or around.mixes:
+            break
+        around.unconsumed.clear()
+        around = around.outer
+    named = {name: value for name, value in named.items() if name not in BOUNDARIES}
     if not documents.several:
         return run(**named)
 
     # How the layer keeps them apart.
-    named = {name: value for name, value in named.items() if name not in BOUNDARIES}
     if device.type not in isolations:
         kind, inside = _kind_of(layer)[0], calls_attention_inside(layer)
         why = f"{kind.value} calls attention inside, whose documents are those of the whole batch" if inside else None
         with unseen():
             isolations[device.type] = why or isolation_of(layer, kind, run, named, documents, shape, axes)
     isolation = isolations[device.type]
-    call = now.call  # None where it is recomputed in backward
     if isinstance(isolation, str):
         why = f"{class_name(layer)} {isolation}"
         raise ValueError(one_each("position_ids" if call is None else call.named_by(), why))
     if call is not None and call.trains:
         _prepared[layer] = True
-
-    # In a model without attention, these layers are where the call's documents have to arrive.
-    while call is not None and call.row_documents is not None and not (call.row_documents.has_attention or call.mixes):
-        call.unconsumed.clear()
-        call = call.outer
     passes = isolation is Isolation.PASS_BOUNDARIES and found.paths is None
     if passes and shape[0] == 1 and not documents.padded:
         return run(**named, **boundaries_for(layer, found.seq_idx.to(device), documents.cu_seqlens))
