@@ -99,7 +99,7 @@ def losses_of(model, collator, folder, rows, kind="Trainer", **options):
         import trl
 
         of_settings, of_trainer, more = trl.SFTConfig, trl.SFTTrainer, {"processing_class": byte_tokenizer()}
-        options |= {"bf16": False, "max_length": None, "gradient_checkpointing": False}
+        options = {"bf16": False} | options | {"max_length": None, "gradient_checkpointing": False}
         options |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
         examples = datasets.Dataset.from_list(examples)
     settings = of_settings(
@@ -142,7 +142,7 @@ def test_a_model_that_the_trainer_compiles_beside_checkpointing(tmp_path, fresh_
 # --- FSDP2, by the Trainer's arguments ---
 
 
-def sharded(folder, kind):
+def sharded(folder, kind, bf16):
     """accelerate takes FSDP2's arguments on GPUs alone, so its state is given them here."""
     rank, init = str(dist.get_rank()), AcceleratorState.__init__
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
@@ -150,6 +150,8 @@ def sharded(folder, kind):
     def with_plugin(self, *args, fsdp_plugin=None, **options):
         init(self, *args, fsdp_plugin=fsdp_plugin, **options)
         if fsdp_plugin is not None:
+            if bf16:
+                fsdp_plugin.set_mixed_precision("bf16")
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
 
     AcceleratorState.__init__ = with_plugin
@@ -157,20 +159,26 @@ def sharded(folder, kind):
     for checkpointing in (False, True):
         config = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
         options = {"fsdp": "full_shard auto_wrap", "fsdp_config": config | {"activation_checkpointing": checkpointing}}
+        options |= {"bf16": bf16}
         model = tiny_model("qwen3", vocab_size=258)
         trainer, losses = losses_of(model, PaddingFreeCollator(), folder, ROWS, kind, **options)
-        found.append((type(trainer.model_wrapped).__name__, losses))
+        dtypes = {parameter.dtype for parameter in trainer.model_wrapped.parameters()}
+        found.append((type(trainer.model_wrapped).__name__, dtypes, losses))
     return found
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
-def test_fsdp2_of_the_arguments(kind, tmp_path):
+def test_fsdp2_of_the_arguments(kind, bf16, tmp_path):
+    """With bf16=True float32 weights compute in bfloat16, by accelerate's policy."""
     if kind == "SFTTrainer":
         pytest.importorskip("trl")
     stock = tiny_model("qwen3", vocab_size=258)
     _, wanted = losses_of(stock, padded(), tmp_path, 2 * ROWS)
     assert len(set(wanted)) == 4
-    (found, _) = spawn(functools.partial(sharded, tmp_path, kind), 2, tmp_path)
-    for wrapped, losses in found:
+    (found, _) = spawn(functools.partial(sharded, tmp_path, kind, bf16), 2, tmp_path)
+    for wrapped, dtypes, losses in found:
         assert wrapped == "FSDPQwen3ForCausalLM"
-        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert dtypes == {torch.float32}
+        assert losses == pytest.approx(wanted, rel=1e-2 if bf16 else 1e-5)
+        assert (max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)) > 1e-5) == bf16
