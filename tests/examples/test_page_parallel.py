@@ -1,4 +1,4 @@
-"""The indented Python of the page of several GPUs runs as it is written, on processes of the CPU."""
+"""The indented Python of docs/parallel.md and docs/long-documents.md runs as it is written, on processes of the CPU."""
 
 import functools
 import re
@@ -37,7 +37,7 @@ def on_the_cpu(block, *more):
 
 def long_document(folder):
     """What the script of one document over 4 GPUs gives on two ranks: its parameters after a step."""
-    block = block_with("docs/parallel.md", "for document in documents")
+    block = block_with("docs/long-documents.md", "for document in documents")
     block = on_the_cpu(
         block,
         ("param_dtype=torch.bfloat16", "param_dtype=torch.float32"),
@@ -52,7 +52,7 @@ def long_document(folder):
 def losses_of_a_rank(folder):
     from torch.distributed.fsdp import fully_shard
 
-    block = block_with("docs/parallel.md", "targets / (dp * sp)")
+    block = block_with("docs/long-documents.md", "targets / (dp * sp)")
     names = {"dp": 1, "sp": 2, "model": tiny_llama(), "rows": [packed_row()], "fully_shard": fully_shard}
     exec(block.replace('"cuda"', '"cpu"'), names)
     return names["loss"].item(), long_document(folder)
@@ -157,7 +157,7 @@ def attention_of_a_rank():
     names |= {"ids": row["input_ids"][0], "labels": row["labels"][0], "q": q, "k": k, "v": v, "world_size": 2}
     names |= {"metadata": packing_ops.PackedMetadata.from_lengths([5, 7, 4]), "losses": torch.ones(8)}
     names["group"] = torch.distributed.group.WORLD
-    block = block_with("docs/parallel.md", "sharded_loss")
+    block = block_with("docs/long-documents.md", "sharded_loss")
     exec(block, names)
     return [each.detach() for each in (q, k, v, names["out"], names["loss"])]
 
@@ -171,7 +171,7 @@ def planned_loss_of_a_rank():
     model.register_forward_hook(lambda _, __, output: found.append(output.loss.detach()))
     names = {"model": model, "world_size": 4, "capacity": 16, "examples": texts}
     names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.0)
-    exec(block_with("docs/parallel.md", "plan_step").replace("max_size=8", "max_size=2"), names)
+    exec(block_with("docs/long-documents.md", "plan_step").replace("max_size=8", "max_size=2"), names)
     assert any(not share.documents for shares in names["plan"].steps for share in shares)
     total = torch.stack(found).sum()
     torch.distributed.all_reduce(total)
@@ -208,7 +208,7 @@ def tree_over(group):
     names = {"po": packing_ops, "shard_packed": shard_packed, "unshard": unshard, "model": model, "group": group}
     names |= {"tokens": torch.cat([prompt, torch.arange(200, 209), prompt, torch.arange(250, 256)])}
     names |= {"cu_seqlens": torch.tensor([0, 149, 295]), "weight": torch.randn(300, 32)}
-    exec(block_with("docs/parallel.md", "pack_prefix_tree"), names)
+    exec(block_with("docs/long-documents.md", "pack_prefix_tree"), names)
     (names["logps"].square().sum() / group.size()).backward()
     return names["logps"].detach(), embedding.grad
 
