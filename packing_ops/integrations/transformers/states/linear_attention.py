@@ -375,7 +375,10 @@ def why_not_class(cls: type) -> str | None:
     served = patches_of(cls.__module__)
     left = [name for name in functions_called(cls) if name not in served and name not in _OF_ONE_TOKEN]
     if left:
-        return f"{cls.__name__} calls {left[0]}, which no op of packing_ops computes"
+        return (
+            "documents run as rows of a batch, slower: "
+            f"{cls.__name__} calls {left[0]}, which no op of packing_ops computes"
+        )
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.forward).parameters.values()):
         return f"{cls.__name__} takes no **kwargs in this version of transformers"
     return None
