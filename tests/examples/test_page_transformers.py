@@ -176,6 +176,18 @@ def test_examples_of_a_trainer_are_one_packed_row(tmp_path):
     assert rows == [(1, 2)] * 2, "two documents in one row"
 
 
+def test_stock_documents_are_apart_only_without_a_cache(tmp_path):
+    names = trainer_of(tmp_path)
+    model, ids = names["model"].eval(), torch.arange(3, 12)[None]
+    model.config.use_cache = True
+    call = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
+    wanted = model(ids[:, 4:], use_cache=False).logits
+    torch.testing.assert_close(model(ids, **call, use_cache=False).logits[:, 4:], wanted)
+    assert (model(ids, **call).logits[:, 4:] - wanted).abs().max() > 1e-2
+    names["Trainer"](model, names["args"])
+    assert not model.config.use_cache, "the Trainer makes none"
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_a_trainer_keeps_the_policy_unless_it_checkpoints(tmp_path, full):
     names = trainer_of(tmp_path, max_steps=1, gradient_checkpointing=full)
