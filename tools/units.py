@@ -29,6 +29,11 @@ def is_shared_instance(source: str) -> bool:
     return Path(source).parts[-3:-1] == ("sm80", "instances")
 
 
+def has_long_headers(source: str) -> bool:
+    """What attention's kernels share and what all kernels do: their headers take most of the time."""
+    return source.endswith(".cu") and Path(source).parts[1:-1] in {("core",), ("ops", "attention", "cuda")}
+
+
 def unit_of(part: list[str], unit: Path, root: Path) -> str:
     text = "".join(f'#include "{Path(source).relative_to("csrc")}"\n' for source in part)
     unit.parent.mkdir(parents=True, exist_ok=True)
@@ -38,8 +43,9 @@ def unit_of(part: list[str], unit: Path, root: Path) -> str:
 
 
 def units(sources: list[str], root: Path, folder: Path) -> list[str]:
-    """``sources``, paths in ``root``, with those that include torch and the sm80 instances of attention replaced by a
-    few in ``folder`` that #include them: the headers take longer to compile than what such a file holds.
+    """``sources``, paths in ``root``, with those that include torch, the sm80 instances of attention and what kernels
+    share replaced by a few in ``folder`` that #include them: the headers take longer to compile than what such a file
+    holds.
 
     A unit's instances have the same callers. It has the name of the first, by which tools/nvcc.py finds the callers.
     """
@@ -51,7 +57,9 @@ def units(sources: list[str], root: Path, folder: Path) -> list[str]:
         files = list(same)
         for part in parts_of(files, [(root / file).stat().st_size for file in files], -(-len(files) // INSTANCES)):
             made.append(unit_of(part, folder / "sm80" / "instances" / Path(part[0]).name, root))
-    return made + [source for source in sources if source not in {*together, *instances}]
+    shared = sorted(filter(has_long_headers, sources))
+    made += [unit_of(shared, folder / "shared.cu", root)] if shared else []
+    return made + [source for source in sources if source not in {*together, *instances, *shared}]
 
 
 def longest_first(sources: list[str], root: Path) -> list[str]:

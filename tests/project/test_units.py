@@ -58,6 +58,11 @@ def test_instances_of_one_unit_have_the_same_callers(tmp_path):
         assert {callers(part) for part in parts_of_unit(unit)} == {callers(unit)}
 
 
+def test_what_kernels_share_is_one_unit(tmp_path):
+    (shared,) = (unit for unit in units(CU, ROOT, tmp_path) if unit.endswith("shared.cu"))
+    assert {"csrc/core/fault.cu", "csrc/ops/attention/cuda/plan.cu"} < {*parts_of_unit(shared)}
+
+
 def test_a_unit_that_stays_is_not_written_again(tmp_path):
     first, *others = units(CPP, ROOT, tmp_path)[:UNITS]
     for unit in (first, *others):
