@@ -91,8 +91,7 @@ def stateful(stream, num_workers, **options):
     return loader_of(stream, num_workers, stateful_dataloader.StatefulDataLoader, **options)
 
 
-@pytest.mark.parametrize("source", [list, Restarting])
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize(("source", "num_workers"), [(list, 0), (Restarting, 0), (list, 1), (Restarting, 2)])
 @pytest.mark.parametrize("count", [0, 1, 5, len(WHOLE) - 1, len(WHOLE)])
 def test_stateful_data_loader(source, num_workers, count):
     loader = stateful(stream_of(source(EXAMPLES)), num_workers)

@@ -89,11 +89,20 @@ def compared_gradients(gpu, keys, chunks, options):
     return pieces.assert_equal_gradients(found, gpu)
 
 
+# The backward of sm_100 is that of sm_80 for these, and float32 has one on every GPU.
+AS_ON_SM80 = ["64, from the last row", "64, tiles of 63 rows", "softcap, tiles of 60 rows", "one key tile"]
+
+
 @pytest.mark.parametrize(
-    ("gpu", "name"), [(gpu, name) for name in GRADIENTS for gpu in ([*GPUS][:1] if name == "float32" else GPUS)]
+    ("gpu", "name"),
+    [
+        (gpu, name)
+        for name in GRADIENTS
+        for gpu in (["sm_90"] if name == "float32" else GPUS)
+        if gpu != "sm_100" or name not in AS_ON_SM80
+    ],
 )
 def test_gradients_of_the_last_queries(gpu, name):
-    """float32 has the same kernels on every GPU."""
     keys, chunks, options = GRADIENTS[name]
     assert compared_gradients(gpu, keys, chunks, options) == 3 * sum(chunks)
 
