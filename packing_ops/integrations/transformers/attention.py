@@ -26,6 +26,7 @@ from packing_ops.integrations.transformers import (
     versions,
 )
 from packing_ops.integrations.transformers.call import GUARD, NAMES, REQUESTS, call_of_layers, mixes_tokens, watched
+from packing_ops.integrations.transformers.documents import refuse_one_result, tokens_of
 from packing_ops.integrations.transformers.states import cached, linear_attention, stateful
 from packing_ops.integrations.transformers.versions import (
     CACHE,
@@ -132,6 +133,8 @@ def _begin(model, call, args, kwargs):
         if call.mask_of_tokens is not None:
             args, kwargs = call.put("attention_mask", call.mask_of_tokens, args, kwargs)
     elif call.by_masks:  # looked at in the end: all else is as in stock models
+        tokens = tokens_of(args, kwargs)
+        refuse_one_result(model, call, kwargs, call.position_ids, 1 if tokens is None else len(tokens))
         return args, kwargs
     else:  # before a row that is longer than its table of positions fails
         call.refuse_unconsumed()

@@ -247,10 +247,6 @@ class PackedCall:
             if has_positions and not call.mixes and (call.guard is None or call.by_masks):
                 call.unconsumed.discard("position_ids")
 
-    def mark_apart(self, position_ids, batch):
-        """Note that a mask of transformers keeps these documents apart: of this call, or of a part with other rows."""
-        self.mark_consumed(None, self.checked_positions(position_ids, batch) if self.by_masks else position_ids)
-
     def mark_consumed_by(self, found_by, cu_seqlens):
         """Note that an attention has used the tree or the requests of this call, for outer calls too."""
         self.mark_consumed(None, cu_seqlens)

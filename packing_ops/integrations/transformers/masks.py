@@ -352,9 +352,22 @@ def _with_positions(original):
 
 def _marked(prepared, position_ids, batch):
     """Return what transformers prepared. The call that runs knows then if this mask keeps documents apart."""
-    if prepared[2] is not None and (call := current()) is not None:  # its number of each token's document
-        call.mark_apart(position_ids, batch)
+    call = current()
+    if prepared[2] is None or call is None or (call.traced and not call.by_masks):  # its numbers of tokens' documents
+        return prepared
+    if call.by_masks:  # else of a part of the model, which may have other rows
+        position_ids = call.checked_positions(position_ids, batch)
+        # A graph numbers the tokens of one document too, and drops a check of what is not used.
+        if call.traced and call.cu_seqlens is not None and position_ids.shape[1] > 1:
+            refuse_where(several_in(cu_seqlens=call.cu_seqlens, batch=batch) & ~several_in(position_ids), _ONE)
+    call.mark_consumed(None, position_ids)
     return prepared
+
+
+_ONE = (
+    "position_ids: expected to restart with each document of cu_seq_lens_q beside an attn_implementation that is not "
+    "packing_ops', got one document"
+)
 
 
 def _layer_that_counts(cache, layer_idx):

@@ -162,6 +162,20 @@ def test_in_a_graph_it_asserts(fresh_compile):
         compiled(input_ids=IDS, use_cache=False, **POSITIONS)
 
 
+def test_another_attention_in_a_graph(fresh_compile):
+    """There transformers numbers documents where there is one, too."""
+    model = causal_families.model_of("llama", "eager").eval()
+    set_without_apply(model)
+    wanted = alone(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for given in (POSITIONS, {**POSITIONS, **ROWS["cu_seq_lens_q"]}):
+        torch.testing.assert_close(compiled(input_ids=IDS, use_cache=False, **given).logits, wanted)
+    counted = {"position_ids": torch.arange(IDS.shape[1])[None]}
+    for given in (ROWS["cu_seq_lens_q"], {**counted, **ROWS["cu_seq_lens_q"]}, {"attention_mask": NUMBERS}):
+        with pytest.raises((RuntimeError, ValueError), match=r"(position_ids|attention_mask): expected"):
+            compiled(input_ids=IDS, use_cache=False, **given)
+
+
 def of_one_config(model):
     """As two models are made of one config; the other one is reverted, whose attention is that of both."""
     other = type(model)(model.config)
@@ -313,6 +327,18 @@ def test_another_attention_beside_a_balance_loss(kind):
         return
     with pytest.raises(ValueError, match=r"balance_loss: expected an attention over .* or another attention"):
         model(**given)
+
+
+def test_another_attention_below_a_head_of_one_result():
+    """transformers keeps the documents apart, and scores one token of the row."""
+    model = transformers.LlamaForSequenceClassification(causal_families.model_of("llama", "eager").config).eval()
+    rows = {"input_ids": IDS.view(2, -1), "attention_mask": torch.ones_like(IDS.view(2, -1))}
+    wanted = model(**rows).logits
+    set_later(model)
+    torch.testing.assert_close(model(**rows).logits, wanted)
+    for given in (POSITIONS, {**POSITIONS, **ROWS["cu_seq_lens_q"]}, NUMBERED):
+        with pytest.raises(ValueError, match="expected one document in each row, got several"):
+            model(input_ids=IDS, use_cache=False, **given)
 
 
 def test_positions_that_are_others_than_cu_seqlens():
