@@ -199,7 +199,7 @@ def with_shape(block: dict) -> dict:
 def text_of(block: dict) -> str:
     """A paragraph, a table with a caption and a note, or a table for each value of a column."""
     if "page" in block:
-        sections = result_rows.sections((ROOT / block["page"]).read_text())
+        sections = result_rows.sections((ROOT / block["page"]).read_text(), block.get("link", ""))
         return result_rows.sources(
             (link, row) for link, names in sections for name in names for row in rows_behind(name)
         )

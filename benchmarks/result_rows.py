@@ -92,8 +92,8 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def middle(rows: list[dict], column: str) -> list[dict]:
-    """Of the repeats of each case the row with the median of a column, of an even number the lower one. It has two
-    cells more: how often the case ran, and from the least to the most of several runs.
+    """Of the repeats of each case the row with the median of a column, of an even number the lower one. It has three
+    cells more: how often the case ran, from the least to the most of several runs, and how far apart both are.
     """
     cases: dict = {}
     for i, row in enumerate(rows):
@@ -101,10 +101,11 @@ def middle(rows: list[dict], column: str) -> list[dict]:
     found = []
     for each in cases.values():
         runs = sorted((row for row in each if row[column]), key=lambda row: float(row[column])) or each
-        often, span = "once", ""
+        often, span, apart = "once", "", ""
         if len(runs) > 1:
             often, span = f"{len(runs)} times (median)", Span(float(row[column]) for row in runs)
-        found.append(runs[(len(runs) - 1) // 2] | {"often": Cell(often), "span": span})
+            apart = str(max(span) / min(span) - 1)
+        found.append(runs[(len(runs) - 1) // 2] | {"often": Cell(often), "span": span, "apart": Cell(apart)})
     return found
 
 
@@ -145,13 +146,13 @@ def commits(rows: list[dict]) -> str:
     return ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
 
 
-def sections(page: str) -> list[tuple[str, list[str]]]:
-    """A link to each section of a page, and the regions in it."""
+def sections(page: str, link: str = "") -> list[tuple[str, list[str]]]:
+    """A link to each section of a page, and the regions in it. link: the page, as another page reaches it."""
     found = []
     for section in re.split(r"^## ", page, flags=re.M)[1:]:
         heading = section.partition("\n")[0]
         anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-        found.append((f"[{heading}](#{anchor})", [name for _, name, *_ in REGION.findall(section)]))
+        found.append((f"[{heading}]({link}#{anchor})", [name for _, name, *_ in REGION.findall(section)]))
     return found
 
 

@@ -67,8 +67,23 @@ def losses_of(output):
     return [float(loss) for loss in re.findall(r"loss (-?[\d.]+)", output)]
 
 
+def test_attention_is_checked(tmp_path):
+    said = run("check_attention.py", cwd=tmp_path)
+    assert re.search("^(cpu|cuda): .*\\n.*relative errors: output 0.00.*\\nright$", said.strip(), re.S)
+
+
+def test_wrong_attention_is_noticed(capsys):
+    text = (FIRST / "check_attention.py").read_text()
+    wrong = text.replace("is_causal=True", "is_causal=False")
+    assert wrong != text
+    with pytest.raises(SystemExit, match="WRONG"):
+        exec(wrong, {})
+    assert "right" not in capsys.readouterr().out
+
+
 def test_every_script_is_tested():
     assert {path.name for path in FIRST.glob("*.py")} == {
+        "check_attention.py",
         "dpo_packed.py",
         "grpo_packed.py",
         "grpo_trl.py",
