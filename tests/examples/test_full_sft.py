@@ -28,7 +28,7 @@ SETTINGS = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A model with its tokenizer, and 60 chats of several turns."""
+    """A model with its tokenizer, and 48 chats of several turns."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     from common.hf_setup import byte_tokenizer
 
@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
     tiny_model("qwen3", **sizes).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     turns = [("user", "hello"), ("assistant", "hi"), ("user", "again"), ("assistant", "hi " * 9)]
-    chats = [[{"role": role, "content": f"{text} {i}"} for role, text in turns] for i in range(60)]
+    chats = [[{"role": role, "content": f"{text} {i}"} for role, text in turns] for i in range(48)]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     return tmp_path
 
