@@ -89,7 +89,7 @@ def test_steps_are_those_of_the_stock_model_on_padded_batches(collator, device, 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def losses_of(model, collator, folder, rows, kind="Trainer", **options):
+def losses_of(model, collator, folder, rows, kind="Trainer", compiled=False, **options):
     """The trainer, and the loss of each of four steps, after apply_packing_ops if the collator packs."""
     torch.manual_seed(0)
     examples = [{"input_ids": ids, "labels": ids} for ids in (torch.randint(3, 61, (n,)).tolist() for n in LENGTHS)]
@@ -111,6 +111,8 @@ def losses_of(model, collator, folder, rows, kind="Trainer", **options):
     trainer.remove_callback(transformers.PrinterCallback)
     if isinstance(collator, PaddingFreeCollator):
         apply_packing_ops(trainer.model, fused_loss=True)
+    for layer in trainer.model.get_decoder().layers if compiled else ():
+        layer.compile(backend="aot_eager")
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -124,6 +126,16 @@ def test_label_smoothing_counts_the_targets_of_padded_rows(tmp_path):
         for model, collator in zip(models, collators, strict=True)
     )
     assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_that_are_compiled_before_training(checkpointing, tmp_path, fresh_compile):
+    models = [tiny_model("qwen3", vocab_size=258, num_hidden_layers=2) for _ in range(2)]
+    _, wanted = losses_of(models[0], padded(), tmp_path, ROWS)
+    options = {"compiled": True, "gradient_checkpointing": checkpointing}
+    trainer, found = losses_of(models[1], PaddingFreeCollator(), tmp_path, ROWS, **options)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert all(layer._compiled_call_impl is not None for layer in trainer.model.get_decoder().layers)
 
 
 def test_a_model_that_the_trainer_compiles_beside_checkpointing(tmp_path, fresh_compile):
