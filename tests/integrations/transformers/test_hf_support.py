@@ -1,5 +1,7 @@
 """The support table of docs/transformers-models.md: every tick is one of these tests."""
 
+import copy
+
 import pytest
 import torch
 from helpers import ROOT
@@ -81,9 +83,8 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_stock_model(family, device):
     every_expert = {"num_experts_per_tok": 4} if family == "gpt_oss" else {}  # which ones are taken is no rounding
     num_targets = sum(LENGTHS) - len(LENGTHS)
 
-    def results(seed, feature, dtype=torch.bfloat16, apart=True):
-        model = tiny_model(family, device=device, seed=seed, initializer_range=0.1, **every_expert)
-        model = model.bfloat16().to(dtype)
+    def results(made, seed, feature, dtype=torch.bfloat16, apart=True):
+        model = copy.deepcopy(made).to(dtype)
         if feature == "packed":
             assert apply_packing_ops(model)
         torch.manual_seed(seed)
@@ -95,10 +96,10 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_stock_model(family, device):
 
     squares = {}  # {name: of the stock model, of ours, of the row as one document}
     for seed in range(16):  # one loss may be exact by luck
-        exact = results(seed, "padded", torch.float32)
-        for i, found in enumerate(
-            (results(seed, "padded"), results(seed, "packed"), results(seed, "packed", apart=False))
-        ):
+        made = tiny_model(family, device=device, seed=seed, initializer_range=0.1, **every_expert).bfloat16()
+        exact = results(made, seed, "padded", torch.float32)
+        ways = ("padded", True), ("packed", True), ("packed", False)
+        for i, found in enumerate(results(made, seed, feature, apart=apart) for feature, apart in ways):
             for name, value in exact.items():
                 squares.setdefault(name, [0, 0, 0])[i] += (found[name].float() - value).square().sum().item()
     for name, (stock, ours, one_document) in squares.items():
