@@ -158,8 +158,9 @@ def _made(model, call, args, kwargs, needs, first):
         return None
     (batch, seqlen), numbers, cache = tokens.shape[:2], call.numbers, kwargs.get(CACHE)
     cached = cached_length(cache) if hasattr(cache, "get_seq_length") else 0
-    if isinstance(cached, int) and cached and not needs and state_in(cache):  # Bamba and MiniMax count from 0 again
-        return torch.arange(cached, cached + seqlen, device=tokens.device)[None]
+    # Bamba and MiniMax count from 0 again. A static cache has a tensor.
+    if (isinstance(cached, torch.Tensor) or cached) and not needs and state_in(cache):
+        return torch.arange(seqlen, device=tokens.device)[None] + cached
     if seqlen < 2:
         return None
     is_start = isinstance(cached, int) and cached == 0

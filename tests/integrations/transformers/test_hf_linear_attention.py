@@ -4,6 +4,7 @@ the layers.
 
 import copy
 import functools
+import gc
 import inspect
 import itertools
 import pickle
@@ -328,7 +329,13 @@ def test_stock_layers_do_not_keep_documents_apart(family, device):
         assert not torch.allclose(found, wanted, **CLOSE)
 
 
-def test_reverted_to_the_bit(device):
+@pytest.fixture
+def no_other_models():
+    """Those of earlier tests would keep the functions of their family swapped."""
+    gc.collect()
+
+
+def test_reverted_to_the_bit(no_other_models, device):
     model, stock = hybrid("qwen3_next", device)
     home = linear_attention.importlib.import_module(type(model).__module__)
     assert hasattr(home.causal_conv1d_fn, "__wrapped__")
@@ -340,7 +347,7 @@ def test_reverted_to_the_bit(device):
 
 
 @pytest.mark.parametrize("called", [False, True])
-def test_functions_go_with_the_last_swapped_layer_of_a_model(called, device):
+def test_functions_go_with_the_last_swapped_layer_of_a_model(called, no_other_models, device):
     """Parts are reverted, and the models around them, which were applied to and called, live on."""
     model, _ = hybrid("qwen3_next", device)
     home = type(model).__module__

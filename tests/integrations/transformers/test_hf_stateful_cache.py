@@ -281,8 +281,8 @@ def test_a_cache_by_its_place_is_refused(device):
 
 
 @pytest.mark.parametrize("more", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
-# RWKV decodes rows one by one, and xLSTM by kernels of its library.
-@pytest.mark.parametrize("family", [*(each for each in SERVED if each not in ("rwkv", "xlstm")), *MORE_HYBRIDS])
+# RWKV decodes rows one by one, xLSTM by kernels of its library; stock MiniMax counts positions of a padded row wrong.
+@pytest.mark.parametrize("family", [*(e for e in SERVED if e not in ("minimax", "rwkv", "xlstm")), *MORE_HYBRIDS])
 @torch.no_grad()
 def test_generation_of_padded_rows_is_the_stock_models(family, more, device):
     if "num_beams" in more and family not in ("mamba", "mamba2", "jamba", "lfm2"):

@@ -323,7 +323,86 @@ def test_a_cache_that_is_reset_or_of_other_rows_has_another_mask(how, device):
     torch.testing.assert_close(found, wanted.expand(2, -1, -1), **CLOSE)
 
 
+@pytest.mark.parametrize("sizes", [[5, 4], [5, 1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "kimi_linear"])
+@torch.no_grad()
+def test_rows_in_another_order_go_on_with_their_padding(family, sizes, how, device):
+    model, stock, order = model_of(family, how, device), stock_of(family, device), torch.tensor([2, 0, 1])
+    ids, mask = IDS.to(device), LEFT.to(device)
+    kept = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True)[CACHE]
+    kept.reorder_cache(order.to(device))
+    ids, mask, end, found = ids[order], mask[order], 5, []
+    for size in sizes[1:]:
+        new, end = slice(end, end + size), end + size
+        found.append(model(ids[:, new], attention_mask=mask[:, :end], use_cache=True, **{CACHE: kept}).logits)
+    wanted = [stock(row[real != 0][None], use_cache=False).logits[0, -4:] for row, real in zip(ids, mask, strict=True)]
+    torch.testing.assert_close(torch.cat(found, 1), torch.stack(wanted), **CLOSE)
+    other, kept = mask.clone(), model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True)[CACHE]
+    other[:, :2] = 0  # as no row has it
+    with pytest.raises(ValueError, match=r"attention_mask: expected the padding that .* was filled with, got another"):
+        model(ids[:, 5:], attention_mask=other, use_cache=True, **{CACHE: kept})
+
+
+@torch.no_grad()
+def test_rows_of_another_number_behind_padding_on_the_right_are_refused(how, device):
+    model, ids = model_of("lfm2", how, device), IDS.to(device)
+    kept = model(ids[:2, :5], attention_mask=LEFT.flip(1)[:2, 4:].to(device), use_cache=True)[CACHE]
+    kept.reorder_cache(torch.tensor([0, 0, 1], device=device))
+    with pytest.raises(ValueError, match=r"attention_mask: expected padding beside .* on the left of a row alone"):
+        model(ids[:, 5:], use_cache=True, **{CACHE: kept})
+
+
+@torch.no_grad()
+def test_padding_that_is_cropped_is_gone(how, device):
+    model, stock, ids = model_of("lfm2", how, device), stock_of("lfm2", device), IDS[1:2].to(device)
+    kept = transformers.DynamicCache(config=model.config)
+    model(ids[:, :5], use_cache=True, **{CACHE: kept})
+    layers = [each for each in kept.layers if hasattr(each, "activate_past_recording")]
+    if not layers:
+        pytest.skip("this transformers crops no states")
+    for layer in layers:
+        layer.activate_past_recording()
+    model(ids[:, 5:8], attention_mask=torch.tensor([[1] * 6 + [0, 0]], device=device), **{CACHE: kept})
+    kept.crop(-2)
+    found = model(ids[:, 6:], use_cache=True, **{CACHE: kept}).logits
+    torch.testing.assert_close(found, stock(ids, use_cache=False).logits[:, 6:], **CLOSE)
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+@torch.no_grad()
+def test_another_document_on_several_axes_is_refused(axes, how, device):
+    model, ids = model_of("qwen3_5_text", how, device), IDS[1:2].to(device)
+    for new in (4, 1):
+        kept = model(ids[:, :5], use_cache=True)[CACHE]
+        positions = torch.arange(new, device=device).expand(axes, 1, new)
+        with pytest.raises(ValueError, match="expected an empty cache beside several documents in a row, got"):
+            model(ids[:, 5 : 5 + new], position_ids=positions, use_cache=True, **{CACHE: kept})
+    kept = model(ids[:, :5], use_cache=True)[CACHE]
+    found = model(ids[:, 5:], position_ids=torch.arange(5, 9, device=device).expand(axes, 1, 4), **{CACHE: kept})
+    wanted = stock_of("qwen3_5_text", device)(ids, use_cache=False).logits[:, 5:]
+    torch.testing.assert_close(found.logits, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("sizes", [[5, 4], [5, 1, 1, 1, 1]], ids=str)
+@torch.no_grad()
+def test_positions_of_bamba_go_on_in_a_static_cache(sizes, how, device):
+    model, ids = model_of("bamba", how, device), IDS[1:2].to(device)
+    kept = transformers.StaticCache(config=model.config, max_cache_len=16)
+    found = [model(each, use_cache=True, **{CACHE: kept}).logits for each in ids.split(sizes, 1)]
+    wanted = stock_of("bamba", device)(ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(found, 1), wanted, **CLOSE)
+
+
 # --- layers that do not go on ---
+
+
+@torch.no_grad()
+def test_chunks_behind_a_cache_that_knows_no_states_are_refused(how, device):
+    """RecurrentGemma keeps them in its layers."""
+    model, ids, kept = model_of("recurrent_gemma", how, device), IDS[1:2].to(device), transformers.DynamicCache()
+    model(ids[:, :5], use_cache=True, **{CACHE: kept})
+    with pytest.raises(ValueError, match="expected one token of each row behind a filled cache, got 4"):
+        model(ids[:, 5:], use_cache=True, **{CACHE: kept})
 
 
 @torch.no_grad()

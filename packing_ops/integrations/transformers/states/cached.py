@@ -35,8 +35,10 @@ def caches_in(given) -> dict:
 
 def goes_on(model, call, args, kwargs, tokens) -> bool:
     """Return whether a call goes on with a state. Raise ValueError where that is of another document or of padding."""
-    caches = {name: each for name, each in caches_in(named(model, args, kwargs)).items() if state_in(each)}
-    if not caches or call.on_ranks:
+    caches = {} if call.on_ranks else caches_in(named(model, args, kwargs))
+    # Of layers that start anew the state may be in themselves.
+    caches = {name: each for name, each in caches.items() if state_in(each, bool(_layers_of(call, model)[0]))}
+    if not caches:
         return False
     (name, cache), around = next(iter(caches.items())), call.outer
     call.saw_state = True
@@ -56,6 +58,8 @@ def goes_on(model, call, args, kwargs, tokens) -> bool:
             f"attention_mask: expected {[batch, length + seqlen]}, of the {length} tokens in {name} too, got "
             f"{list(mask.shape)}"
         )
+    if seen is not None and seen[0] is not None and isinstance(length, int):
+        seen = seen[0][:, :length], seen[1]  # cropped as the cache was
     whole = _of_whole_row(None if seen is None else seen[0], mask, batch, seqlen)
     title, got = class_name(model), "a filled one" if length is None else f"{length} tokens"
     wrong = {
@@ -64,11 +68,12 @@ def goes_on(model, call, args, kwargs, tokens) -> bool:
         f"attention_mask: expected padding beside {name} on the left of a row alone, got some behind a token, and "
         f"layers of {title} go on with a state that has taken it for tokens": _pads_inside(whole, seqlen),
         f"attention_mask: expected the padding that {name} was filled with, got another, and layers of {title} go on "
-        "with a state of that (a call of one token takes padding for a token)": _differs(seen, mask, batch, seqlen),
+        "with a state of that (a call of one token takes padding for a token)": _differs(seen, mask, seqlen),
     }  # fmt: skip
     _refuse(wrong)
     if not traced:
-        _keep(cache, whole if seqlen > 1 or seen is None else seen[0], seqlen == 1)
+        whole = whole if seqlen > 1 or seen is None else seen[0]
+        _keep(cache, None if whole is None or len(whole) != batch else whole, seqlen == 1)
     if not _counts(cache):  # without attention: what the call says of documents has arrived
         for each in (call, *call.outers):
             each.unconsumed.clear()
@@ -121,14 +126,14 @@ def _layers_of(model) -> tuple[str, str]:
 # --- what a cache holds ---
 
 
-def state_in(cache) -> bool:
-    """Return whether a cache has a state to go on with. One of attention alone has none."""
+def state_in(cache, in_layers: bool = False) -> bool:
+    """Return whether a cache has a state to go on with. One of attention alone has none, unless layers keep theirs."""
     if isinstance(cache, list):  # RWKV's
         return bool(cache) and all(isinstance(each, torch.Tensor) for each in cache)
     filled = [each.has_previous_state for each in getattr(cache, "layers", ()) if hasattr(each, "has_previous_state")]
     if any(any(each.values()) for each in filled):
         return True
-    if filled or hasattr(cache, "linear_cache"):  # RecurrentGemma's states are in its layers, MiniMax's beside them
+    if filled or in_layers or hasattr(cache, "linear_cache"):  # RecurrentGemma's are in layers, MiniMax's beside them
         length = cached_length(cache) if _counts(cache) else 0
         return isinstance(length, int) and length > 0
     return not getattr(cache, "rnn_state_initial", True)  # xLSTM's
@@ -143,24 +148,27 @@ def _counts(cache) -> bool:
 
 
 def _of_whole_row(before, mask, batch, seqlen):
-    """Return the mask of the tokens in the cache and those of the call; None where nothing masks any of them."""
-    before = None if before is None or len(before) != batch else before
+    """Return the mask of the tokens in the cache and those of the call; None where nothing masks any of them. Without a
+    mask it has the rows that filled the cache, of which it may hold others now.
+    """
     if mask is not None and mask.shape[1] > seqlen:
         return mask
     if mask is None:
         return None if before is None else pad(before, (0, seqlen), value=1)
-    return torch.cat([mask.new_ones(batch, 1) if before is None else before.to(mask), mask], 1)
+    before = mask.new_ones(batch, 1) if before is None or len(before) != batch else before.to(mask)
+    return torch.cat([before, mask], 1)
 
 
 def _several(call, mask, whole, batch, seqlen):
     """Return whether a document starts among the tokens of the call, behind another one: bool ``[]``."""
     new = None if mask is None else mask[:, -seqlen:]
     found = several_in(call.row_positions(batch, seqlen), new, call.cu_seqlens, call.numbers, batch)
-    if not is_tensor(call.position_ids, 2) or call.position_ids.shape[1] != seqlen:
+    positions = call.position_ids.amax(0) if is_tensor(call.position_ids, 3) else call.position_ids
+    if not is_tensor(positions, 2) or positions.shape[1] != seqlen:
         return found
-    # A position of 0 behind a token in the cache
-    starts = call.position_ids == 0
-    if whole is not None:
+    # A position of 0, on all axes, behind a token in the cache
+    starts = positions == 0
+    if whole is not None and len(whole) == batch:
         before, real = (whole != 0).to(starts.device).split([whole.shape[1] - seqlen, seqlen], 1)
         starts = starts & real & before.any(1, keepdim=True)
     return starts.any() if found is None else found | starts.any().to(found.device)
@@ -177,16 +185,16 @@ def _pads_inside(mask, seqlen):
     return (behind & real)[:, -seqlen:].any()
 
 
-def _differs(seen, mask, batch, seqlen):
-    """Return whether a mask of all tokens says of cached ones what the calls with them did not, in a row that goes on:
-    bool ``[]``.
+def _differs(seen, mask, seqlen):
+    """Return whether a mask of all tokens says of cached ones what the calls with them said of no row, in a row that
+    goes on: bool ``[]``. reorder_cache may have put rows in another order.
     """
-    if seen is None or mask is None or mask.shape[1] <= seqlen or (seen[0] is not None and len(seen[0]) != batch):
+    if seen is None or mask is None or mask.shape[1] <= seqlen:
         return None
     cached, more = (mask != 0).split([mask.shape[1] - seqlen, seqlen], 1)
     before = torch.ones_like(cached) if seen[0] is None else (seen[0] != 0).to(cached.device)[:, : cached.shape[1]]
     before = pad(before, (0, cached.shape[1] - before.shape[1]), value=True)
-    return ((before != cached).any(1) & more.any(1)).any()
+    return (~(before == cached[:, None]).all(2).any(1) & more.any(1)).any()
 
 
 def _refuse(wrong) -> None:
