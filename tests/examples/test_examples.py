@@ -225,7 +225,7 @@ def test_a_model_in_plain_torch_enters_the_mode_of_the_page(capsys):
     model = Rows(torch.nn.Linear(24, 24), torch.nn.ReLU())
     names = {"model": model, "batch": torch.ones(3, 24)}
     names |= {"documents": [torch.ones(n, 24) for n in (1, 5, 40)], "loss_of": lambda model, x: model(x).sum()}
-    exec(blocks("same-bits.md")[2], names)
+    exec(blocks("same-bits.md")[3], names)
     assert capsys.readouterr().out == "True\n"
     assert model[0].weight.grad is not None
 
@@ -240,7 +240,7 @@ def test_a_rollout_of_the_page_has_the_bits_of_the_update(capsys):
         pytest.skip("transformers batches in another way")
     model = tiny_model("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=16)
     names = {"model": model, "prompts": [[5, 6, 7], [9] * 20]}
-    code = blocks("same-bits.md")[1]
+    code = blocks("same-bits.md")[0]
     # By default the cache of keys takes most of the machine's memory, and writes it.
     exec(code.replace("return_logprobs=True", "return_logprobs=True, num_blocks=64"), names)
     revert_packing_ops(model)
@@ -252,7 +252,60 @@ def test_a_rollout_of_the_page_has_the_bits_of_the_update(capsys):
 
 
 def test_the_calls_of_trl_with_vllm_are_those_of_its_page():
-    assert blocks("same-bits.md")[0] == block_with("docs/vllm.md", "GRPOConfig(")
+    assert blocks("same-bits.md")[1] == block_with("docs/vllm.md", "GRPOConfig(")
+
+
+def names_of_float32_copies():
+    exec(blocks("same-bits.md")[2], names := {})
+    return names
+
+
+def test_a_loop_steps_float32_copies_of_the_weights():
+    """A step of AdamW at 1e-6 is rounded away for weights above 0.0005; 200 steps of copies are not."""
+    start, stepped = torch.tensor([0.0006, 0.02, 1.0]).bfloat16(), []
+    for dtype, keep in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)):
+        weight = start.to(dtype, copy=True).requires_grad_()
+        optimizer = torch.optim.AdamW([weight], lr=1e-6, weight_decay=0.0)
+        if keep:
+            names_of_float32_copies()["keep_float32"](optimizer)
+        for _ in range(200):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        stepped.append(weight.detach())
+    without, kept, in_float32 = stepped
+    assert torch.equal(without, start)
+    assert torch.equal(kept, in_float32.bfloat16())
+    assert (kept != start).tolist() == [True, True, False]
+
+
+def test_grpo_steps_float32_copies_of_the_weights(tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from common.hf_setup import byte_tokenizer
+    from helpers.pages import tiny_llama
+
+    from packing_ops.integrations.transformers import apply_packing_ops
+    from packing_ops.integrations.trl import enable_padding_free
+
+    tiny_llama().save_pretrained(tmp_path / "model")
+    options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "max_steps": 4, "disable_tqdm": True}
+    options |= {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4}
+    args = trl.GRPOConfig(str(tmp_path), bf16=False, model_init_kwargs={"dtype": "bfloat16"}, **options)
+    prompts = datasets.Dataset.from_list([{"prompt": "p" * i} for i in (1, 2, 3, 4)])
+
+    def reward(completions, **_):
+        return [float(len(set(text))) for text in completions]
+
+    folder = str(tmp_path / "model")
+    trainer = trl.GRPOTrainer(folder, reward, args=args, train_dataset=prompts, processing_class=byte_tokenizer())
+    apply_packing_ops(trainer.model)
+    enable_padding_free(trainer)
+    names_of_float32_copies()["keep_float32"](trainer.create_optimizer())
+    trainer.train()
+    copies = [copy for group in trainer.optimizer.param_groups for copy in group["params"]]
+    assert {copy.dtype for copy in copies} == {torch.float32}
+    assert any(not torch.equal(copy, copy.bfloat16().float()) for copy in copies)
+    rounded = sorted(copy.bfloat16().float().sum().item() for copy in copies)
+    assert rounded == sorted(weight.float().sum().item() for weight in trainer.model.parameters())
 
 
 def test_megatron_names_of_the_page_exist():
