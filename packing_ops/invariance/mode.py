@@ -2,6 +2,7 @@
 sums that have the same bits in any order.
 """
 
+import inspect
 import operator
 import os
 import weakref
@@ -309,6 +310,9 @@ class Product(torch.autograd.Function):
         ]
         return torch.stack([Product.apply(*each) for each in zip(*several, strict=True)]), 0
 
+
+# torch asks for it in every call; without it that takes as long as the product of a token.
+Product.forward.__signature__ = inspect.signature(Product.forward)  # type: ignore[attr-defined]
 
 _PRODUCTS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.nn.functional.linear: _linear,
