@@ -3,6 +3,7 @@ tables say of models that are copied and loaded holds.
 """
 
 import copy
+import functools
 import inspect
 import pickle
 import re
@@ -247,6 +248,39 @@ def test_weights_of_four_bits_of_the_page(tmp_path, autocast):
     assert learnt == {"lora_A", "lora_B"}
 
 
+@pytest.mark.parametrize("bits", [4, 16])
+def test_adapters_that_trl_adds(tmp_path, bits):
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    from common.hf_setup import byte_tokenizer
+
+    from packing_ops.integrations.transformers import apply_packing_ops, info
+
+    tiny_llama().save_pretrained(tmp_path / "model")
+    options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
+    names = {
+        "name": str(tmp_path / "model"),
+        "dataset": datasets.Dataset.from_list(ROWS),
+        "LoraConfig": peft.LoraConfig,
+    }
+    names |= {"settings": trl.SFTConfig(str(tmp_path), packing=True, max_length=64, **options)}
+    names |= {"SFTTrainer": functools.partial(trl.SFTTrainer, processing_class=byte_tokenizer())}
+    names |= {"apply_packing_ops": apply_packing_ops}
+    block = block_with("docs/transformers.md", "quantization_config=four_bits,   ")
+    if bits == 4:
+        pytest.importorskip("bitsandbytes")
+        names["four_bits"] = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    else:
+        block = re.sub(" *quantization_config=.*\n", "", block)
+    exec(block, names)
+    model = names["trainer"].model
+    assert (model.get_decoder().layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8) == (bits == 4)
+    learnt = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert {name.split(".")[-3] for name in learnt} == {"lora_A", "lora_B"}
+    assert all(weight.any() for name, weight in learnt.items() if "v_proj.lora_B" in name)
+    assert int(re.search(r"1 row, (\d+) documents", info(model))[1]) > 1
+
+
 def test_undo_of_the_page():
     pytest.importorskip("transformers")
     from packing_ops.integrations.transformers import apply_packing_ops
@@ -254,7 +288,7 @@ def test_undo_of_the_page():
     model, ids = tiny_llama(), torch.arange(9)[None]
     before, attention = model(ids).logits, model.config._attn_implementation
     apply_packing_ops(model)
-    exec(block_with("docs/transformers.md", "revert_packing_ops"), {"model": model})
+    exec(block_with("docs/transformers.md", "revert_registration"), {"model": model})
     assert model.config._attn_implementation == attention
     assert torch.equal(model(ids).logits, before)
 
