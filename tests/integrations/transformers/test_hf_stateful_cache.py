@@ -264,6 +264,10 @@ def test_a_cache_that_was_reset_is_empty(device):
     with torch.no_grad():
         cache = model(ids, **ways[0], use_cache=True).past_key_values
         cache.reset()
+        if cache.get_seq_length():  # in 5.17 its keys stay, as zeros
+            with pytest.raises(ValueError, match="past_key_values: expected a cache of one document in each row"):
+                model(ids[:, :5], past_key_values=cache, use_cache=True)
+            return
         outputs = model(ids[:, :5], past_key_values=cache, use_cache=True)
         torch.testing.assert_close(outputs.logits[:, -1], model(ids[:, :5]).logits[:, -1], **CLOSE)
 

@@ -399,6 +399,8 @@ def test_positions_of_bamba_go_on_in_a_static_cache(sizes, how, device):
 @torch.no_grad()
 def test_chunks_behind_a_cache_that_knows_no_states_are_refused(how, device):
     """RecurrentGemma keeps them in its layers."""
+    if transformers.__version__.startswith("5.17"):
+        pytest.skip("its layers take no cache that was made without a config")
     model, ids, kept = model_of("recurrent_gemma", how, device), IDS[1:2].to(device), transformers.DynamicCache()
     model(ids[:, :5], use_cache=True, **{CACHE: kept})
     with pytest.raises(ValueError, match="expected one token of each row behind a filled cache, got 4"):
