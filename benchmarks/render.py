@@ -166,7 +166,7 @@ def figure_of(rows: list[dict], figure: dict, figures: dict):
     values = [float(value) for row in rows for value in (value_of(row, path) for path in paths) if value != ""]
     result = STATS[figure["stat"]](values) if values else ""
     result = result if isinstance(result, Span) else Cell(result)
-    return next(column_of([{"value": result}], {"of": "value", "is": figure["is"]})) if "is" in figure else result
+    return next(column_of([{**figures, "value": result}], {**figure, "of": "value"})) if "is" in figure else result
 
 
 def figures_of(rows: list[dict], block: dict) -> dict:
