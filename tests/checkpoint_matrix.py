@@ -15,7 +15,7 @@ finished.
 
 A row of the table is one setting, with what resulted: "same bits", "as exact" (another order of sums: against float64
 the error is at most twice that of eager code), "refused" with the first words of the error, before anything is trained,
-"not ours" with an error where the model raises without packing_ops too, or what is wrong, on any rank. Below it are the
+"not ours" with an error that the model raises without packing_ops too, or what is wrong, on any rank. Below it are the
 counts, and each refusal by its text. The exit status is 1 where a row is wrong. Where one rank fails and another one
 waits for it, all end after WAIT.
 """
@@ -299,7 +299,7 @@ def verdict(setting, device, dtype, backend="inductor", around=None, host=None):
         try:
             trained(setting, device, dtype, backend, around, ours=False)
         except Exception as stock:
-            return f"not ours: {said}" + (f" (stock: {type(stock).__name__})" if type(stock).__name__ != kind else "")
+            return f"not ours: {said}" if type(stock).__name__ == kind else f"WRONG: {said}"
         return f"WRONG: {said}"
     wanted = expected(setting, device, dtype)
     if found[1].keys() != wanted[1].keys():

@@ -268,6 +268,9 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
         _set_implementation(host, before)
     for module in model.modules():
         take_out(module, PACKAGE)
+    for host in hosts(model):
+        if host.config._attn_implementation in NAMES:  # as it was loaded
+            guard(host)
     rope_patch.release(model)
     linear_attention_patch.release(model)
 
@@ -335,6 +338,8 @@ def _set_attention(model: torch.nn.Module) -> str | None:
     register()
     shared = _befores()
     before, is_set = {host: implementations_of(host.config, shared) for host in found}, False
+    current = {host: implementations_of(host.config, {}) for host in found}
+    guards = {module: vars(module).get(GUARD) for host in found for module in models_in(host)}
     try:
         for host in found:
             _set_implementation(host, IMPLEMENTATION)
@@ -342,10 +347,11 @@ def _set_attention(model: torch.nn.Module) -> str | None:
         is_set = not refused
     finally:
         if not is_set:
-            for host, implementations in before.items():
+            for host, implementations in current.items():
                 _set_implementation(host, implementations)
-                for module in models_in(host):
-                    vars(module).pop(GUARD, None)
+            for module, kept in guards.items():
+                vars(module).pop(GUARD, None)
+                vars(module).update({GUARD: kept} if kept else {})
     if not is_set:
         return f"{', '.join(refused)} cannot change its attn_implementation"
     for host, implementations in before.items():
@@ -370,8 +376,11 @@ def _set_implementation(host: PreTrainedModel, implementation: str | dict[str, A
 
 
 def implementations_of(config: Any, shared: Mapping[int, Any]) -> dict[str, Any]:
-    """Return what set_attn_implementation takes to restore a model and its sub-models. shared: see _befores."""
-    found = {"": shared.get(id(config), config._attn_implementation)}
+    """Return what set_attn_implementation takes to restore a model and its sub-models. shared: what it takes for
+    configs that have ours by now, see _befores.
+    """
+    set_now = config._attn_implementation
+    found = {"": shared.get(id(config), set_now) if set_now in NAMES else set_now}
     for key in config.sub_configs:
         sub_config = getattr(config, key, None)
         if sub_config is not None and sub_config._attn_implementation is not None:  # None: some audio parts

@@ -339,7 +339,7 @@ def why_not(query, value, dropout):
 # --- models with another attention ---
 
 
-_SET = (
+_NOT_OURS = (
     "has an attn_implementation that is not packing_ops' any more: set it again, by apply_packing_ops or "
     "set_attn_implementation"
 )
@@ -350,11 +350,15 @@ class Kept:
     """Kept in a model. Unpickling one registers our attention, which watches the calls, in that process.
 
     before: of a model with our attention, its implementations before.
-    why: of one that keeps its attention, or gets another one than ours later, what an error says.
+    keeps: what an error says of one that keeps its attention; empty for one that may get another one than ours later.
     """
 
     before: dict = field(default_factory=dict)
-    why: str = _SET
+    keeps: str = ""
+
+    @property
+    def why(self) -> str:
+        return self.keeps or _NOT_OURS
 
     def __post_init__(self) -> None:
         if not NAMES:
@@ -371,7 +375,7 @@ class Kept:
         not ours, and whether layers beside its attention mix them.
         """
         has_state, mixes = _beside_attention(call, model)
-        is_set = self.why == _SET and not has_state
+        is_set = not self.keeps and not has_state
         return has_state, is_set and not mixes, is_set and mixes
 
 
@@ -383,13 +387,13 @@ def _beside_attention(model) -> tuple[bool, bool]:
     return has_state, bool(layers) or mixes_tokens(model.config)
 
 
-def guard(model, why=_SET) -> bool:
+def guard(model, keeps="") -> bool:
     """Make packed rows an error for while its attention is not ours, where nothing keeps documents apart. Return False
     if there is no text model.
     """
     found = [module for module in versions.models_in(model) if versions.reads_text(type(module))]
     for module in found:
-        module.__dict__[GUARD] = Kept(why=why)
+        module.__dict__[GUARD] = Kept(keeps=keeps)
     return bool(found)
 
 
@@ -468,9 +472,10 @@ def _checked(stock):
                 f"attention of its own, got {attn_implementation!r}; load it with one of these, and give each document "
                 "a row of its own"
             )
+        name = stock(self, attn_implementation, *args, **kwargs)
         if attn_implementation in NAMES:  # another one may come: set, by a config that is shared, or written into it
             guard(self)
-        return stock(self, attn_implementation, *args, **kwargs)
+        return name
 
     return check
 

@@ -37,6 +37,7 @@ LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw
 BALANCE = "_packing_ops_balance"  # in a model whose balance loss is ours, see fused_loss
 GUARD = "_packing_ops_guard"  # in a model, for while its attention is not ours: see guard of attention.py
 _BY_MASKS = frozenset(("eager", "sdpa", "flex_attention"))  # transformers' attention that reads no cu_seqlens
+_OF_FLASH = "max_length_q", "max_length_k"  # without which its FlashAttention does not read them
 
 # The forms of a mask. Only our attention reads a MaskPattern. A model that supports neither FlashAttention nor
 # FlexAttention reads masks itself, or has a special attention. It gets a tensor: bool, as for SDPA, or additive, as
@@ -114,7 +115,9 @@ class PackedCall:
         self.padding = mask.sign() if mask is not None and self.numbers is mask else mask
         self.mask = mask if self.numbers is None else self.numbers
         self.mixes = mixes or mixes_tokens(model.config)
-        self.unconsumed = self._told(positions, self.by_masks and model.config._attn_implementation not in _BY_MASKS)
+        self.unconsumed = self._have_to_arrive(
+            positions, kwargs, self.by_masks and model.config._attn_implementation not in _BY_MASKS
+        )
         self.answers = [] if outer is None else outer.answers
         self.seen = self.of_axes = self.rows = self.row_documents = self.mask_of_tokens = None
         self.cache = self.saw_state = None  # the KV cache that check_cache has seen; whether states/cached.py has, too
@@ -146,14 +149,19 @@ class PackedCall:
         depths = kept_with(paths[:2], ("depths", total), lambda: positions_of_paths(paths, total))
         check_same(position_ids[0].long().to(depths.device), depths, "depths")
 
-    def _told(self, positions, others):
-        """Return what has to reach what keeps documents apart. others: whether attention may read cu_seqlens itself."""
+    def _have_to_arrive(self, positions, kwargs, others):
+        """Return the arguments that have to reach what keeps documents apart. others: whether attention is one that may
+        read positions of one row, or cu_seqlens, itself, as FlashAttention of transformers does.
+        """
+        if others and (self.cu_seqlens is None or positions is not None or all(map(kwargs.get, _OF_FLASH))):
+            others = positions is None or positions.shape[-2] == 1
+        else:
+            others = False
         # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
         # Attention over ranks reads cu_seq_lens_q of the whole row, or raises.
-        told = {"position_ids"} if self.mixes or not (self.on_ranks or self.masks_made or others) else set()
-        if self.numbers is not None and not (others and (positions is not None or self.cu_seqlens is not None)):
-            told.add("attention_mask")
-        return told if self.segment_parents is None else told | {"segment_parents"}
+        found = {"position_ids"} if self.mixes or not (self.on_ranks or self.masks_made or others) else set()
+        found |= set() if self.numbers is None else {"attention_mask"}
+        return found if self.segment_parents is None else found | {"segment_parents"}
 
     def given(self, name, args, kwargs):
         """Return an argument of the model, by its name or its place: "position_ids", "attention_mask", "labels"."""

@@ -303,7 +303,7 @@ def _with_positions(original):
 
         # Masks of other names, and those that an outer model has made.
         if nested or config._attn_implementation not in NAMES:
-            return _marked(transformers_own(attention_mask, position_ids), position_ids, len(inputs_embeds))
+            return _of_stock(transformers_own, attention_mask, position_ids, len(inputs_embeds), nested)
         given["layer_idx"] = _layer_that_counts(cache, given["layer_idx"])
         if isinstance(attention_mask, MaskPattern):  # made by an outer model: passed on, as a 4-D mask would be
             early, _, *prepared = transformers_own(inputs_embeds.new_empty(1, 1, 1, 1), None)
@@ -350,24 +350,18 @@ def _with_positions(original):
     return prepare
 
 
-def _marked(prepared, position_ids, batch):
-    """Return what transformers prepared. The call that runs knows then if this mask keeps documents apart."""
+def _of_stock(make, mask, position_ids, batch, nested):
+    """Return what transformers prepares. The call that runs knows then if this mask keeps documents apart."""
     call = current()
-    if prepared[2] is None or call is None or (call.traced and not call.by_masks):  # its numbers of tokens' documents
-        return prepared
-    if call.by_masks:  # else of a part of the model, which may have other rows
+    by_masks = call is not None and call.by_masks
+    if by_masks and not nested and call.position_ids is not None:  # before: a graph drops a check that is not used
         position_ids = call.checked_positions(position_ids, batch)
-        # A graph numbers the tokens of one document too, and drops a check of what is not used.
-        if call.traced and call.cu_seqlens is not None and position_ids.shape[1] > 1:
-            refuse_where(several_in(cu_seqlens=call.cu_seqlens, batch=batch) & ~several_in(position_ids), _ONE)
-    call.mark_consumed(None, position_ids)
+    prepared = make(mask, position_ids)
+    if prepared[2] is None or call is None or (call.traced and not by_masks):  # its numbers of tokens' documents
+        return prepared
+    if not by_masks or call.position_ids is not None:  # else the model counts positions along the row
+        call.mark_consumed(None, position_ids)
     return prepared
-
-
-_ONE = (
-    "position_ids: expected to restart with each document of cu_seq_lens_q beside an attn_implementation that is not "
-    "packing_ops', got one document"
-)
 
 
 def _layer_that_counts(cache, layer_idx):

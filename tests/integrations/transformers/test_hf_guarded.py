@@ -171,8 +171,11 @@ def test_another_attention_in_a_graph(fresh_compile):
     for given in (POSITIONS, {**POSITIONS, **ROWS["cu_seq_lens_q"]}):
         torch.testing.assert_close(compiled(input_ids=IDS, use_cache=False, **given).logits, wanted)
     counted = {"position_ids": torch.arange(IDS.shape[1])[None]}
-    for given in (ROWS["cu_seq_lens_q"], {**counted, **ROWS["cu_seq_lens_q"]}, {"attention_mask": NUMBERS}):
-        with pytest.raises((RuntimeError, ValueError), match=r"(position_ids|attention_mask): expected"):
+    part = DOCUMENTS.position_ids[None].clone()  # of several documents, but not of all
+    part[:, : sum(LENGTHS[:2])] = torch.arange(sum(LENGTHS[:2]))
+    others = [{"position_ids": part, **ROWS["cu_seq_lens_q"]}, {"attention_mask": NUMBERS}]
+    for given in (ROWS["cu_seq_lens_q"], {**counted, **ROWS["cu_seq_lens_q"]}, *others):
+        with pytest.raises((RuntimeError, ValueError), match=r"(position_ids|attention_mask|cu_seq_lens_q): expected"):
             compiled(input_ids=IDS, use_cache=False, **given)
 
 
@@ -365,8 +368,16 @@ def test_attention_that_reads_documents_itself():
         model(input_ids=IDS, use_cache=False, **ROWS["cu_seq_lens_q"])
         model(input_ids=IDS, use_cache=False, **POSITIONS)
         assert seen[0] is ROWS["cu_seq_lens_q"]["cu_seq_lens_q"]
-        with pytest.raises(ValueError, match=r"attention_mask: expected one document in each row"):
-            model(input_ids=IDS, use_cache=False, **NUMBERED)
+        counted = {"position_ids": torch.arange(IDS.shape[1])[None]}
+        for given in (NUMBERED, {**NUMBERED, **POSITIONS}, {**NUMBERED, **counted}):
+            with pytest.raises(ValueError, match=r"attention_mask: expected one document in each row"):
+                model(input_ids=IDS, use_cache=False, **given)
+        # Of several rows transformers' FlashAttention looks at no positions; it takes cu_seq_lens_q with three others.
+        with pytest.raises(ValueError, match=r"position_ids: expected one document in each row"):
+            model(IDS.expand(2, -1), position_ids=POSITIONS["position_ids"].expand(2, -1), use_cache=False)
+        alone = {name: value for name, value in ROWS["cu_seq_lens_q"].items() if not name.startswith("max_")}
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q: expected one document in each row"):
+            model(input_ids=IDS, use_cache=False, **alone)
     finally:
         transformers.AttentionInterface._global_mapping.pop("theirs")
 
@@ -392,7 +403,48 @@ def test_a_prefix_tree_beside_another_attention():
         model(IDS[:, :5], position_ids=tree.position_ids[None], use_cache=False, **tree.to_transformers())
 
 
+class Refusing(torch.nn.Module):
+    """A model beside one whose attention cannot be set."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.other = model, causal_families.model_of("bloom", None)
+
+
+@pytest.mark.filterwarnings("ignore:apply_packing_ops")
+def test_a_model_that_keeps_ours_is_guarded_after_an_apply_that_fails():
+    model = causal_families.model_of("llama", "eager").eval()
+    apply_packing_ops(model)
+    with pytest.raises(ValueError, match="attention"):
+        apply_packing_ops(Refusing(model), strict=True)
+    assert model.config._attn_implementation == "packing_ops"
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="expected one document in each row"):
+        model(input_ids=IDS, use_cache=False, **ROWS["cu_seq_lens_q"])
+
+
+def test_a_model_that_was_loaded_with_ours_is_guarded_after_a_revert():
+    register()
+    model = causal_families.model_of("llama", "packing_ops").eval()
+    apply_packing_ops(model)
+    revert_packing_ops(model)
+    assert model.config._attn_implementation == "packing_ops"
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="expected one document in each row"):
+        model(input_ids=IDS, use_cache=False, **ROWS["cu_seq_lens_q"])
+
+
 # --- the attention of a config that models share ---
+
+
+def test_a_revert_leaves_what_was_set_between_two_models_of_a_config():
+    first = causal_families.model_of("llama", "sdpa")
+    apply_packing_ops(first)
+    first.set_attn_implementation("eager")
+    second = type(first)(first.config)
+    apply_packing_ops(second)
+    revert_packing_ops(second)
+    assert first.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -353,6 +353,15 @@ def test_rows_of_another_number_behind_padding_on_the_right_are_refused(how, dev
 
 
 @torch.no_grad()
+def test_a_mask_that_is_written_in_place_is_another_one(how, device):
+    model, ids, mask = model_of("lfm2", how, device), IDS.to(device), torch.ones_like(IDS).to(device)
+    kept = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True)[CACHE]
+    mask[0, :2] = 0
+    with pytest.raises(ValueError, match=r"attention_mask: expected the padding that .* was filled with, got another"):
+        model(ids[:, 5:], attention_mask=mask, use_cache=True, **{CACHE: kept})
+
+
+@torch.no_grad()
 def test_padding_that_is_cropped_is_gone(how, device):
     model, stock, ids = model_of("lfm2", how, device), stock_of("lfm2", device), IDS[1:2].to(device)
     kept = transformers.DynamicCache(config=model.config)

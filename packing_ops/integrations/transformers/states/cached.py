@@ -95,6 +95,8 @@ def note(call, kwargs, outputs) -> None:
 
 def _keep(cache, mask, looked):
     if hasattr(cache, "__dict__"):  # RWKV's is a list
+        # A copy: the caller may write into the mask. In a captured graph it would be of the graph's memory.
+        mask = None if mask is None or not can_read(mask) else mask.clone()
         setattr(cache, _SEEN, (mask, looked))
 
 
