@@ -115,9 +115,8 @@ class PackedCall:
         self.padding = mask.sign() if mask is not None and self.numbers is mask else mask
         self.mask = mask if self.numbers is None else self.numbers
         self.mixes = mixes or mixes_tokens(model.config)
-        self.unconsumed = self._have_to_arrive(
-            positions, kwargs, self.by_masks and model.config._attn_implementation not in _BY_MASKS
-        )
+        others = self.by_masks and model.config._attn_implementation not in _BY_MASKS
+        self.unconsumed = self._have_to_arrive(positions, kwargs, others)
         self.answers = [] if outer is None else outer.answers
         self.seen = self.of_axes = self.rows = self.row_documents = self.mask_of_tokens = None
         self.cache = self.saw_state = None  # the KV cache that check_cache has seen; whether states/cached.py has, too
@@ -150,13 +149,9 @@ class PackedCall:
         check_same(position_ids[0].long().to(depths.device), depths, "depths")
 
     def _have_to_arrive(self, positions, kwargs, others):
-        """Return the arguments that have to reach what keeps documents apart. others: whether attention is one that may
-        read positions of one row, or cu_seqlens, itself, as FlashAttention of transformers does.
-        """
-        if others and (self.cu_seqlens is None or positions is not None or all(map(kwargs.get, _OF_FLASH))):
-            others = positions is None or positions.shape[-2] == 1
-        else:
-            others = False
+        """Return what has to reach what keeps documents apart. others: whether attention may read one row's itself."""
+        reads = self.cu_seqlens is None or positions is not None or all(map(kwargs.get, _OF_FLASH))
+        others = others and reads and (positions is None or positions.shape[-2] == 1)
         # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
         # Attention over ranks reads cu_seq_lens_q of the whole row, or raises.
         found = {"position_ids"} if self.mixes or not (self.on_ranks or self.masks_made or others) else set()
