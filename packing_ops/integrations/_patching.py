@@ -260,15 +260,22 @@ def function_of(method) -> Callable | None:
     return getattr(method, "func", None) or getattr(method, "__func__", None)
 
 
-def calls(function, ours: Callable, depth: int = 8) -> bool:
-    """Return whether a function is ours, or was put in front of it: what it holds is looked through, to this depth."""
-    if function is ours or function is None or isinstance(function, type) or depth == 0:
+def calls(function, ours: Callable, seen: dict[int, object]) -> bool:
+    """Return whether a function is ours, or was put in front of it: what it holds is looked through. seen: of none
+    yet {}, which gets what was looked at, by id: a method holds its module, and that the method.
+    """
+    if function is ours or function is None or isinstance(function, type) or id(function) in seen:
         return function is ours
+    seen[id(function)] = function
     held = [function_of(function), getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
-    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    held += [
+        cell.cell_contents
+        for cell in getattr(function, "__closure__", None) or ()
+        if cell != types.CellType()  # an empty one
+    ]
     if (code := getattr(function, "__code__", None)) is not None:  # of a script: its variables are global
         held += [each for each in map(function.__globals__.get, code.co_names) if isinstance(each, WeakPartial)]
-    return any(calls(each, ours, depth - 1) for each in held)
+    return any(calls(each, ours, seen) for each in held)
 
 
 class WeakPartial:

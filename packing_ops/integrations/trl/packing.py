@@ -135,8 +135,7 @@ def trl_data_utils() -> ModuleType:
 
 def _own_pack_dataset() -> Any:
     patch = _patch(trl_data_utils())
-    own: Any = patch.layers[0][1] if patch.layers else trl_data_utils().pack_dataset
-    return own
+    return patch.layers[0][1] if patch.layers else trl_data_utils().pack_dataset
 
 
 def _pack_dataset(dataset: Any, seq_length: int, overlong: Overlong, map_kwargs: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Patches of other libraries: what is applied and reverted leaves no trace in the host."""
 
+import functools
 import gc
 import sys
 import threading
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from packing_ops.integrations import flash_attn
-from packing_ops.integrations._patching import Patch, put_class, stock_of
+from packing_ops.integrations._patching import Patch, calls, put_class, stock_of
 
 # --- every host, before and after ---
 
@@ -384,3 +385,42 @@ def test_modules_of_a_class_share_a_subclass_that_goes_with_them():
     gc.collect()  # the subclass
     gc.collect()  # what it was made of
     assert [reference() for reference in classes] == [None, None]
+
+
+# --- what is in front of a function ---
+
+
+def test_a_function_is_found_behind_others():
+    def ours():
+        pass
+
+    def in_front(function, is_late):
+        def call():
+            return function(), late
+
+        if is_late:
+            late = 1  # else an empty cell
+        return call
+
+    assert calls(in_front(functools.partial(ours), True), ours, {})
+    assert calls(in_front(in_front(ours, False), False), ours, {})
+    assert not calls(in_front(in_front(print, False), False), ours, {})
+
+
+def test_what_holds_itself_is_looked_at_once():
+    looked = []
+
+    class Many:
+        def call(self):
+            pass
+
+        def __getattribute__(self, name):
+            looked.append(name)
+            return super().__getattribute__(name)
+
+    many = Many()
+    for number in range(20):
+        setattr(many, f"call{number}", many.call)
+    looked.clear()
+    assert not calls(many.call, test_what_holds_itself_is_looked_at_once, {})
+    assert len(looked) < 100

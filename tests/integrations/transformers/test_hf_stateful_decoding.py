@@ -15,7 +15,7 @@ from stateful_case import CLOSE  # noqa: E402
 from stateful_models import MORE_HYBRIDS, SERVED, stateful_model  # noqa: E402
 
 from packing_ops.integrations.transformers import apply_packing_ops, register  # noqa: E402
-from packing_ops.integrations.transformers.states import linear_attention  # noqa: E402
+from packing_ops.integrations.transformers.states import cached, linear_attention  # noqa: E402
 from packing_ops.integrations.transformers.states.stateful_rows import CACHES  # noqa: E402
 
 ALL = [*SERVED, *MORE_HYBRIDS]
@@ -359,6 +359,17 @@ def test_a_mask_that_is_written_in_place_is_another_one(how, device):
     mask[0, :2] = 0
     with pytest.raises(ValueError, match=r"attention_mask: expected the padding that .* was filled with, got another"):
         model(ids[:, 5:], attention_mask=mask, use_cache=True, **{CACHE: kept})
+
+
+@torch.no_grad()
+def test_a_captured_call_leaves_the_padding_unknown(how, device, monkeypatch):
+    """Its mask is of the graph's memory, which other replays write."""
+    model, stock, ids, mask = model_of("lfm2", how, device), stock_of("lfm2", device), IDS.to(device), LEFT.to(device)
+    with monkeypatch.context() as captured:
+        captured.setattr(cached, "can_read", lambda _: False)
+        first = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True)
+    second = model(ids[:, 5:], attention_mask=mask, use_cache=True, **{CACHE: first[CACHE]})
+    assert_alone(torch.cat([first.logits, second.logits], 1), stock, mask)
 
 
 @torch.no_grad()

@@ -33,12 +33,13 @@ def caches_in(given) -> dict:
     return {name: given[name] for name in sorted(CACHES.intersection(given)) if given[name] is not None}
 
 
-def goes_on(model, call, args, kwargs, tokens) -> bool:
-    """Return whether a call goes on with a state. Raise ValueError where that is of another document or of padding."""
-    caches = {} if call.on_ranks else caches_in(named(model, args, kwargs))
+def goes_on(model, call, caches, tokens) -> bool:
+    """Return whether a call goes on with a state in one of its caches. Raise ValueError where that is of another
+    document or of padding.
+    """
     # Of layers that start anew the state may be in themselves.
     caches = {name: each for name, each in caches.items() if state_in(each, bool(_layers_of(call, model)[0]))}
-    if not caches:
+    if not caches or call.on_ranks:
         return False
     (name, cache), around = next(iter(caches.items())), call.outer
     call.saw_state = True
@@ -95,9 +96,9 @@ def note(call, kwargs, outputs) -> None:
 
 def _keep(cache, mask, looked):
     if hasattr(cache, "__dict__"):  # RWKV's is a list
-        # A copy: the caller may write into the mask. In a captured graph it would be of the graph's memory.
-        mask = None if mask is None or not can_read(mask) else mask.clone()
-        setattr(cache, _SEEN, (mask, looked))
+        # A copy: the caller may write into the mask. In a captured graph it would be of the graph's memory: not known.
+        is_known = mask is None or can_read(mask)
+        setattr(cache, _SEEN, (mask if mask is None else mask.clone(), looked) if is_known else None)
 
 
 def _refuse_layers(call, model, name, batch, seqlen) -> None:

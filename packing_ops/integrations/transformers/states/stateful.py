@@ -263,8 +263,9 @@ def find_documents_of(model, call, args, kwargs) -> dict:
     if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
         return kwargs
     refuse_packed_choices(model, call, tokens, kwargs)
-    _refuse_masks_and_caches(model, call, args, kwargs)
-    if cached.goes_on(model, call, args, kwargs, tokens) or (tokens.shape[1] < 2 and not call.on_ranks):
+    caches = cached.caches_in(cached.named(model, args, kwargs))
+    _refuse_masks_and_caches(model, call, caches, call.given("attention_mask", args, kwargs))
+    if cached.goes_on(model, call, caches, tokens) or (tokens.shape[1] < 2 and not call.on_ranks):
         return kwargs
     batch, seqlen = tokens.shape[:2]
     if call.has_rows_of(call.outer, (batch, seqlen)):
@@ -310,12 +311,11 @@ def find_documents_of(model, call, args, kwargs) -> dict:
     return _filling_no_cache(model, call, args, kwargs)
 
 
-def _refuse_masks_and_caches(model, call, args, kwargs):
+def _refuse_masks_and_caches(model, call, caches, made):
     """Raise TypeError for masks by kind of layer without one for its layers with a state, and ValueError for a cache
     that was filled with several documents of a row: numbers of its tokens help attention, and no state.
     """
-    made = call.given("attention_mask", args, kwargs)
-    marked = [each for each in cached.caches_in(cached.named(model, args, kwargs)).values() if masks.is_marked(each)]
+    marked = [each for each in caches.values() if masks.is_marked(each)]
     if not (marked or isinstance(made, dict)):
         return
     stateful, has_attention, _ = prepare(call, model, call.padding is not None)
@@ -395,7 +395,7 @@ def layers_apart(model) -> tuple:
 
 def _is_prepared(layer) -> bool:
     # Behind what others put in front of it: accelerate keeps _old_forward.
-    return any(calls(vars(layer).get(name), _forward) for name in ("forward", "_old_forward"))
+    return any(calls(vars(layer).get(name), _forward, {}) for name in ("forward", "_old_forward"))
 
 
 def revert() -> None:
