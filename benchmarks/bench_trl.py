@@ -1,14 +1,19 @@
 """Training steps of TRL's SFTTrainer: python benchmarks/bench_trl.py [--only NAME ...] [--repeats 3] [--list]
 
-Qwen3-0.6B's shape. Weights are random and float32, as SFTTrainer loads a model that it gets by name. bf16=True
+On several GPUs: torchrun --standalone --nproc-per-node 2 benchmarks/bench_trl.py. It measures the cases of as many
+ranks as it is started with. accelerate wraps the model, rank 0 writes trl_ranks_cuda.csv, and what fails on a rank
+ends them all.
+
+Qwen3's shapes. Weights are random and float32, as SFTTrainer loads a model that it gets by name. bf16=True
 (autocast) and gradient checkpointing are TRL's defaults, and so is every setting that settings_of does not name. No
 case cuts a document. ours: patch_pack_dataset(), packing=True, then apply_packing_ops(trainer.model).
 
 sorted: padded batches of a data set that is sorted by length. transformers' "group_by_length" comes near it in large
 data sets, and sorts only 32 documents at a time of so few.
 
-A repeat trains a new model by trainer.train(). The first epoch warms up, and the others are timed: steps of the
-optimizer, the trainer's batches, all that it does beside. Tokens are those of an epoch's documents, without padding.
+A repeat trains a new model by trainer.train(). The first epoch warms up, and the others are timed, 3 of padded batches
+and of 8B, 10 of other rows: steps of the optimizer, the trainer's batches, all that it does beside. Tokens are those of
+an epoch's documents, without padding; peak memory is rank 0's.
 Cases take turns, so that the repeats of each are apart; each repeat is a row of the CSV, written as soon as it is
 measured. A case that fails has its error in the place of a time and is not repeated. After --limit seconds no repeat
 starts, and a case that none was started of keeps the CSV's rows.
@@ -16,12 +21,15 @@ Needs trl and datasets, and downloads nothing.
 """
 
 import contextlib
+import os
 import tempfile
 import time
 import traceback
+from unittest import mock
 
 import datasets
 import torch
+import torch.distributed as dist
 import transformers
 import trl
 from bench_e2e import release
@@ -35,13 +43,9 @@ from whole_model import documents, random_model, shape_of, stock_modules
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, revert_registration
 from packing_ops.integrations.trl import patch_pack_dataset, revert_pack_dataset
 
-EPOCHS = 4  # the first warms up
 
-
-def _case(provider: str, row: int = 16_384, **more) -> Case:
-    return Case(
-        "trl", "Qwen3-0.6B", provider, row, tokens=65_536, **{"compiled": False, "checkpointing": "full", **more}
-    )
+def _case(provider: str, row: int = 16_384, model: str = "Qwen3-0.6B", **more) -> Case:
+    return Case("trl", model, provider, row, tokens=65_536, **{"compiled": False, "checkpointing": "full", **more})
 
 
 CASES = [
@@ -54,15 +58,23 @@ CASES = [
     *(_case(provider, compiled=True) for provider in ("fa2", "ours")),
     *(_case(provider, checkpointing="") for provider in ("fa2", "liger", "ours")),
     *(_case(provider, compiled=True, checkpointing="") for provider in ("fa2", "liger", "ours")),
+    *(_case(provider, wrapper="DDP", ranks=2) for provider in ("fa2", "liger", "ours")),
+    *(_case(provider, wrapper="DDP", ranks=2, compiled=True) for provider in ("fa2", "ours")),
+    *(_case(provider, model="Qwen3-8B", wrapper="FSDP2", ranks=2) for provider in ("fa2", "liger", "ours")),
 ]
 FIGURES = ("tokens_per_second_a_gpu", "peak_gib", "step_ms", "steps", "epochs", "loss", "warm_up_s", "tokens", "error")
+
+
+def epochs_of(case: Case) -> int:
+    """How many are trained. The first warms up."""
+    return 11 if case.row and case.model == "Qwen3-0.6B" else 4
 
 
 class Clock(transformers.TrainerCallback):
     """Times the epochs after the first."""
 
-    def __init__(self, device: str):
-        self.device, self.epochs, self.times = device, 0, []
+    def __init__(self, device: str, epochs: int):
+        self.device, self.last, self.epochs, self.times = device, epochs, 0, []
 
     def now(self) -> None:
         if self.device == "cuda":
@@ -81,17 +93,20 @@ class Clock(transformers.TrainerCallback):
             self.now()
 
     def on_epoch_end(self, args, state, control, **_):
-        if self.epochs == EPOCHS:
+        if self.epochs == self.last:
             self.now()
-            self.steps = (state.global_step - self.first) // (EPOCHS - 1)
+            self.steps = (state.global_step - self.first) // (self.last - 1)
 
 
 def settings_of(case: Case, device: str, folder: str) -> trl.SFTConfig:
     packed = {"packing": True} if case.row else {}
+    full, sharded = bool(case.checkpointing), case.wrapper == "FSDP2"
+    fsdp = {"fsdp": True, "fsdp_config": {"activation_checkpointing": full}}  # of FSDP2, each layer
     return trl.SFTConfig(
-        folder, max_length=case.row or None, num_train_epochs=EPOCHS,
+        folder, max_length=case.row or None, num_train_epochs=epochs_of(case),
         per_device_train_batch_size=1 if case.row else case.batch, **packed,
-        **({} if case.checkpointing else {"gradient_checkpointing": False}),
+        **({} if full and not sharded else {"gradient_checkpointing": False}),
+        **(fsdp if sharded else {}),
         **({"use_liger_kernel": True} if case.provider == "liger" else {}),
         **({"train_sampling_strategy": "sequential"} if case.provider == "sorted" else {}),
         save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True, use_cpu=device == "cpu",
@@ -107,6 +122,7 @@ def trainer_of(case: Case, device: str, tiny: bool):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>")
     with contextlib.ExitStack() as undo:
         undo.enter_context(stock_modules())
+        undo.enter_context(mock.patch.dict(os.environ))  # transformers says there how accelerate wraps a model
         model = random_model(shape, ATTENTION[case.provider], device, torch.float32)
         if case.provider == "ours":
             undo.callback(revert_pack_dataset)
@@ -128,48 +144,65 @@ def trainer_of(case: Case, device: str, tiny: bool):
 
 def measured(case: Case, device: str, tiny: bool) -> dict:
     """What the CSV has of a repeat beside its setting."""
-    clock = Clock(device)
+    clock, timed = Clock(device, epochs_of(case)), epochs_of(case) - 1
     with trainer_of(case, device, tiny) as trainer:
         trainer.add_callback(clock)
         loss = trainer.train().training_loss
         tokens = sum(map(len, trainer.train_dataset["input_ids"]))
-    begin, timed, end = clock.times
-    epoch = (end - timed) / (EPOCHS - 1)
+    begin, warm, end = clock.times
+    epoch = (end - warm) / timed
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     return {
-        "tokens_per_second_a_gpu": f"{tokens / epoch:.0f}", "peak_gib": f"{peak:.1f}",
-        "step_ms": f"{epoch / clock.steps * 1e3:.1f}", "steps": clock.steps, "epochs": EPOCHS - 1, "loss": f"{loss:.4f}",
-        "warm_up_s": f"{timed - begin:.1f}", "tokens": tokens,
+        "tokens_per_second_a_gpu": f"{tokens / epoch / case.ranks:.0f}", "peak_gib": f"{peak:.1f}",
+        "step_ms": f"{epoch / clock.steps * 1e3:.1f}", "steps": clock.steps, "epochs": timed, "loss": f"{loss:.4f}",
+        "warm_up_s": f"{warm - begin:.1f}", "tokens": tokens,
     }  # fmt: skip
+
+
+def late(deadline: float) -> bool:
+    """Whether the time is over, on any rank."""
+    found = torch.tensor(float(time.perf_counter() > deadline))
+    if dist.is_initialized():
+        found = found.to("cuda" if torch.cuda.is_available() else "cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
 
 
 def main():
     parser = bench_parser(__doc__)
     add_options(parser, repeats=3)
     arguments = parser.parse_args()
-    cases = chosen(parser, arguments, CASES)
+    ranks, first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    cases = [case for case in chosen(parser, arguments, CASES) if case.ranks == ranks]
     device, deadline = arguments.device, time.perf_counter() + arguments.limit
-    path = arguments.out / f"trl_{device}.csv"
+    if device == "cuda" and ranks > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    path = arguments.out / (f"trl_{device}.csv" if ranks == 1 else f"trl_ranks_{device}.csv")
     rows = rows_before(path)
     where = measured_on(device) | {"transformers": transformers.__version__, "trl": trl.__version__}
     datasets.disable_progress_bars()
     failed = set()
     for repeat in range(1, arguments.repeats + 1):
         for case in cases:
-            if case in failed or time.perf_counter() > deadline:
+            if case in failed or late(deadline):
                 print(f"{case.name}, repeat {repeat}: left out", flush=True)
                 continue
             try:
                 found = measured(case.small() if arguments.tiny else case, device, arguments.tiny)
             except Exception as error:  # one that cannot run here says nothing about the others
+                if ranks > 1:  # the other ranks wait
+                    raise
                 traceback.print_exc()
                 found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:ERROR]}
                 failed.add(case)
-            setting = setting_of(case) | {"fused_loss": "TRL", "weights": "float32", "repeat": repeat}
-            rows = with_row(rows, {**setting, **dict.fromkeys(FIGURES, ""), **found, **where})
-            print(f"{case.name}, repeat {repeat}: {found}", flush=True)
-            write_csv(path, rows, show=False)
+            if first:
+                setting = setting_of(case) | {"fused_loss": "TRL", "weights": "float32", "repeat": repeat}
+                rows = with_row(rows, {**setting, **dict.fromkeys(FIGURES, ""), **found, **where})
+                print(f"{case.name}, repeat {repeat}: {found}", flush=True)
+                write_csv(path, rows, show=False)
             release(device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def test_repeats_take_turns_and_a_case_that_fails_leaves_the_others_theirs(tmp_p
     measured = [row for row in rows if not row["error"]]
     assert {row["tokens"] for row in measured} == {"1012"}  # no document is cut
     assert {row["provider"]: row["steps"] for row in measured} == {"padded": "11", "ours": "2"}
-    assert {(row["epochs"], row["weights"]) for row in measured} == {("3", "float32")}
+    assert {row["weights"] for row in measured} == {"float32"}
+    assert {row["provider"]: row["epochs"] for row in measured} == {"padded": "3", "ours": "10"}
     assert all(5 < float(row["loss"]) < 6 for row in measured)  # log of the vocabulary
 
 
@@ -62,7 +63,7 @@ def test_nothing_starts_after_the_limit(tmp_path, monkeypatch, capsys):
     arguments = ["--device", "cpu", "--tiny", "--limit", "0", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench_trl.py", *arguments])
     bench_trl.main()
-    assert capsys.readouterr().out.count("left out") == 3 * len(bench_trl.CASES)
+    assert capsys.readouterr().out.count("left out") == 3 * sum(case.ranks == 1 for case in bench_trl.CASES)
     assert not (tmp_path / "trl_cpu.csv").exists()
 
 
@@ -81,6 +82,31 @@ def test_a_case_that_the_limit_leaves_out_keeps_its_rows(tmp_path, monkeypatch):
     assert sorted(found) == sorted([(names[0], "new"), (names[1], "old"), (names[1], "old")])
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_several_ranks_the_first_writes_what_was_measured(rank, tmp_path, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(bench_trl, "measured", lambda *_: {"loss": "new"})
+    monkeypatch.setattr(sys, "argv", ["bench_trl.py", "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)])
+    bench_trl.main()
+    assert not (tmp_path / "trl_cpu.csv").exists()
+    written = [*tmp_path.glob("trl_ranks_cpu.csv")]
+    assert len(written) == (rank == "0")
+    for path in written:
+        assert {row["ranks"] for row in result_rows.read_rows(path)} == {"2"}
+
+
+def test_what_fails_on_one_of_several_ranks_ends_the_program(tmp_path, monkeypatch):
+    def failing(*_):
+        raise ValueError("on this rank")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(bench_trl, "measured", failing)
+    monkeypatch.setattr(sys, "argv", ["bench_trl.py", "--device", "cpu", "--out", str(tmp_path)])
+    with pytest.raises(ValueError, match="on this rank"):
+        bench_trl.main()
+
+
 def test_sorted_batches_have_less_padding():
     def share_of_padding(provider):
         with bench_trl.trainer_of(case_of(provider).small(), "cpu", tiny=True) as trainer:
@@ -97,12 +123,18 @@ def test_settings_are_trls_defaults_but_for_what_a_case_names(case, tmp_path):
     named = {"num_train_epochs", "max_length", "save_strategy", "logging_strategy", "disable_tqdm"}
     named |= {"packing"} if case.row else set()
     named |= {"per_device_train_batch_size"} if case.row or case.batch == 32 else set()
-    named |= set() if case.checkpointing else {"gradient_checkpointing"}
+    named |= set() if case.checkpointing and case.wrapper != "FSDP2" else {"gradient_checkpointing"}
+    named |= {"fsdp", "fsdp_config"} if case.wrapper == "FSDP2" else set()
     named |= {"use_liger_kernel"} if case.provider == "liger" else set()
     named |= {"train_sampling_strategy"} if case.provider == "sorted" else set()
     assert changed - {"activation_checkpointing"} == named  # transformers' newer name of gradient_checkpointing
     assert ours.bf16
-    assert ours.gradient_checkpointing == bool(case.checkpointing)
+    sharded = case.wrapper == "FSDP2"  # accelerate puts checkpoints into its wrapper
+    assert (
+        ours.fsdp_config["activation_checkpointing"]
+        if sharded
+        else ours.gradient_checkpointing == bool(case.checkpointing)
+    )
 
 
 def test_a_case_leaves_no_model_and_nothing_that_it_replaced():
