@@ -102,10 +102,11 @@ def values_checked_in_the_call(monkeypatch):
 
 @pytest.fixture
 def one_gpu(monkeypatch):
-    """transformers' trainers use one GPU: of several in a process they make a DataParallel, which splits batches."""
-    arguments = pytest.importorskip("transformers").TrainingArguments
-    seen = arguments.n_gpu.fget
-    monkeypatch.setattr(arguments, "n_gpu", property(lambda self: min(seen(self), 1)))
+    """Trainers use one GPU: of several in a process transformers' make a DataParallel, which splits batches, and TRL's
+    spread a model that they load over all.
+    """
+    count = min(torch.cuda.device_count(), 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
 @pytest.fixture
