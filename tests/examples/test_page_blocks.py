@@ -274,6 +274,29 @@ def test_which_kernels_the_page_asks_for():
     assert names["kernels"] == "forward: cpu, backward: cpu"
 
 
+def test_flash_attention_2_of_torch(monkeypatch, tmp_path):
+    """The model of the page calls torch's kernel, here in plain torch, with the documents of a row."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    seen = []
+
+    def varlen_attn(q, k, v, documents, *_, scale, **__):
+        seen.append(documents.tolist())
+        return packing_ops.varlen_attention(q, k, v, documents, softmax_scale=scale)
+
+    monkeypatch.setattr(pytest.importorskip("torch.nn.attention.varlen"), "varlen_attn", varlen_attn)
+    tiny_llama().save_pretrained(tmp_path)
+    names = {"name": str(tmp_path)}
+    exec(block_with("docs/performance.md", "torch_fa2"), names)
+    ids, metadata = torch.arange(3, 12), packing_ops.PackedMetadata.from_lengths([4, 5])
+    row = {"position_ids": metadata.position_ids[None], **metadata.to_transformers()}
+    found = names["model"](ids[None], use_cache=False, **row).logits[0]
+    assert seen == [[0, 4, 9]] * names["model"].config.num_hidden_layers
+    stock = tiny_llama().eval()
+    by_itself = [stock(each[None], use_cache=False).logits[0] for each in ids.split([4, 5])]
+    torch.testing.assert_close(found, torch.cat(by_itself))
+
+
 def test_every_block_is_run():
     """A page with a new block needs a test above, parallel.md and long-documents.md one in test_page_parallel.py."""
     found = {page: len(blocks) for page in PAGES if (blocks := blocks_of(page))}
@@ -286,6 +309,7 @@ def test_every_block_is_run():
         "docs/ops.md": 5,
         "docs/pages.md": 2,
         "docs/parallel.md": 6,
+        "docs/performance.md": 1,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
         "docs/transformers.md": 9,
