@@ -1,6 +1,7 @@
 """The indented Python of docs/parallel.md and docs/long-documents.md runs as it is written, on processes of the CPU."""
 
 import functools
+import os
 import re
 import textwrap
 
@@ -106,6 +107,8 @@ def parameters_of_a_rank(folder, wrapper):
     )
     names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 1}
     exec(block, names)
+    if wrapper == "FSDP2":
+        exec(of_page("save_pretrained").replace('"out"', repr(str(folder / "out"))), names)
     parameters = [each.detach() for each in names["model"].parameters()]
     return [each if "DDP" in wrapper else each.full_tensor() for each in parameters], names["mean"].item()
 
@@ -145,6 +148,34 @@ def test_rows_of_each_rank_on_two_ranks(wrapper, tmp_path):
         assert all(each.dtype == torch.float32 for each in found)
         torch.testing.assert_close(found, wanted, **limits)
         assert ("autocast" in wrapper) == (max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) > 1e-4)
+    if wrapper == "FSDP2":
+        saved = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32)
+        torch.testing.assert_close([each.detach() for each in saved.parameters()], wanted, **limits)
+
+
+def loss_of_a_tensor_parallel_rank(folder):
+    transformers = pytest.importorskip("transformers")
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    rank = str(torch.distributed.get_rank())
+    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"})  # as torchrun does
+    block = block_with("docs/parallel.md", 'tp_plan="auto"').replace('"cuda"', '"cpu"')
+    names = {"name": folder, "init_device_mesh": torch.distributed.device_mesh.init_device_mesh}
+    names |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "apply_packing_ops": apply_packing_ops}
+    exec(block, names)
+    weight = names["model"].lm_head.weight
+    return weight.to_local().shape != weight.shape, names["model"](**packed_row(), use_cache=False).loss.item()
+
+
+def test_tensor_parallel_model_on_two_ranks(tmp_path):
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    apply_packing_ops(model)
+    wanted = model.train()(**packed_row(), use_cache=False).loss.item()
+    found = processes.spawn(functools.partial(loss_of_a_tensor_parallel_rank, tmp_path), 2, tmp_path)
+    assert found == [(True, pytest.approx(wanted, rel=1e-5))] * 2
 
 
 def attention_of_a_rank():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, processes
 from helpers.pages import ROWS, block_with, blocks_of, tiny_llama
 
 import packing_ops as po
@@ -91,7 +91,7 @@ def test_a_model_that_is_there():
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
-    """Compiled layers keep products; put_checkpoint of the page, for an older transformers, does the same."""
+    """Compiled layers keep products, with put_checkpoint and with the line for newer versions."""
     transformers = pytest.importorskip("transformers")
     if not inside and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
         pytest.skip("transformers before 5.23 puts the checkpoint around a compiled layer")
@@ -101,12 +101,13 @@ def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
     steps = "model(torch.arange(9)[None], labels=torch.arange(9)[None], use_cache=False).loss.backward()"
     block = block_with("docs/transformers.md", "checkpoint_policy(model").replace("...  ", steps)
     block = block.replace("layer.compile()", 'layer.compile(backend="aot_eager_decomp_partition")')
-    enable = 'model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})'
     assert steps in block
-    assert enable in block
-    if inside:
-        block = block.replace(enable, block_with("docs/memory.md", "def put_checkpoint"))
-    names = {"packing_ops": po, "model": model, "torch": torch, "apply_packing_ops": apply_packing_ops}
+    if not inside:
+        enable = 'model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})'
+        assert enable in (ROOT / "docs" / "transformers.md").read_text()
+        block = in_place_of("    put_checkpoint(layer, context_fn=policy)\n", "", block)
+        block = in_place_of('or "auto"\n', f'or "auto"\n{enable}\n', block)
+    names = {"model": model, "torch": torch, "apply_packing_ops": apply_packing_ops}
     exec(block, names)
     names.clear()  # guards of torch.compile keep the globals of put_checkpoint
     said = capsys.readouterr().out
@@ -115,11 +116,16 @@ def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
     assert model.get_decoder().layers[0].self_attn.q_proj.weight.grad is not None
 
 
+def in_place_of(there, here, block):
+    assert block.count(there) == 1
+    return block.replace(there, here)
+
+
 def test_put_checkpoint_of_the_page_is_the_examples(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     from common.training import put_checkpoint
 
-    assert inspect.getsource(put_checkpoint) in block_with("docs/memory.md", "def put_checkpoint")
+    assert inspect.getsource(put_checkpoint) in block_with("docs/transformers.md", "def put_checkpoint")
 
 
 def test_the_alias_of_the_page_and_its_undo():
@@ -291,6 +297,42 @@ def test_undo_of_the_page():
     exec(block_with("docs/transformers.md", "revert_registration"), {"model": model})
     assert model.config._attn_implementation == attention
     assert torch.equal(model(ids).logits, before)
+
+
+def undone(how):
+    """Whether a revert of a compiled or wrapped model gives the bits of before."""
+    from torch.distributed.fsdp import fully_shard
+
+    from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
+
+    model, ids = tiny_llama().train(), torch.arange(9)[None]
+    row = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
+    stock = model(**row, use_cache=False)
+    apply_packing_ops(model, fused_loss=True)
+    for layer in model.get_decoder().layers:
+        if how == "compiled":
+            layer.compile(backend="aot_eager")
+        if how == "FSDP2":
+            fully_shard(layer)
+    outer = torch.nn.parallel.DistributedDataParallel(model) if how == "DDP" else model
+    outer = fully_shard(model) if how == "FSDP2" else outer
+    first = outer(**row, use_cache=False)
+    first.loss.backward()
+    revert_packing_ops(outer)
+    again = outer(**row, use_cache=False)
+    again.loss.backward()
+    return first.logits is None and torch.equal(again.logits, stock.logits) and torch.equal(again.loss, stock.loss)
+
+
+def test_undo_of_compiled_layers(fresh_compile):
+    pytest.importorskip("transformers")
+    assert undone("compiled")
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+def test_undo_of_a_wrapped_model(how, tmp_path):
+    pytest.importorskip("transformers")
+    assert processes.spawn(functools.partial(undone, how), 1, tmp_path) == [True]
 
 
 def test_an_encoder_of_the_page():
