@@ -6,6 +6,7 @@ are; PackedMetadata holds it with all that is made from it.
 Subpackages, imported at their first use:
     data: collators, samplers, mini-batches and losses.
     parallel: rows spread over several ranks, and attention over them.
+    optim: optimizers for weights in bfloat16 and float16.
     integrations: transformers, trl, megatron, flash_attn.
     contrib: unsloth, ring_flash_attn, open_instruct, whose names are those of one project each.
     reference: the ops in plain torch, which the tests compare with.
@@ -61,7 +62,7 @@ from packing_ops.varlen.visible_ends import (
 
 __version__ = VERSION  # the library's, which is checked
 __getattr__, __dir__ = lazy.lazy_modules(
-    globals(), dict.fromkeys(("contrib", "data", "integrations", "parallel", "reference"), "torch")
+    globals(), dict.fromkeys(("contrib", "data", "integrations", "optim", "parallel", "reference"), "torch")
 )
 
 __all__ = [

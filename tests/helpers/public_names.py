@@ -9,6 +9,7 @@ PUBLIC = [
     "packing_ops",
     "packing_ops.data",
     "packing_ops.parallel",
+    "packing_ops.optim",
     *(f"packing_ops.integrations.{host}" for host in HOSTS),
     *(f"packing_ops.contrib.{host}" for host in CONTRIB),
 ]

@@ -17,6 +17,7 @@ API = {
     "packing_ops": "packing_ops.md",
     "packing_ops.data": "data.md",
     "packing_ops.parallel": "parallel.md",
+    "packing_ops.optim": "optim.md",
 }  # the others: integrations.md
 
 
@@ -247,6 +248,7 @@ NAMES = {
     "packing_ops": 64,
     "packing_ops.data": 32,
     "packing_ops.parallel": 14,
+    "packing_ops.optim": 1,
     "packing_ops.integrations.transformers": 9,
     "packing_ops.integrations.trl": 12,
     "packing_ops.integrations.megatron": 15,
@@ -313,6 +315,7 @@ STATEMENTS = {
     "integrations/transformers/states": 875,  # calls that go on with a cache came
     "invariance": 703,  # rollouts came, what is none, and rows of narrow products
     "losses": 582,
+    "optim": 96,
     "parallel": 994,  # states over ranks came
     "reference": 722,
     "report": 888,

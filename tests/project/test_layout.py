@@ -114,7 +114,7 @@ def test_nothing_imports_integrations():
 
 
 @pytest.mark.parametrize(
-    "package", ["", "varlen.", "losses.", "invariance.", "_runtime.", "data.", "parallel.", "reference."]
+    "package", ["", "varlen.", "losses.", "invariance.", "_runtime.", "data.", "optim.", "parallel.", "reference."]
 )
 def test_no_public_name_hides_a_module(package):
     """``import packing_ops.X as M`` gives the module, which a function of that name in __init__.py would hide."""

@@ -1,0 +1,184 @@
+"""Float32 copies of half weights, which an optimizer changes in place of them.
+
+The groups hold the weights; only a step finds copies there. So whatever else reads the groups finds the weights of the
+model: zero_grad, GradScaler, clipping, accelerate, torch.distributed.checkpoint. Between steps a copy is an entry of
+its weight's state, so that a state_dict holds it. A copy is made in the first step in which its weight has a gradient.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+COPY = "float32_copy"
+HALF = (torch.bfloat16, torch.float16)
+
+
+def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Make an optimizer change float32 copies of its bfloat16 and float16 weights, and round them into the weights.
+
+    A half weight rounds a small step away: AdamW's at a learning rate of 1e-6, for weights above 0.0005. With copies
+    each step has the bits of the same optimizer on float32 weights with the same gradients. The loop stays as it is:
+    groups hold the weights and their options, gradients are the weights', and schedulers, clipping, zero_grad, closures
+    and GradScaler work as before. Weights of other types stay as they are.
+
+    Checkpoints: after its first step a copy is ``optimizer.state[weight]["float32_copy"]``. So
+    ``optimizer.state_dict()`` holds it, and a resumed run has the bits of one that went on. A weight without a copy in
+    the state_dict begins at the weight. So does an element whose copy does not round to its weight, which somebody
+    wrote.
+
+    Args:
+        optimizer: any torch.optim.Optimizer before its first step and before load_state_dict. A second call changes
+            nothing. Its weights may become DTensors, as in FSDP2, until the first step.
+
+    Returns:
+        The same optimizer.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+        >>> optimizer = keep_float32(torch.optim.SGD([weight], lr=0.001))
+        >>> for _ in range(3):
+        ...     weight.sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.state[weight]["float32_copy"]
+        tensor([0.9970, 0.9970])
+        >>> weight  # steps of 0.001 alone would round to 1 again
+        tensor([0.9961, 0.9961], dtype=torch.bfloat16, requires_grad=True)
+
+    Raises:
+        TypeError: no torch.optim.Optimizer, or one around another: accelerate's, ZeroRedundancyOptimizer.
+        ValueError: an optimizer with state, which Adagrad has from the start; a weight that is in the groups twice.
+        RuntimeError: in a step, where no weight has a gradient: the model has other weights by now.
+
+    Determinism: bitwise, if the optimizer is.
+    Synchronises: no.
+    Memory: 4 bytes for each half weight with gradients, and states of the optimizer are float32. During a step another
+        4 bytes, for gradients.
+    Gradients: none; it reads those of the weights.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer: {type(optimizer).__name__} steps another optimizer, optimizer.{name}: call "
+                f"keep_float32(optimizer.{name})"
+            )
+    if optimizer.state:
+        raise ValueError("optimizer: expected one without state, before its first step and before load_state_dict")
+    weights = _weights(optimizer)
+    if len({*map(id, weights)}) < len(weights):
+        raise ValueError("optimizer: a weight is in its groups twice, which steps it twice")
+    copies = _Copies()
+    optimizer.register_step_pre_hook(copies.before_step)
+    optimizer.register_step_post_hook(copies.after_step)
+    optimizer.register_load_state_dict_pre_hook(copies.before_load)
+    optimizer.register_load_state_dict_post_hook(copies.restore)
+    optimizer.register_state_dict_pre_hook(copies.restore)
+    return optimizer
+
+
+class _Copies:
+    """What the hooks of one optimizer share."""
+
+    def __init__(self) -> None:
+        # While a step or a load runs: (weight, what is in the groups for it, whether its state had a copy).
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+        self.versions: dict[torch.Tensor, int] = {}  # of the weights, after the last step
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Put the copies of weights with gradients into the groups."""
+        self.restore(optimizer)  # of a step that raised
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            _refuse_none(optimizer)
+        for weight in _weights(optimizer):
+            if weight.dtype in HALF and (weight.grad is not None or (closure is not None and weight.requires_grad)):
+                self._begin(optimizer, weight)
+        self._put(optimizer)
+        if closure is None:
+            return None
+
+        def of_the_weights() -> Any:
+            self._round(self.pairs)
+            self._put_back(optimizer)
+            loss = closure()
+            _refuse_none(optimizer)
+            self._put(optimizer)
+            return loss
+
+        return (*args[:1], of_the_weights, *args[2:]), {n: value for n, value in kwargs.items() if n != "closure"}
+
+    @torch.no_grad()
+    def _begin(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
+        """Find or make the copy of a weight, and give it the weight's state."""
+        known = optimizer.state[weight].get(COPY) if weight in optimizer.state else None
+        copy = weight.detach().float() if known is None else known
+        if known is not None and self.versions.get(weight) != weight._version:  # somebody wrote into the weight
+            copy = torch.where(known.to(weight.dtype) == weight, known, weight.float())
+        state = optimizer.state.pop(weight, {})
+        state.pop(COPY, None)
+        if state:  # none for an optimizer that begins: it looks for an empty one
+            optimizer.state[copy] = state
+        self.pairs.append((weight, copy, known is not None))
+
+    def _put(self, optimizer: torch.optim.Optimizer) -> None:
+        for weight, copy, _ in self.pairs:
+            copy.grad = None if weight.grad is None else weight.grad.float()
+        _exchange(optimizer, {weight: copy for weight, copy, _ in self.pairs})
+
+    def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        _exchange(optimizer, {copy: weight for weight, copy, _ in self.pairs})
+
+    @torch.no_grad()
+    def _round(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
+        for weight, copy, _ in pairs:
+            weight.copy_(copy)
+            self.versions[weight] = weight._version
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._round(pair for pair in self.pairs if pair[1].grad is not None)
+        self.restore(optimizer)
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the weights into the groups again, and the copies into their states."""
+        self._put_back(optimizer)
+        for weight, copy, known in self.pairs:
+            state = optimizer.state.pop(copy, {})
+            # A copy that was never stepped is its weight; some optimizers refuse states that only have others' entries.
+            if known or copy.grad is not None:
+                state[COPY] = copy
+            if state:
+                optimizer.state[weight] = state
+            copy.grad = None
+        self.pairs = []
+
+    def before_load(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
+        """Put float32 tensors into the groups: load_state_dict rounds states to the type of what it finds there."""
+        self.restore(optimizer)
+        self.versions.clear()
+        for weight in _weights(optimizer):
+            if weight.dtype in HALF:
+                self.pairs.append((weight, torch.empty(0, dtype=torch.float32, device=weight.device), False))
+        _exchange(optimizer, {weight: stand_in for weight, stand_in, _ in self.pairs})
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _exchange(optimizer: torch.optim.Optimizer, others: dict[torch.Tensor, torch.Tensor]) -> None:
+    for group in optimizer.param_groups:  # in place: LBFGS keeps the list
+        group["params"][:] = [others.get(weight, weight) for weight in group["params"]]
+
+
+def _refuse_none(optimizer: torch.optim.Optimizer) -> None:
+    if all(weight.grad is None for weight in _weights(optimizer)):
+        raise RuntimeError(
+            "keep_float32: no weight of the optimizer has a gradient in this step: make the optimizer of the weights "
+            "that the model has, after fully_shard and after what replaces them"
+        )
