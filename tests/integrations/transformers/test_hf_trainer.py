@@ -169,9 +169,7 @@ def sharded(folder, kind, bf16):
     AcceleratorState.__init__ = with_plugin
     found = []
     for checkpointing in (False, True):
-        config = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
-        options = {"fsdp": "full_shard auto_wrap", "fsdp_config": config | {"activation_checkpointing": checkpointing}}
-        options |= {"bf16": bf16}
+        options = {"fsdp": True, "fsdp_config": {"activation_checkpointing": checkpointing}, "bf16": bf16}
         model = tiny_model("qwen3", vocab_size=258)
         trainer, losses = losses_of(model, PaddingFreeCollator(), folder, ROWS, kind, **options)
         dtypes = {parameter.dtype for parameter in trainer.model_wrapped.parameters()}
