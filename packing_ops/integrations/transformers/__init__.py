@@ -4,6 +4,8 @@ attn_implementation="packing_ops":
     attention.py            register, and the function that every layer calls: what varlen attention serves, and which
                             rows; SDPA, for calls that it does not serve.
     call.py                 One call of a model, from its start to its end: what it was given that tells its documents.
+    other_attention.py      A model that this package has seen, while its attention is another one: its packed rows are
+                            served or refused.
     layer_documents.py      The documents of one layer: by its mask, its arguments, or rows that Ulysses gathered.
     documents.py            Where the documents of a batch are, and whether a row has several.
     positions.py            The positions that a model gets, and what in it looks at the whole row instead.

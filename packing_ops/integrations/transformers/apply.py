@@ -14,8 +14,9 @@ from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import sequence_group as sequence_patch
 from packing_ops.integrations.transformers import vision as vision_patch
-from packing_ops.integrations.transformers.attention import Kept, guard, in_tables, register, unknown_options
+from packing_ops.integrations.transformers.attention import in_tables, register, unknown_options
 from packing_ops.integrations.transformers.call import GUARD, NAMES
+from packing_ops.integrations.transformers.other_attention import Kept, guard
 from packing_ops.integrations.transformers.states import linear_attention as linear_attention_patch
 from packing_ops.integrations.transformers.states import stateful
 from packing_ops.integrations.transformers.versions import PreTrainedModel, code_has, models_in
@@ -198,7 +199,7 @@ def apply_packing_ops(
         skipped.pop("vision", None)
         skipped["attention"] = left
         _refuse(model, skipped, strict)
-    if "attention" in skipped and guard(model, f"keeps its attention: {skipped['attention']}"):
+    if "attention" in skipped and guard(model, register, f"keeps its attention: {skipped['attention']}"):
         skipped["attention"] += (
             "; rows of several documents are an error where no layer keeps them apart. With attention=False they are "
             "none: the model's own attention must then keep them apart"
@@ -261,7 +262,7 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
         TypeError: model is not a torch.nn.Module.
     """
     check_model(model)
-    befores = {host: kept.before for host in hosts(model) if (kept := host.__dict__.get(STATE)) is not None}
+    befores = {host: kept.value for host in hosts(model) if (kept := host.__dict__.get(STATE)) is not None}
     if (held := vars(model).pop(HELD, None)) is not None:
         mode.release(held)
     for host, before in befores.items():
@@ -270,7 +271,7 @@ def revert_packing_ops(model: torch.nn.Module) -> None:
         take_out(module, PACKAGE)
     for host in hosts(model):
         if host.config._attn_implementation in NAMES:  # as it was loaded
-            guard(host)
+            guard(host, register)
     rope_patch.release(model)
     linear_attention_patch.release(model)
 
@@ -355,9 +356,9 @@ def _set_attention(model: torch.nn.Module) -> str | None:
     if not is_set:
         return f"{', '.join(refused)} cannot change its attn_implementation"
     for host, implementations in before.items():
-        host.__dict__.setdefault(STATE, Kept(before=implementations))
+        host.__dict__.setdefault(STATE, Kept(register, implementations))
         _hosts.add(host)
-        guard(host)
+        guard(host, register)
     return None
 
 
@@ -395,7 +396,7 @@ def _befores() -> dict[int, Any]:
     """
     found: dict[int, Any] = {}
     for host in _hosts:
-        parts = [(host.config, kept.before)] if (kept := vars(host).get(STATE)) is not None else []
+        parts = [(host.config, kept.value)] if (kept := vars(host).get(STATE)) is not None else []
         for config, before in parts:  # grows
             each = before if isinstance(before, dict) else {"": before}
             found[id(config)] = each[""]

@@ -4,7 +4,6 @@ import functools
 import inspect
 import re
 import sys
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from packing_ops._runtime.arguments import dtype_name
 from packing_ops._runtime.batch_cache import dense_cu_seqlens
 from packing_ops.integrations import _additions, _advice
 from packing_ops.integrations._patching import Patch, kept_with_class
-from packing_ops.integrations._walks import DOCUMENTS, kept_with_model
+from packing_ops.integrations._walks import DOCUMENTS
 from packing_ops.integrations.transformers import (
     checkpoints,
     continuous_batching,
@@ -25,8 +24,9 @@ from packing_ops.integrations.transformers import (
     sequence_group,
     versions,
 )
-from packing_ops.integrations.transformers.call import GUARD, NAMES, REQUESTS, call_of_layers, mixes_tokens, watched
+from packing_ops.integrations.transformers.call import NAMES, REQUESTS, call_of_layers, watched
 from packing_ops.integrations.transformers.documents import refuse_one_result, tokens_of
+from packing_ops.integrations.transformers.other_attention import OtherCall, guard
 from packing_ops.integrations.transformers.states import cached, linear_attention, stateful
 from packing_ops.integrations.transformers.versions import (
     CACHE,
@@ -125,9 +125,9 @@ def revert_registration(name: str = "packing_ops") -> None:
 
 def _begin(model, call, args, kwargs):
     """Return the arguments that the model gets, and find the documents of its layers with a state."""
-    if call.guard is None:
+    if not isinstance(call, OtherCall):
         _additions.noise_by_document(model, call)
-    if call.guard is None or call.has_state:
+    if call.by_states:
         args, kwargs = positions.with_positions(model, call, args, kwargs)
         kwargs = stateful.find_documents_of(model, call, args, kwargs)
         if call.mask_of_tokens is not None:
@@ -164,7 +164,7 @@ def _end(model, call, kwargs, outputs):
         )
 
 
-CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, _begin, _end))
+CALLS = Patch(PreTrainedModel, "__call__", functools.partial(watched, OtherCall, _begin, _end))
 
 
 def packing_ops_attention(
@@ -336,67 +336,6 @@ def why_not(query, value, dropout):
     return ""
 
 
-# --- models with another attention ---
-
-
-_NOT_OURS = (
-    "has an attn_implementation that is not packing_ops' any more: set it again, by apply_packing_ops or "
-    "set_attn_implementation"
-)
-
-
-@dataclass
-class Kept:
-    """Kept in a model. Unpickling one registers our attention, which watches the calls, in that process.
-
-    before: of a model with our attention, its implementations before.
-    keeps: what an error says of one that keeps its attention; empty for one that may get another one than ours later.
-    """
-
-    before: dict = field(default_factory=dict)
-    keeps: str = ""
-
-    @property
-    def why(self) -> str:
-        return self.keeps or _NOT_OURS
-
-    def __post_init__(self) -> None:
-        if not NAMES:
-            register()
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def __reduce__(self):
-        return type(self), tuple(vars(self).values())
-
-    def apart_by(self, call, model) -> tuple[bool, bool, bool]:
-        """Return whether layers with a state, or transformers' masks, may keep documents apart while its attention is
-        not ours, and whether layers beside its attention mix them.
-        """
-        has_state, mixes = _beside_attention(call, model)
-        is_set = not self.keeps and not has_state
-        return has_state, is_set and not mixes, is_set and mixes
-
-
-@kept_with_model
-def _beside_attention(model) -> tuple[bool, bool]:
-    """Return whether it has layers with a state and no attention, and whether any of its layers mix tokens."""
-    layers = stateful.layers_of(model)
-    has_state = stateful.StateKind.RECURRENT in layers.values() and not stateful.calls_attention_inside(model)
-    return has_state, bool(layers) or mixes_tokens(model.config)
-
-
-def guard(model, keeps="") -> bool:
-    """Make packed rows an error for while its attention is not ours, where nothing keeps documents apart. Return False
-    if there is no text model.
-    """
-    found = [module for module in versions.models_in(model) if versions.reads_text(type(module))]
-    for module in found:
-        module.__dict__[GUARD] = Kept(keeps=keeps)
-    return bool(found)
-
-
 # --- SDPA of transformers, for calls that varlen attention does not serve ---
 
 
@@ -474,7 +413,7 @@ def _checked(stock):
             )
         name = stock(self, attn_implementation, *args, **kwargs)
         if attn_implementation in NAMES:  # another one may come: set, by a config that is shared, or written into it
-            guard(self)
+            guard(self, register)
         return name
 
     return check

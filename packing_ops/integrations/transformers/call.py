@@ -35,9 +35,7 @@ NAMES: set[str] = set()  # attn_implementations that register() made
 REQUESTS = "write_index"  # a keyword that only transformers' continuous batching gives: where new keys go in its cache
 LAST_FORWARD = "_packing_ops_last_forward"  # in a model: what its last call saw, for info
 BALANCE = "_packing_ops_balance"  # in a model whose balance loss is ours, see fused_loss
-GUARD = "_packing_ops_guard"  # in a model, for while its attention is not ours: see guard of attention.py
-_BY_MASKS = frozenset(("eager", "sdpa", "flex_attention"))  # transformers' attention that reads no cu_seqlens
-_OF_FLASH = "max_length_q", "max_length_k"  # without which its FlashAttention does not read them
+GUARD = "_packing_ops_guard"  # in a model, for while its attention is not ours: see other_attention.py
 
 # The forms of a mask. Only our attention reads a MaskPattern. A model that supports neither FlashAttention nor
 # FlexAttention reads masks itself, or has a special attention. It gets a tensor: bool, as for SDPA, or additive, as
@@ -69,9 +67,13 @@ class PackedCall:
     rows: (batch, seqlen), of rows in which layers with a state have looked for documents; row_documents: what they
         found, None for one in each row; see stateful.
     layers: those that got row_documents, see Layers of checkpoints.py; None where none can be looked at.
+    by_states, by_masks: whether its layers with a state get the documents, and whether transformers' masks may keep
+        them apart, beside another attention: see other_attention.py.
+    takes_positions: whether an attention or a mask that gets position_ids keeps documents apart.
+    why: what an error says of documents that nothing keeps apart.
     """
 
-    def __init__(self, model, args, kwargs, outer):
+    def __init__(self, model, args, kwargs, outer, sequence):
         self.name, self.outer = type(model).__name__, outer
         self.outers = () if outer is None else (outer, *outer.outers)
         traits = _traits_of(type(model), type(model.config))
@@ -93,10 +95,6 @@ class PackedCall:
         self.given_documents = {name: kwargs.get(name) for name in _READ_AGAIN}
         # What is kept with the model, see _walks.py, and what in it counts along the row, see positions.py.
         self.walks = self.counting = None
-        sequence, self.guard = sequence_group.of(model), guard_of(model)
-        self.has_state, self.by_masks, mixes = self.guard.apart_by(self, model) if self.guard else (False, False, False)
-        if sequence is not None and self.guard is not None:  # rows on this rank alone, else attention would be too
-            sequence = sequence.refuse_shard(self.cu_seqlens, f"{self.name} {self.guard.why}")
         self.on_ranks = sequence is not None
         if sequence is not None:  # cu_seqlens are of a row of which this rank has a part
             if BALANCE in model.__dict__:
@@ -114,9 +112,17 @@ class PackedCall:
         # One op: a graph that breaks in a layer with a state knows no result of two as the same tensor.
         self.padding = mask.sign() if mask is not None and self.numbers is mask else mask
         self.mask = mask if self.numbers is None else self.numbers
-        self.mixes = mixes or mixes_tokens(model.config)
-        others = self.by_masks and model.config._attn_implementation not in _BY_MASKS
-        self.unconsumed = self._have_to_arrive(positions, kwargs, others)
+        self.mixes = mixes_tokens(model.config)
+        self.by_states, self.by_masks, self.takes_positions = True, False, not self.mixes
+        self.why = f"{self.name} {'mixes tokens beside its attention' if self.mixes else 'passes them to no attention'}"
+        has_to_arrive = {
+            # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
+            # Attention over ranks reads cu_seq_lens_q of the whole row, or raises.
+            "position_ids": self.mixes or not (self.on_ranks or self.masks_made),
+            "attention_mask": self.numbers is not None,
+            "segment_parents": self.segment_parents is not None,
+        }
+        self.unconsumed = {name for name, has_to in has_to_arrive.items() if has_to}
         self.answers = [] if outer is None else outer.answers
         self.seen = self.of_axes = self.rows = self.row_documents = self.mask_of_tokens = None
         self.cache = self.saw_state = None  # the KV cache that check_cache has seen; whether states/cached.py has, too
@@ -147,16 +153,6 @@ class PackedCall:
         paths = cached_paths(self.cu_seqlens, self.segment_parents, total, None)
         depths = kept_with(paths[:2], ("depths", total), lambda: positions_of_paths(paths, total))
         check_same(position_ids[0].long().to(depths.device), depths, "depths")
-
-    def _have_to_arrive(self, positions, kwargs, others):
-        """Return what has to reach what keeps documents apart. others: whether attention may read one row's itself."""
-        reads = self.cu_seqlens is None or positions is not None or all(map(kwargs.get, _OF_FLASH))
-        others = others and reads and (positions is None or positions.shape[-2] == 1)
-        # A 4-D mask, or a dict of masks made by an outer model, already says which tokens may attend to each other.
-        # Attention over ranks reads cu_seq_lens_q of the whole row, or raises.
-        found = {"position_ids"} if self.mixes or not (self.on_ranks or self.masks_made or others) else set()
-        found |= set() if self.numbers is None else {"attention_mask"}
-        return found if self.segment_parents is None else found | {"segment_parents"}
 
     def given(self, name, args, kwargs):
         """Return an argument of the model, by its name or its place: "position_ids", "attention_mask", "labels"."""
@@ -247,7 +243,7 @@ class PackedCall:
                 call.unconsumed.discard("attention_mask")
             # A call without them, such as a vision tower's, says nothing of its outer calls'.
             has_positions = has_positions and not (call.position_ids is None and call.cu_seqlens is None)
-            if has_positions and not call.mixes and (call.guard is None or call.by_masks):
+            if has_positions and call.takes_positions:
                 call.unconsumed.discard("position_ids")
 
     def mark_consumed_by(self, found_by, cu_seqlens):
@@ -278,12 +274,12 @@ class PackedCall:
             )
         if "position_ids" in self.unconsumed:
             if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
-                raise ValueError(self._refusal("cu_seq_lens_q"))
+                raise ValueError(one_each("cu_seq_lens_q", self.why))
             has_axes = is_tensor(self.position_ids, 3)
             positions = self.row_positions(*self.position_ids.shape[1:]) if has_axes else self.position_ids
-            refuse_where(several_in(positions, self.padding), self._refusal("position_ids"))
+            refuse_where(several_in(positions, self.padding), one_each("position_ids", self.why))
         if "attention_mask" in self.unconsumed:
-            refuse_where(several_in(numbers=self.numbers), self._refusal("attention_mask"))
+            refuse_where(several_in(numbers=self.numbers), one_each("attention_mask", self.why))
         if self.where_several is None:
             return
         # Where an attention found the documents, the host knows whether there are several.
@@ -306,11 +302,6 @@ class PackedCall:
             if each.position_ids is not None or each.cu_seqlens is not None:
                 return "cu_seq_lens_q" if each.position_ids is None else "position_ids"
         return "attention_mask"
-
-    def _refusal(self, lost):
-        why = "mixes tokens beside its attention" if self.mixes else "passes them to no attention"
-        why = why if self.guard is None else self.guard.why
-        return one_each(lost, f"{self.name} {why}")
 
 
 def check_form(positions, mask=None) -> None:
@@ -357,11 +348,6 @@ def mixes_tokens(config) -> bool:
     return config.model_type in _MIXERS or bool(getattr(config, "token_dropout", False))
 
 
-def guard_of(model):
-    """Return the guard of a model whose attention is not ours after apply_packing_ops, else None."""
-    return None if model.config._attn_implementation in NAMES else model.__dict__.get(GUARD)
-
-
 def current() -> PackedCall | None:
     """Return the innermost call that runs in this thread; None without one, or if model.forward was called directly."""
     return now.call
@@ -375,9 +361,10 @@ def call_of_layers() -> PackedCall | None:
     return now.begun if torch.compiler.is_compiling() else now.call
 
 
-def watched(begin, end, stock):
-    """Wrap PreTrainedModel.__call__ in a PackedCall. ``begin(model, call, args, kwargs)``: the model's arguments.
-    ``end(model, call, kwargs, outputs)`` looks at what it returned.
+def watched(other, begin, end, stock):
+    """Wrap PreTrainedModel.__call__ in a PackedCall. ``other``: the class of a call whose attention is not ours.
+    ``begin(model, call, args, kwargs)``: the model's arguments. ``end(model, call, kwargs, outputs)`` looks at what it
+    returned.
     """
 
     def __call__(self, *args, **kwargs):
@@ -393,8 +380,7 @@ def watched(begin, end, stock):
         if (packs := self.__dict__.get(PACKS_ROWS)) and packs(args, kwargs):
             return stock(self, *args, **kwargs)
 
-        outer = now.call
-        call = PackedCall(self, args, kwargs, outer)
+        call = (PackedCall if ours else other)(self, args, kwargs, now.call, sequence_group.of(self))
         given = call.given("attention_mask", args, kwargs)
         if call.numbers is not None and not (call.padding is given or isinstance(given, dict)):
             args, kwargs = call.put("attention_mask", call.padding, args, kwargs)  # models expect 0 and 1
@@ -402,10 +388,10 @@ def watched(begin, end, stock):
         now.call, documents = call, now.row_documents
         try:
             args, kwargs = begin(self, call, args, kwargs)
-            now.row_documents = call.row_documents or (None if call.guard and not call.has_state else False)
+            now.row_documents = call.row_documents or (False if call.by_states else None)
             outputs = stock(self, *args, **kwargs)
         finally:
-            now.call, now.begun, now.row_documents = outer, begun, documents
+            now.call, now.begun, now.row_documents = call.outer, begun, documents
             now.mask_arguments = None
 
         # Documents that nothing kept apart.

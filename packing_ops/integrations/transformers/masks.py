@@ -357,9 +357,12 @@ def _of_stock(make, mask, position_ids, batch, nested):
     if by_masks and not nested and call.position_ids is not None:  # before: a graph drops a check that is not used
         position_ids = call.checked_positions(position_ids, batch)
     prepared = make(mask, position_ids)
-    if prepared[2] is None or call is None or (call.traced and not by_masks):  # its numbers of tokens' documents
-        return prepared
-    if not by_masks or call.position_ids is not None:  # else the model counts positions along the row
+    # Where it has numbers of tokens' documents, and not by positions that the model counts along the row.
+    if (
+        prepared[2] is not None
+        and call is not None
+        and (call.position_ids is not None if by_masks else not call.traced)
+    ):
         call.mark_consumed(None, position_ids)
     return prepared
 

@@ -69,11 +69,6 @@ class SequenceGroup:
             if kwargs.get(name) is None:
                 raise ValueError(f"{name}: expected beside labels with a sequence_group, {what}, got None")
 
-    def refuse_shard(self, cu_seqlens: object, why: str) -> None:
-        """Raise ValueError for a row of which this rank has a part, beside attention that would see no more of it."""
-        if cu_seqlens is not None:
-            raise ValueError(f"cu_seq_lens_q: expected a row of this rank alone, got a sequence_group's, and {why}")
-
     def _check_end(self, cu_seqlens: torch.Tensor, rows: int) -> None:
         """Raise ValueError for documents of another row: a batch that was not sharded, or only this rank's part."""
         check_cu_seqlens(cu_seqlens, "cu_seq_lens_q")
@@ -120,6 +115,12 @@ class SequenceGroup:
 
 def of(module) -> SequenceGroup | None:
     return module.__dict__.get(STATE)
+
+
+def refuse_shard(sequence: SequenceGroup | None, cu_seqlens: object, why: str) -> None:
+    """Raise ValueError for a row of which this rank has a part, beside attention that would see no more of it."""
+    if sequence is not None and cu_seqlens is not None:
+        raise ValueError(f"cu_seq_lens_q: expected a row of this rank alone, got a sequence_group's, and {why}")
 
 
 def check(model, without: str | None) -> None:

@@ -12,7 +12,7 @@ from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import versions
 from packing_ops.integrations.transformers.apply import HELD, check_model, hosts, names_in, why_not_attention
-from packing_ops.integrations.transformers.call import NAMES, LastForward, guard_of, last_forward, mixes_tokens
+from packing_ops.integrations.transformers.call import GUARD, NAMES, LastForward, last_forward, mixes_tokens
 from packing_ops.integrations.transformers.states import linear_attention as linear_attention_patch
 
 
@@ -116,9 +116,9 @@ def _last_forward(last: LastForward) -> str:
 
 
 def _documents(hosts: list[Any]) -> str:
-    if any(guard_of(host) is not None for host in hosts):
-        return "one in each row; several are an error where no layer keeps them apart"
     ours = [host for host in hosts if host.config._attn_implementation in NAMES]
+    if any(GUARD in vars(host) for host in hosts if host not in ours):
+        return "one in each row; several are an error where no layer keeps them apart"
     if not ours:
         return "found by transformers, for the attention above"
     if any(mixes_tokens(host.config) for host in ours):

@@ -1,0 +1,87 @@
+"""A model that apply_packing_ops or register() has seen, while its attention is another one than ours.
+
+It was set later, was written into the config, came back with the revert of a model of the same config, or is kept by
+layers that no attn_implementation of ours reaches. Rows of several documents are then an error, unless something else
+keeps the documents apart: see OtherCall.
+"""
+
+from packing_ops.integrations._walks import kept_with_model
+from packing_ops.integrations.transformers import versions
+from packing_ops.integrations.transformers.call import GUARD, NAMES, PackedCall, mixes_tokens
+from packing_ops.integrations.transformers.sequence_group import refuse_shard
+from packing_ops.integrations.transformers.states import stateful
+
+
+class Kept:
+    """A value that a model keeps, and its copies share.
+
+    value: of a model with our attention, its implementations before. Of a guarded one: what an error says if it keeps
+        its attention; empty if it may get another one than ours later.
+    register: the function of attention.py. Unpickling calls it: calls are watched by process.
+    """
+
+    def __init__(self, register, value):
+        self.register, self.value = register, value
+        if not NAMES:
+            register()
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return type(self), (self.register, self.value)
+
+
+def guard(model, register, keeps="") -> bool:
+    """Let the calls of its text models be OtherCalls while their attention is not ours. Return False if it has none."""
+    found = [module for module in versions.models_in(model) if versions.reads_text(type(module))]
+    for module in found:
+        module.__dict__[GUARD] = Kept(register, keeps)
+    return bool(found)
+
+
+_NOT_OURS = (
+    "has an attn_implementation that is not packing_ops' any more: set it again, by apply_packing_ops or "
+    "set_attn_implementation"
+)
+
+
+class OtherCall(PackedCall):
+    """One call of a guarded model, whose attention is another one than ours.
+
+    Layers with a state keep its documents apart if it has no attention (by_states). Else transformers' masks may, or an
+    attention that finds documents itself (by_masks), unless layers beside it mix tokens, or the model keeps attention
+    that nothing is known of.
+    """
+
+    def __init__(self, model, args, kwargs, outer, sequence):
+        super().__init__(model, args, kwargs, outer, None)
+        keeps = model.__dict__[GUARD].value
+        self.why = f"{self.name} {keeps or _NOT_OURS}"
+        refuse_shard(sequence, self.cu_seqlens, self.why)
+        self.by_states, mixes = _beside_attention(self, model)
+        is_set = not (keeps or self.by_states)
+        self.by_masks = self.takes_positions = is_set and not mixes
+        if is_set and mixes:
+            self.mixes = True
+            self.unconsumed.add("position_ids")
+        elif self.by_masks and self._may_read(self.given("position_ids", args, kwargs), kwargs):
+            self.unconsumed.discard("position_ids")
+
+    def _may_read(self, positions, kwargs) -> bool:
+        """Return whether its attention may find documents itself. FlashAttention does so in one row, and reads
+        cu_seqlens beside the lengths of the longest one.
+        """
+        others = self.config._attn_implementation not in ("eager", "sdpa", "flex_attention")
+        given = (
+            self.cu_seqlens is None or positions is not None or all(map(kwargs.get, ("max_length_q", "max_length_k")))
+        )
+        return others and given and (positions is None or positions.shape[-2] == 1)
+
+
+@kept_with_model
+def _beside_attention(model) -> tuple[bool, bool]:
+    """Return whether it has layers with a state and no attention, and whether any of its layers mix tokens."""
+    layers = stateful.layers_of(model)
+    has_state = stateful.StateKind.RECURRENT in layers.values() and not stateful.calls_attention_inside(model)
+    return has_state, bool(layers) or mixes_tokens(model.config)
