@@ -25,7 +25,7 @@ from packing_ops.integrations.transformers import (
     versions,
 )
 from packing_ops.integrations.transformers.call import NAMES, REQUESTS, call_of_layers, watched
-from packing_ops.integrations.transformers.documents import refuse_one_result, tokens_of
+from packing_ops.integrations.transformers.documents import refuse_one_result, rows_of
 from packing_ops.integrations.transformers.other_attention import OtherCall, guard
 from packing_ops.integrations.transformers.states import cached, linear_attention, stateful
 from packing_ops.integrations.transformers.versions import (
@@ -133,11 +133,10 @@ def _begin(model, call, args, kwargs):
         if call.mask_of_tokens is not None:
             args, kwargs = call.put("attention_mask", call.mask_of_tokens, args, kwargs)
     elif call.by_masks:  # looked at in the end: all else is as in stock models
-        tokens = tokens_of(args, kwargs)
-        refuse_one_result(model, call, kwargs, call.position_ids, 1 if tokens is None else len(tokens))
+        refuse_one_result(model, call, kwargs, call.position_ids, rows_of(args, kwargs))
         return args, kwargs
     else:  # before a row that is longer than its table of positions fails
-        call.refuse_unconsumed()
+        call.refuse_unconsumed(args, kwargs)
     if not call.traced:
         call.layers = checkpoints.Layers(() if call.row_documents is None else stateful.layers_apart(call, model))
         checkpoints.note(call)

@@ -26,6 +26,7 @@ from packing_ops.integrations.transformers.documents import (
     one_each,
     positions_from_axes,
     refuse_where,
+    rows_of,
     several_in,
 )
 from packing_ops.integrations.transformers.versions import CACHE, code_has, constant, parameters_of, reads_text
@@ -265,7 +266,7 @@ class PackedCall:
             self.checked = position_ids, positions.to(position_ids.device)
         return self.checked[1]
 
-    def refuse_unconsumed(self):
+    def refuse_unconsumed(self, args, kwargs):
         """Raise ValueError if several documents reached no attention: they would have attended to each other."""
         if "segment_parents" in self.unconsumed:
             raise ValueError(
@@ -274,7 +275,8 @@ class PackedCall:
             )
         if "position_ids" in self.unconsumed:
             if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
-                raise ValueError(one_each("cu_seq_lens_q", self.why))
+                several = several_in(cu_seqlens=self.cu_seqlens.flatten(), batch=rows_of(args, kwargs))
+                refuse_where(several, one_each("cu_seq_lens_q", self.why))
             has_axes = is_tensor(self.position_ids, 3)
             positions = self.row_positions(*self.position_ids.shape[1:]) if has_axes else self.position_ids
             refuse_where(several_in(positions, self.padding), one_each("position_ids", self.why))
@@ -395,7 +397,7 @@ def watched(other, begin, end, stock):
             now.mask_arguments = None
 
         # Documents that nothing kept apart.
-        call.refuse_unconsumed()
+        call.refuse_unconsumed(args, kwargs)
         if call.seen is not None:
             self.__dict__[LAST_FORWARD] = call.seen
         end(self, call, kwargs, outputs)

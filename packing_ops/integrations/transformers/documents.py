@@ -261,7 +261,7 @@ def several_in(position_ids=None, padding=None, cu_seqlens=None, numbers=None, b
         rows = len(position_ids if real is None else real)
         found = first_tokens(real, position_ids, rows, seqlen, position_ids.device).any()
     elif is_tensor(cu_seqlens, 1):  # with positions they were compared with them
-        found = (cu_seqlens.diff() > 0).sum() > batch
+        found = (cu_seqlens.long() * batch).remainder(cu_seqlens[-1:].clamp(min=1)).any()  # one starts inside of a row
     if numbers is not None:
         numbered = first_tokens(numbers, None, *numbers.shape, numbers.device).any()
         found = numbered if found is None else found | numbered.to(found.device)
@@ -286,6 +286,11 @@ def can_read(tensor) -> bool:
 def tokens_of(args, kwargs):
     """Return the input_ids or inputs_embeds that a model was called with; None without either."""
     return next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
+
+
+def rows_of(args, kwargs) -> int:
+    """Return how many rows a model was called with; 1 if nothing says."""
+    return 1 if (tokens := tokens_of(args, kwargs)) is None else len(tokens)
 
 
 def is_tensor(value, dim) -> bool:

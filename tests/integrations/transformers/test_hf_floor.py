@@ -140,7 +140,6 @@ def test_one_function_finds_where_documents_start():
         "documents.first_tokens",
         "documents._from_values",  # by that or the op: the rows and lengths of what starts
         "documents._agrees_with_cu_seqlens",  # by that: cu_seqlens as numbers
-        "documents.several_in",  # by that, or how many documents cu_seqlens count
         "documents.each_document_alone",  # by that: the starts before a slot
         "documents.positions_from_axes",  # positions of several axes as those of one
         "positions._start_of",  # by that: the start before a slot

@@ -28,22 +28,9 @@ from packing_ops.integrations.transformers import (  # noqa: E402
 from packing_ops.integrations.transformers.apply import why_not_attention  # noqa: E402
 
 FAMILIES = [
-    *(
-        "bloom",
-        "codegen",
-        "deepseek_v32",
-        "falcon",
-        "falcon_mamba",
-        "git",
-        "gpt_neo",
-        "gptj",
-        "mamba",
-        "mamba2",
-        "mpt",
-        "roformer",
-    ),
-    *("rwkv", "xlnet"),
-]
+    "bloom", "codegen", "deepseek_v32", "falcon", "falcon_mamba", "git", "gpt_neo", "gptj", "mamba", "mamba2", "mpt",
+    "roformer", "rwkv", "xlnet",
+]  # fmt: skip
 SERVED = {"mamba", "mamba2", "falcon_mamba", "rwkv"}  # by layers with a state, whichever way
 TABLES = {"falcon", "git", "gpt_neo", "gptj"}  # choose among classes of attention: refused when they are made
 DOCUMENTS = po.PackedMetadata.from_lengths(LENGTHS)
@@ -350,6 +337,25 @@ def test_positions_that_are_others_than_cu_seqlens():
     others = po.PackedMetadata.from_lengths(LENGTHS[::-1]).to_transformers()
     with pytest.raises(ValueError, match="position_ids: expected"):
         model(input_ids=IDS, use_cache=False, **POSITIONS, **others)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@torch.no_grad()
+def test_one_document_in_each_of_several_rows(attention):
+    """By cu_seq_lens_q, of which that attention reads nothing."""
+    model = causal_families.model_of("llama", attention).eval()
+    ids, length = IDS.expand(3, -1), sum(LENGTHS)
+    wanted = model(input_ids=ids, use_cache=False).logits
+    apply_packing_ops(model)
+    model.set_attn_implementation(attention)
+    for lengths in ([length] * 3, [length] * 3 + [0]):
+        given = po.PackedMetadata.from_lengths(lengths).to_transformers()
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False, **given).logits, wanted)
+    # More documents than rows; as many, one of which starts inside of a row.
+    for lengths in ([*LENGTHS, length, length], [length - 1, length + 1, length], [3 * length - 1, 1]):
+        given = po.PackedMetadata.from_lengths(lengths).to_transformers()
+        with pytest.raises(ValueError, match=r"^cu_seq_lens_q: expected one document in each row"):
+            model(input_ids=ids, use_cache=False, **given)
 
 
 def test_attention_that_reads_documents_itself():

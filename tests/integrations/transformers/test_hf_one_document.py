@@ -214,6 +214,16 @@ def test_a_head_that_scores_one_token_of_a_row_is_refused(name, form):
 
 
 @torch.no_grad()
+def test_as_many_documents_as_rows():
+    """They may start inside of a row all the same."""
+    model = applied("LlamaForSequenceClassification", "LlamaConfig", **_LLAMA)
+    rows, length = IDS.expand(2, -1), IDS.shape[1]
+    model(rows, use_cache=False, **po.PackedMetadata.from_lengths([length, length]).to_transformers())
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected one document in each row"):
+        model(rows, use_cache=False, **po.PackedMetadata.from_lengths([length - 1, length + 1]).to_transformers())
+
+
+@torch.no_grad()
 def test_scores_of_packed_documents_by_their_last_tokens():
     """What the error advises."""
     model = applied("LlamaForSequenceClassification", "LlamaConfig", **_LLAMA)
