@@ -275,7 +275,8 @@ class PackedCall:
             )
         if "position_ids" in self.unconsumed:
             if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
-                several = several_in(cu_seqlens=self.cu_seqlens.flatten(), batch=rows_of(args, kwargs))
+                batch = rows_of(args, kwargs)  # in one row the shape tells, also a graph
+                several = (self.traced and batch == 1) or several_in(cu_seqlens=self.cu_seqlens.flatten(), batch=batch)
                 refuse_where(several, one_each("cu_seq_lens_q", self.why))
             has_axes = is_tensor(self.position_ids, 3)
             positions = self.row_positions(*self.position_ids.shape[1:]) if has_axes else self.position_ids

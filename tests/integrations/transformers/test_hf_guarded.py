@@ -162,8 +162,12 @@ def test_another_attention_in_a_graph(fresh_compile):
     part[:, : sum(LENGTHS[:2])] = torch.arange(sum(LENGTHS[:2]))
     others = [{"position_ids": part, **ROWS["cu_seq_lens_q"]}, {"attention_mask": NUMBERS}]
     for given in (ROWS["cu_seq_lens_q"], {**counted, **ROWS["cu_seq_lens_q"]}, *others):
-        with pytest.raises((RuntimeError, ValueError), match=r"(position_ids|attention_mask|cu_seq_lens_q): expected"):
+        with pytest.raises(
+            (RuntimeError, ValueError), match=r"(position_ids|attention_mask|cu_seq_lens_q): expected"
+        ) as raised:
             compiled(input_ids=IDS, use_cache=False, **given)
+        # An assertion in the graph, which on CUDA ends the process's use of the GPU, only where values have to tell.
+        assert (type(raised.value) is RuntimeError) == ("attention_mask" in given)
 
 
 def of_one_config(model):
