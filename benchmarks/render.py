@@ -25,6 +25,7 @@ SPEC = tomllib.loads((ROOT / "benchmarks" / "regions.toml").read_text())
 # Rows =================================================================================================================
 
 
+@result_rows.kept
 def loaded(name: str, keys: list[str]) -> list[dict]:
     """The rows of a file with the cells that [files] gives them; of a JSON, what is below the keys."""
     path = result_rows.RESULTS / name
@@ -39,8 +40,7 @@ def loaded(name: str, keys: list[str]) -> list[dict]:
         found = {key: value_of(whole, key) for key in keys} or {"": whole}
         lists = {key: each if isinstance(each, list) else [each] for key, each in found.items()}
         rows = [{**whole, "key": key, **row} for key, each in lists.items() for row in each]
-    cells = SPEC["files"].get(name, {})
-    rows = [{"file": name, "stem": path.stem, **row} for row in rows]
+    rows, cells = [{"file": name, "stem": path.stem, **row} for row in rows], SPEC["files"].get(name, {})
     return with_cells(rows, SPEC["files"][cells["like"]] if "like" in cells else cells)
 
 

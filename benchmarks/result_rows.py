@@ -1,11 +1,12 @@
 """Result files of benchmarks/results, and how their figures are written."""
 
 import csv
+import functools
 import itertools
 import json
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from string import Formatter
@@ -57,6 +58,7 @@ def size_of(cell: str) -> tuple:
     return (1, float(cell)) if re.fullmatch(r"[\d.]+", cell) else (2 * bool(cell), cell)
 
 
+@functools.cache
 def is_like(text: str, pattern: str) -> bool:
     """Return whether the text is what a pattern of regions.toml describes."""
     if pattern.startswith("!"):
@@ -76,12 +78,15 @@ def value_of(row: dict, path: str):
     return fill(path, row) if "{" in path else Formatter().get_field(path, (), row)[0]
 
 
+@functools.cache
 def named(template: str) -> list[str]:
     return [name for _, name, *_ in Formatter().parse(template) if name]
 
 
 def fill(template: str, row: dict) -> str:
     """The template with cells of a row; empty if it names cells and none of them has a value."""
+    if "{" not in template and "}" not in template:
+        return template
     values = [value_of(row, name) for name in named(template)]
     return template.format_map(row) if not values or any(value != "" for value in values) else ""
 
@@ -89,6 +94,24 @@ def fill(template: str, row: dict) -> str:
 def read_rows(path: Path) -> list[dict]:
     with path.open(newline="") as file:
         return [{name: Cell(cell or "") for name, cell in row.items()} for row in csv.DictReader(file)]
+
+
+def kept(load: Callable[[str, list[str]], list[dict]]) -> Callable[[str, list[str]], list[dict]]:
+    """Keeps what a function makes of a file in RESULTS, for as long as the file is the same: pages have many regions
+    of one file.
+    """
+    before: dict = {}
+
+    def loaded(name: str, keys: list[str]) -> list[dict]:
+        path = RESULTS / name
+        if not path.exists():
+            return load(name, keys)
+        state = path, path.stat().st_mtime_ns, *keys
+        if state not in before:
+            before[state] = load(name, keys)
+        return [dict(row) for row in before[state]]
+
+    return loaded
 
 
 def middle(rows: list[dict], column: str) -> list[dict]:
