@@ -11,8 +11,8 @@ import bench_whole
 import pytest
 import result_rows
 import torch
-from helpers import fresh_process
-from whole_cases import CASES
+from helpers import compiler, fresh_process
+from whole_cases import CASES, TINY
 
 
 @pytest.fixture
@@ -117,6 +117,11 @@ def test_a_case_that_failed_is_not_repeated(monkeypatch, capsys):
 
 
 @pytest.fixture
+def graphs(monkeypatch):
+    compiler.run_as_they_are(monkeypatch)
+
+
+@pytest.fixture
 def liger(monkeypatch):
     """A stand-in for Liger on the CPU, and torch's FlashAttention-2 replaced there. Has the arguments of the patch."""
     pytest.importorskip("transformers")
@@ -161,7 +166,7 @@ def loss_of(part, provider):
     ("part", "providers"),
     [("small", ["ours", "fa2", "fa2_liger_loss", "ours"]), ("float32", ["fa2", "fa2_liger_loss"])],
 )
-def test_flash_attention_with_ligers_loss_is_stock_in_all_else(part, providers, liger):
+def test_flash_attention_with_ligers_loss_is_stock_in_all_else(part, providers, liger, graphs):
     """Its layers are compiled without a break, and the loss is that of the others, in one process after the other."""
     losses = [loss_of(part, provider) for provider in providers]
     assert losses == [pytest.approx(losses[0], abs=1e-3)] * len(losses)
@@ -169,7 +174,7 @@ def test_flash_attention_with_ligers_loss_is_stock_in_all_else(part, providers, 
     assert all(options == {"rope": False, "rms_norm": False, "swiglu": False} for options in liger)
 
 
-def test_float32_weights_compute_in_bfloat16(liger):
+def test_float32_weights_compute_in_bfloat16(liger, graphs):
     import whole_model
 
     seen = []
@@ -186,6 +191,7 @@ def test_float32_weights_compute_in_bfloat16(liger):
 
 
 def test_a_case_leaves_no_model(monkeypatch):
+    """After a step of one row in one compiled layer."""
     pytest.importorskip("peft")
     pytest.importorskip("transformers")
     import whole_model
@@ -198,7 +204,9 @@ def test_a_case_leaves_no_model(monkeypatch):
         return model, multiplied
 
     monkeypatch.setattr(whole_model, "model_of", model_of)
+    monkeypatch.setitem(TINY, "num_hidden_layers", 1)
     cases = [case for case in CASES if case.part in ("one", "lora") and case.provider == "ours" and case.checkpointing]
+    cases = [case._replace(row=32 * 1024, warm_ups=0) for case in cases]
     whole_model.run([(1, 0), (1, -1)], cases, "cpu", tiny=True)  # with a policy, with adapters
     assert len(models) == 2
     assert not any(model() for model in models)

@@ -5,6 +5,8 @@ import logging
 import sys
 import traceback
 
+import torch
+
 
 def quick() -> None:
     """Leave out of torch.compile what no test reads, where it is imported; torch versions differ in what there is."""
@@ -24,3 +26,11 @@ def replace(module, name, by):
     module = sys.modules[f"torch._dynamo.{module}"]
     if hasattr(module, name):
         setattr(module, name, by(getattr(module, name)))
+
+
+def run_as_they_are(monkeypatch):
+    """Graphs of modules that are compiled, in place of an inner compiler's, whose backward takes seconds."""
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module, **options: compiled(module, **{**options, "backend": "eager"})
+    )
