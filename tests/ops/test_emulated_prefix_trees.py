@@ -21,6 +21,7 @@ FAULTS = re.findall(r"^  (k\w+)", (ROOT / "csrc" / "core" / "fault.h").read_text
 # Depth first: a root of two blocks, leaves of any length, an inner segment, one without rows, a tree of one segment.
 LENGTHS = [256, 5, 128, 1, 9, 0, 128, 63, 64, 129, 70]
 PARENTS = [-1, 0, 0, 2, 2, 0, -1, 6, 6, 6, -1]
+SHORT = [128, 5, 128, 1, 9, 0, 128, 15, 6, 70, 22]
 FEWER = [128, 5, 128, 1, 9, 0, 128, 15, 6, 17, 22]  # for kernels that are slow here; their tiles are smaller, too
 CASES = {
     "64": {"heads": (2, 2), "dim": 64, "dtype": BF16},
@@ -39,11 +40,12 @@ GPUS = {
     "sm_89": ["128", "192 and 128 columns", "512"],
     "sm_100": ["64", "128", "128, softcap"],
 }
+WHOLE = [("sm_90", "64"), ("sm_90", "128, softcap"), ("sm_80", "64"), ("sm_89", "128"), ("sm_100", "64")]  # LENGTHS
 
 
-def tree_case(fewer=False, **options):
+def tree_case(lengths=LENGTHS, **options):
     """(the tree, the same call over keys along its paths, row_of_key): Cases that differ only in k and v."""
-    lengths = torch.tensor(FEWER if fewer else LENGTHS)
+    lengths = torch.tensor(lengths)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     paths = prefix_paths(cu_seqlens, torch.tensor(PARENTS, dtype=torch.int32), int(lengths.sum()))
     gathered = Case(lengths.tolist(), paths.cu_seqlens.diff().tolist(), **options)
@@ -60,7 +62,8 @@ def results(case, gpu, late_copies=False, **others):
 @pytest.mark.parametrize(("gpu", "name"), [(gpu, name) for gpu, names in GPUS.items() for name in names])
 def test_bits_are_those_of_gathered_keys(gpu, name):
     """Also where copies are late, of which float32 makes none; where they are early once for each kernel."""
-    tree, gathered, row_of_key = tree_case(name in ("512", "float32"), **CASES[name])
+    lengths = LENGTHS if (gpu, name) in WHOLE else FEWER if name in ("512", "float32") else SHORT
+    tree, gathered, row_of_key = tree_case(lengths, **CASES[name])
     expected = results(gathered, gpu)
     early = gpu in ("sm_90", "sm_80") or name not in GPUS["sm_80"]
     for late_copies in [False] if name == "float32" else [False, True] if early else [True]:
@@ -79,7 +82,7 @@ def test_bits_are_those_of_gathered_keys(gpu, name):
 )
 def test_rows_outside_or_apart_are_flagged(gpu, dtype, heads, key, row):
     """The first and the last key of what a tile of keys may read. None: the first row behind the last."""
-    tree, _, row_of_key = tree_case(dtype == torch.float32, heads=(heads, 1), dim=64, dtype=dtype)
+    tree, _, row_of_key = tree_case(FEWER if dtype == torch.float32 else LENGTHS, heads=(heads, 1), dim=64, dtype=dtype)
     row_of_key = row_of_key.clone()
     row_of_key[key] = len(tree.k) if row is None else row
     with pytest.raises(RuntimeError, match="fault") as caught:
