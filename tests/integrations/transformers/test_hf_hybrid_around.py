@@ -89,7 +89,8 @@ def test_lora_in_compiled_layers_with_checkpointing(family, device, fresh_compil
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     inner = model.base_model.model
-    for layer in getattr(inner, inner.base_model_prefix).layers:
+    layers = getattr(inner, inner.base_model_prefix).layers
+    for layer in layers if family == "nemotron_h" else layers[:1]:  # one compiled attention is enough
         layer.compile(backend="aot_eager")
     loss_of(model, device).backward()
     loss_of(stock, device, row_each=True).backward()

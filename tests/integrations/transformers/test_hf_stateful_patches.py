@@ -61,6 +61,11 @@ def gradients(model):
 
 def expected(family, rows=(LENGTHS,), device="cpu", seed=0):
     """Of a model without checkpoints."""
+    return _expected(family, tuple(rows), device, seed)
+
+
+@functools.cache
+def _expected(family, rows, device, seed):
     model = model_of(family, device=device, seed=seed)
     sum(loss_of(model, lengths, device) for lengths in rows).backward()
     return gradients(model)

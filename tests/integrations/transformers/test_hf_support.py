@@ -16,6 +16,8 @@ ROWS = {  # as docs/transformers-models.md writes the families
     "gemma3": "Gemma 3 (text)", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 LENGTHS = [9, 4, 14]
+# Plain, with a soft cap and a window, with sinks: the others call the same operators, once in a graph of Dynamo alone.
+KINDS_OF_ATTENTION = ["llama", "gemma2", "gpt_oss"]
 
 
 def rows_of(feature, documents):
@@ -56,16 +58,19 @@ def test_trains_as_document_by_document(family, feature, device, monkeypatch, fr
     monkeypatch.setattr(versions, "warn_once", torch.compiler.assume_constant_result(lambda why: told.append(why)))
     documents = [torch.randint(3, 61, (length,), device=device) for length in LENGTHS]
     num_targets = sum(LENGTHS) - len(LENGTHS)
-    stock = prepared(tiny_model(family, device=device), feature)
+    several_kinds = "layer_types" in FAMILIES[family][1]
+    sizes = {} if feature != "compile" or several_kinds else {"num_hidden_layers": 1}
+    stock = prepared(tiny_model(family, device=device, **sizes), feature)
     alone = [{"input_ids": d[None], "labels": d[None]} for d in documents]
     wanted_loss, wanted = loss_and_gradients(stock, stock, alone, num_targets)
 
-    model = prepared(tiny_model(family, device=device), feature)
+    model = prepared(tiny_model(family, device=device, **sizes), feature)
     assert apply_packing_ops(model)
     try:
         if feature == "checkpointing":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        call = torch.compile(model, fullgraph=True, backend="aot_eager") if feature == "compile" else model
+        backend = "aot_eager" if family in KINDS_OF_ATTENTION else "eager"
+        call = torch.compile(model, fullgraph=True, backend=backend) if feature == "compile" else model
         loss, found = loss_and_gradients(call, model, [rows_of(feature, documents)], num_targets)
     finally:
         revert_packing_ops(model)
@@ -95,7 +100,7 @@ def test_bf16_is_at_most_twice_as_far_off_as_the_stock_model(family, device):
         return {"loss": loss, **found}
 
     squares = {}  # {name: of the stock model, of ours, of the row as one document}
-    for seed in range(16):  # one loss may be exact by luck
+    for seed in range(8):  # one loss may be exact by luck
         made = tiny_model(family, device=device, seed=seed, initializer_range=0.1, **every_expert).bfloat16()
         exact = results(made, seed, "padded", torch.float32)
         ways = ("padded", True), ("packed", True), ("packed", False)
