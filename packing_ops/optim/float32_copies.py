@@ -5,6 +5,8 @@ model: zero_grad, GradScaler, clipping, accelerate, torch.distributed.checkpoint
 its weight's state, so that a state_dict holds it. A copy is made in the first step in which its weight has a gradient.
 """
 
+import functools
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,7 +27,9 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     Checkpoints: after its first step a copy is ``optimizer.state[weight]["float32_copy"]``. So
     ``optimizer.state_dict()`` holds it, and a resumed run has the bits of one that went on. A weight without a copy in
     the state_dict begins at the weight. So does an element whose copy does not round to its weight, which somebody
-    wrote.
+    wrote. A copy or a pickle of the optimizer itself does not keep float32: make a new one and load the state_dict.
+
+    Register step pre-hooks that change gradients before this call. Steps inside torch.compile were not tested.
 
     Args:
         optimizer: any torch.optim.Optimizer before its first step and before load_state_dict. A second call changes
@@ -48,9 +52,10 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         tensor([0.9961, 0.9961], dtype=torch.bfloat16, requires_grad=True)
 
     Raises:
-        TypeError: no torch.optim.Optimizer, or one around another: accelerate's, ZeroRedundancyOptimizer.
+        TypeError: no torch.optim.Optimizer, one around another (accelerate's, ZeroRedundancyOptimizer), or one that
+            loads states by a method of its class (bitsandbytes).
         ValueError: an optimizer with state, which Adagrad has from the start; a weight that is in the groups twice.
-        RuntimeError: in a step, where no weight has a gradient: the model has other weights by now.
+        RuntimeError: in the first step, where no weight has a gradient: the model has other weights by now.
 
     Determinism: bitwise, if the optimizer is.
     Synchronises: no.
@@ -66,6 +71,9 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
                 f"optimizer: {type(optimizer).__name__} steps another optimizer, optimizer.{name}: call "
                 f"keep_float32(optimizer.{name})"
             )
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        got = type(optimizer).__name__
+        raise TypeError(f"optimizer: expected torch's load_state_dict, which leaves copies in float32, got {got}'s")
     if optimizer.state:
         raise ValueError("optimizer: expected one without state, before its first step and before load_state_dict")
     weights = _weights(optimizer)
@@ -77,6 +85,15 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     optimizer.register_load_state_dict_pre_hook(copies.before_load)
     optimizer.register_load_state_dict_post_hook(copies.restore)
     optimizer.register_state_dict_pre_hook(copies.restore)
+
+    @functools.wraps(type(optimizer).step)
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return type(self).step(self, *args, **kwargs)
+        finally:  # also of a step that raises, behind which no hook runs
+            copies.restore(self)
+
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 
@@ -85,14 +102,14 @@ class _Copies:
 
     def __init__(self) -> None:
         # While a step or a load runs: (weight, what is in the groups for it, whether its state had a copy).
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
-        self.versions: dict[torch.Tensor, int] = {}  # of the weights, after the last step
+        # None of a load.
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor, bool | None]] = []
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Put the copies of weights with gradients into the groups."""
-        self.restore(optimizer)  # of a step that raised
+        self.restore(optimizer)  # of a load that raised
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             _refuse_none(optimizer)
@@ -118,8 +135,8 @@ class _Copies:
         """Find or make the copy of a weight, and give it the weight's state."""
         known = optimizer.state[weight].get(COPY) if weight in optimizer.state else None
         copy = weight.detach().float() if known is None else known
-        if known is not None and self.versions.get(weight) != weight._version:  # somebody wrote into the weight
-            copy = torch.where(known.to(weight.dtype) == weight, known, weight.float())
+        if known is not None:  # somebody may have written into the weight. In place, as in a CUDA graph
+            known.copy_(torch.where(known.to(weight.dtype) == weight, known, weight.float()))
         state = optimizer.state.pop(weight, {})
         state.pop(COPY, None)
         if state:  # none for an optimizer that begins: it looks for an empty one
@@ -135,13 +152,12 @@ class _Copies:
         _exchange(optimizer, {copy: weight for weight, copy, _ in self.pairs})
 
     @torch.no_grad()
-    def _round(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor, bool]]) -> None:
+    def _round(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor, bool | None]]) -> None:
         for weight, copy, _ in pairs:
             weight.copy_(copy)
-            self.versions[weight] = weight._version
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._round(pair for pair in self.pairs if pair[1].grad is not None)
+        self._round(pair for pair in self.pairs if pair[0].grad is not None)
         self.restore(optimizer)
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
@@ -150,7 +166,7 @@ class _Copies:
         for weight, copy, known in self.pairs:
             state = optimizer.state.pop(copy, {})
             # A copy that was never stepped is its weight; some optimizers refuse states that only have others' entries.
-            if known or copy.grad is not None:
+            if known or (known is not None and weight.grad is not None):
                 state[COPY] = copy
             if state:
                 optimizer.state[weight] = state
@@ -160,10 +176,9 @@ class _Copies:
     def before_load(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
         """Put float32 tensors into the groups: load_state_dict rounds states to the type of what it finds there."""
         self.restore(optimizer)
-        self.versions.clear()
         for weight in _weights(optimizer):
             if weight.dtype in HALF:
-                self.pairs.append((weight, torch.empty(0, dtype=torch.float32, device=weight.device), False))
+                self.pairs.append((weight, torch.empty(0, dtype=torch.float32, device=weight.device), None))
         _exchange(optimizer, {weight: stand_in for weight, stand_in, _ in self.pairs})
 
 
@@ -177,7 +192,10 @@ def _exchange(optimizer: torch.optim.Optimizer, others: dict[torch.Tensor, torch
 
 
 def _refuse_none(optimizer: torch.optim.Optimizer) -> None:
-    if all(weight.grad is None for weight in _weights(optimizer)):
+    """Raise RuntimeError where no step had gradients yet, and half weights that want them have none."""
+    weights = _weights(optimizer)
+    wanted = any(weight.dtype in HALF and weight.requires_grad for weight in weights)
+    if wanted and not optimizer.state and all(weight.grad is None for weight in weights):
         raise RuntimeError(
             "keep_float32: no weight of the optimizer has a gradient in this step: make the optimizer of the weights "
             "that the model has, after fully_shard and after what replaces them"

@@ -227,6 +227,33 @@ def test_a_step_that_raised_is_followed_by_others():
     assert_equal(half, kept, full, reference)
 
 
+def test_after_a_step_that_raised_gradients_are_those_of_the_weights():
+    half, kept, full, reference = pair()
+    gradients(half, full, 0)
+    betas, kept.param_groups[0]["betas"] = kept.param_groups[0]["betas"], None
+    with pytest.raises(TypeError):
+        kept.step()
+    kept.param_groups[0]["betas"] = betas
+    kept.zero_grad(), reference.zero_grad()
+    assert all(weight.grad is None for weight in half)
+    gradients(half, full, 1)
+    kept.step(), reference.step()
+    assert_equal(half, kept, full, reference)
+
+
+def test_an_optimizer_that_clears_gradients_in_its_step():
+    class Clearing(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.zero_grad()
+
+    half, kept, full, reference = pair(lambda weights: Clearing(weights, lr=0.01))
+    for step in range(3):
+        gradients(half, full, step)
+        kept.step(), reference.step()
+    assert_equal(half, kept, full, reference)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [("AdamW", torch.bfloat16), ("AdamW fused", torch.bfloat16), ("AdamW fused", torch.float16)]
 )
@@ -280,13 +307,15 @@ def test_layers_may_be_compiled_and_checkpointed():
     assert seen[2] < seen[0]
 
 
-def test_weights_that_were_written_win():
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_weights_that_were_written_win(how):
+    """Also by .data, which moves no version counter."""
     half, kept, full, reference = pair()
     gradients(half, full, 0)
     kept.step(), reference.step()
     with torch.no_grad():
-        half[0][0] = 3.0
-        full[0][0] = 3.0
+        for weights in (half, full):
+            (weights[0] if how == "in place" else weights[0].data)[0] = 3.0
     gradients(half, full, 1)
     kept.step(), reference.step()
     assert_equal(half, kept, full, reference)
@@ -312,7 +341,11 @@ def test_errors_say_what_to_do():
     around.inner = torch.optim.SGD([weight])
     with pytest.raises(TypeError, match=r"call keep_float32\(optimizer\.inner\)"):
         keep_float32(around)
-    weight.grad = None
+    of_a_library = type("Adam8bit", (torch.optim.SGD,), {"load_state_dict": lambda *_: None})
+    with pytest.raises(TypeError, match=r"expected torch's load_state_dict, .* got Adam8bit's"):
+        keep_float32(of_a_library([weight]))
+    kept = keep_float32(torch.optim.SGD([weight]))
+    kept.step(), kept.zero_grad(), kept.step()  # the second one has no gradients
     for step in ({}, {"closure": lambda: None}):
         with pytest.raises(RuntimeError, match="no weight of the optimizer has a gradient"):
             keep_float32(torch.optim.SGD([weight])).step(**step)

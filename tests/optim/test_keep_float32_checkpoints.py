@@ -83,6 +83,7 @@ def test_a_state_dict_loads_into_an_optimizer_without_copies():
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plain.load_state_dict(optimizer.state_dict())
     train(model, plain, range(3, 5))
+    assert {state["exp_avg"].dtype for state in plain.state.values()} == {torch.bfloat16}
 
 
 def test_a_load_that_raised_changes_nothing():

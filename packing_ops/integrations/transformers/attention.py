@@ -133,7 +133,7 @@ def _begin(model, call, args, kwargs):
         if call.mask_of_tokens is not None:
             args, kwargs = call.put("attention_mask", call.mask_of_tokens, args, kwargs)
     elif call.by_masks:  # looked at in the end: all else is as in stock models
-        refuse_one_result(model, call, kwargs, call.position_ids, rows_of(args, kwargs))
+        refuse_one_result(model, call, kwargs, call.position_ids, rows_of(args, kwargs)[0])
         return args, kwargs
     else:  # before a row that is longer than its table of positions fails
         call.refuse_unconsumed(args, kwargs)

@@ -275,9 +275,12 @@ class PackedCall:
             )
         if "position_ids" in self.unconsumed:
             if isinstance(self.cu_seqlens, torch.Tensor) and self.cu_seqlens.numel() > 2:
-                batch = rows_of(args, kwargs)  # in one row the shape tells, also a graph
-                several = (self.traced and batch == 1) or several_in(cu_seqlens=self.cu_seqlens.flatten(), batch=batch)
-                refuse_where(several, one_each("cu_seq_lens_q", self.why))
+                (batch, seqlen), starts = rows_of(args, kwargs), self.cu_seqlens.flatten()
+                refuse_where(  # in one row the shape tells, also a graph
+                    (self.traced and batch == 1)
+                    or starts.remainder(max(seqlen, 1)).any() | (starts[-1] != batch * seqlen),
+                    one_each("cu_seq_lens_q", self.why),
+                )
             has_axes = is_tensor(self.position_ids, 3)
             positions = self.row_positions(*self.position_ids.shape[1:]) if has_axes else self.position_ids
             refuse_where(several_in(positions, self.padding), one_each("position_ids", self.why))

@@ -288,9 +288,9 @@ def tokens_of(args, kwargs):
     return next((t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if t is not None), None)
 
 
-def rows_of(args, kwargs) -> int:
-    """Return how many rows a model was called with; 1 if nothing says."""
-    return 1 if (tokens := tokens_of(args, kwargs)) is None else len(tokens)
+def rows_of(args, kwargs) -> tuple[int, int]:
+    """Return (batch, seqlen) of the tokens that a model was called with; (1, 0) if nothing says."""
+    return (1, 0) if (tokens := tokens_of(args, kwargs)) is None else (*tokens.shape, 0)[:2]
 
 
 def is_tensor(value, dim) -> bool:

@@ -166,8 +166,7 @@ def test_another_attention_in_a_graph(fresh_compile):
             (RuntimeError, ValueError), match=r"(position_ids|attention_mask|cu_seq_lens_q): expected"
         ) as raised:
             compiled(input_ids=IDS, use_cache=False, **given)
-        # An assertion in the graph, which on CUDA ends the process's use of the GPU, only where values have to tell.
-        assert (type(raised.value) is RuntimeError) == ("attention_mask" in given)
+        assert (type(raised.value) is RuntimeError) == ("attention_mask" in given)  # the graph's assertion, of values
 
 
 def of_one_config(model):
@@ -348,15 +347,15 @@ def test_positions_that_are_others_than_cu_seqlens():
 def test_one_document_in_each_of_several_rows(attention):
     """By cu_seq_lens_q, of which that attention reads nothing."""
     model = causal_families.model_of("llama", attention).eval()
-    ids, length = IDS.expand(3, -1), sum(LENGTHS)
+    ids, n = IDS.expand(3, -1), sum(LENGTHS)
     wanted = model(input_ids=ids, use_cache=False).logits
     apply_packing_ops(model)
     model.set_attn_implementation(attention)
-    for lengths in ([length] * 3, [length] * 3 + [0]):
+    for lengths in ([n] * 3, [n] * 3 + [0]):
         given = po.PackedMetadata.from_lengths(lengths).to_transformers()
         torch.testing.assert_close(model(input_ids=ids, use_cache=False, **given).logits, wanted)
-    # More documents than rows; as many, one of which starts inside of a row.
-    for lengths in ([*LENGTHS, length, length], [length - 1, length + 1, length], [3 * length - 1, 1]):
+    # More documents than rows; as many, one of which starts inside of a row; those of one row, as many as the rows.
+    for lengths in ([*LENGTHS, n, n], [n - 1, n + 1, n], [3 * n - 1, 1], [n // 3] * 3):
         given = po.PackedMetadata.from_lengths(lengths).to_transformers()
         with pytest.raises(ValueError, match=r"^cu_seq_lens_q: expected one document in each row"):
             model(input_ids=ids, use_cache=False, **given)
