@@ -140,22 +140,24 @@ def test_eager_code_keeps_rms_norm():
     revert_packing_ops(model)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_rows_compiled_for_the_cpu_have_equal_bits(dtype, fresh_compile):
-    """inductor's kernels: of a fixed number of rows, of any, of one."""
-    model, (module, *_) = norms_of("qwen3")
-    module = module.to(dtype)
-    compiled = torch.compile(module, fullgraph=True)
-    x, grad = (torch.randn(1, 300, module.weight.numel()).to(dtype) for _ in range(2))
+def test_rows_compiled_for_the_cpu_have_equal_bits(fresh_compile):
+    """inductor's kernels: of a fixed number of rows, of any, of one; in one graph for each, of float32 and bfloat16."""
+    found = [norms_of("qwen3") for _ in DTYPES[:2]]
+    modules = [module.to(dtype) for (_, (module, *_)), dtype in zip(found, DTYPES, strict=False)]
+    compiled = torch.compile(lambda *rows: [*map(torch.nn.Module.__call__, modules, rows)], fullgraph=True)
+    x, grad = ([torch.randn(1, 300, m.weight.numel()).to(m.weight.dtype) for m in modules] for _ in range(2))
     first = None
     for rows in (300, 20, 130, 1):
-        leaf = x[:, :rows].clone().requires_grad_()
-        out = compiled(leaf)
-        out.backward(grad[:, :rows])
-        first = first or (out.detach(), leaf.grad)
-        assert_same(out.detach(), first[0][:, :rows])
-        assert_same(leaf.grad, first[1][:, :rows])
-    revert_packing_ops(model)
+        leaves = [each[:, :rows].clone().requires_grad_() for each in x]
+        outs = compiled(*leaves)
+        torch.autograd.backward(outs, [each[:, :rows] for each in grad])
+        results = [*(out.detach() for out in outs), *(leaf.grad for leaf in leaves)]
+        assert [each.dtype for each in results] == DTYPES[:2] * 2
+        first = first or results
+        for each, wanted in zip(results, first, strict=True):
+            assert_same(each, wanted[:, :rows])
+    for model, _ in found:
+        revert_packing_ops(model)
 
 
 # --- the formula ---

@@ -1,4 +1,4 @@
-"""200 steps on real text: packed rows learn what the same documents learn unpacked."""
+"""100 steps on real text: packed rows learn what the same documents learn unpacked."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from helpers.hf_models import tiny_model  # noqa: E402
 import packing_ops as po  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
 
-STEPS, DOCUMENTS, LONGEST = 200, 4, 96
+STEPS, DOCUMENTS, LONGEST = 100, 4, 96
 
 
 def training_documents():

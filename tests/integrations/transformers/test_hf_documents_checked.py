@@ -108,7 +108,7 @@ def test_numbers_of_a_mask_are_checked_too(how, family, device, fresh_compile):
     for module in model.modules() if how == "dropout" else ():
         module.attention_dropout = 1e-9
     model.train(how == "dropout")
-    call = compiled(model) if how == "compiled" else model
+    call = compiled_forward(model) if how == "compiled" else model
     given = {"position_ids": positions, **tell(cu_seqlens_of([3, 3, 6], device)), "use_cache": how == "cache"}
     wanted = call(ids, **given).logits
     for rows in ([[1] * 6] * 2, [[1] * 3 + [2] * 3, [1] * 6], [[7] * 3 + [5] * 3, [9] * 6]):
@@ -134,7 +134,7 @@ def test_positions_that_restart_inside_of_a_numbered_document(how, family, devic
         model = tiny("Doge", device)
     else:
         model = tiny_model(family, attn_implementation="packing_ops", device=device)
-    call = compiled(model) if how == "compiled" else model
+    call = compiled_forward(model) if how == "compiled" else model
     ids, positions, _ = packed(device)
     numbers = torch.repeat_interleave(torch.arange(1, 4, device=device), torch.tensor(LENGTHS, device=device))[None]
     given = {"use_cache": how == "cache"}
@@ -162,11 +162,16 @@ def compiled(model):
     return torch.compile(model, fullgraph=True, backend="aot_eager")
 
 
+def compiled_forward(model):
+    """Without a backward, whose graphs would be traced too."""
+    return torch.no_grad()(compiled(model))
+
+
 @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
 def test_compiled_models_whose_layers_are_not_given_them(family, device, fresh_compile):
     """Positions are made of cu_seqlens: counted along the row, those in the mask would make one document of all."""
     ids, positions, cu_seqlens = packed(device)
-    model = compiled(tiny(family, device))
+    model = compiled_forward(tiny(family, device))
     stock = tiny(family, device, "eager")
     wanted = torch.cat([stock(row).logits for row in ids.split(LENGTHS, 1)], 1)
     for told in ({}, {"position_ids": positions}):
@@ -205,7 +210,7 @@ def test_a_compiled_encoder_whose_layers_are_given_them(device, fresh_compile):
     model = transformers.AutoModel.from_config(config, attn_implementation="packing_ops").eval().to(device)
     ids, positions, cu_seqlens = packed(device)
     told = {**tell(cu_seqlens), "position_ids": positions}
-    torch.testing.assert_close(compiled(model)(ids, **told)[0], model(ids, **told)[0], **CLOSE)
+    torch.testing.assert_close(compiled_forward(model)(ids, **told)[0], model(ids, **told)[0], **CLOSE)
 
 
 class ReadsMasks(transformers.LlamaModel):
