@@ -159,11 +159,10 @@ def measured(case: Case, device: str, tiny: bool) -> dict:
     }  # fmt: skip
 
 
-def late(deadline: float) -> bool:
+def late(deadline: float, device: str) -> bool:
     """Whether the time is over, on any rank."""
-    found = torch.tensor(float(time.perf_counter() > deadline))
+    found = torch.tensor(float(time.perf_counter() > deadline), device=device)
     if dist.is_initialized():
-        found = found.to("cuda" if torch.cuda.is_available() else "cpu")
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found)
 
@@ -173,7 +172,10 @@ def main():
     add_options(parser, repeats=3)
     arguments = parser.parse_args()
     ranks, first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
-    cases = [case for case in chosen(parser, arguments, CASES) if case.ranks == ranks]
+    named = chosen(parser, arguments, CASES)
+    cases = [case for case in named if case.ranks == ranks]
+    if named and not cases:
+        parser.error(f"--only: expected a case of {ranks} ranks, got {named[0].name!r}: start it by torchrun")
     device, deadline = arguments.device, time.perf_counter() + arguments.limit
     if device == "cuda" and ranks > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -184,7 +186,7 @@ def main():
     failed = set()
     for repeat in range(1, arguments.repeats + 1):
         for case in cases:
-            if case in failed or late(deadline):
+            if case in failed or late(deadline, device):
                 print(f"{case.name}, repeat {repeat}: left out", flush=True)
                 continue
             try:

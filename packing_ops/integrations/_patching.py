@@ -260,22 +260,23 @@ def function_of(method) -> Callable | None:
     return getattr(method, "func", None) or getattr(method, "__func__", None)
 
 
-def calls(function, ours: Callable, seen: dict[int, object]) -> bool:
+def calls(function, ours: Callable, seen: dict[int, object], depth: int = 8) -> bool:
     """Return whether a function is ours, or was put in front of it: what it holds is looked through. seen: of none
-    yet {}, which gets what was looked at, by id: a method holds its module, and that the method.
+    yet {}, which gets what was looked at, by id: a method holds its module, and that the method. depth: of a chain, as
+    a mock has one without an end.
     """
-    if function is ours or function is None or isinstance(function, type) or id(function) in seen:
+    if function is ours or isinstance(function, type | types.ModuleType | None) or depth == 0 or id(function) in seen:
         return function is ours
     seen[id(function)] = function
     held = [function_of(function), getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
     held += [
         cell.cell_contents
         for cell in getattr(function, "__closure__", None) or ()
-        if cell != types.CellType()  # an empty one
+        if isinstance(cell, types.CellType) and cell != types.CellType()  # an empty one
     ]
     if (code := getattr(function, "__code__", None)) is not None:  # of a script: its variables are global
         held += [each for each in map(function.__globals__.get, code.co_names) if isinstance(each, WeakPartial)]
-    return any(calls(each, ours, seen) for each in held)
+    return any(calls(each, ours, seen, depth - 1) for each in held)
 
 
 class WeakPartial:

@@ -98,6 +98,14 @@ def test_of_several_ranks_the_first_writes_what_was_measured(rank, tmp_path, mon
         assert {row["ranks"] for row in result_rows.read_rows(path)} == {"2"}
 
 
+def test_cases_of_more_ranks_ask_for_torchrun(monkeypatch, capsys):
+    case = next(case for case in bench_trl.CASES if case.ranks == 2)
+    monkeypatch.setattr(sys, "argv", ["bench_trl.py", "--device", "cpu", "--only", case.name])
+    with pytest.raises(SystemExit):
+        bench_trl.main()
+    assert "start it by torchrun" in capsys.readouterr().err
+
+
 def test_what_fails_on_one_of_several_ranks_ends_the_program(tmp_path, monkeypatch):
     def failing(*_):
         raise ValueError("on this rank")

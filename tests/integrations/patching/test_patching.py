@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -424,3 +425,9 @@ def test_what_holds_itself_is_looked_at_once():
     looked.clear()
     assert not calls(many.call, test_what_holds_itself_is_looked_at_once, {})
     assert len(looked) < 100
+
+
+def test_a_chain_without_an_end_is_looked_at_for_a_while():
+    endless, ours = mock.MagicMock(), test_a_chain_without_an_end_is_looked_at_for_a_while
+    assert not calls(lambda: endless, ours, {})
+    assert calls(lambda: (endless, ours), ours, {})
