@@ -32,8 +32,8 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     Register step pre-hooks that change gradients before this call. Steps inside torch.compile were not tested.
 
     Args:
-        optimizer: any torch.optim.Optimizer before its first step and before load_state_dict. A second call changes
-            nothing. Its weights may become DTensors, as in FSDP2, until the first step.
+        optimizer: any torch.optim.Optimizer before its first step and before load_state_dict. A second call
+            before them changes nothing. Its weights may become DTensors, as in FSDP2, until the first step.
 
     Returns:
         The same optimizer.
@@ -101,8 +101,8 @@ class _Copies:
     """What the hooks of one optimizer share."""
 
     def __init__(self) -> None:
-        # While a step or a load runs: (weight, what is in the groups for it, whether its state had a copy).
-        # None of a load.
+        # While a step or a load runs: (weight, what is in the groups for it, whether its state had a copy; None of a
+        # load, which brings the copies).
         self.pairs: list[tuple[torch.Tensor, torch.Tensor, bool | None]] = []
 
     def before_step(
@@ -133,12 +133,11 @@ class _Copies:
     @torch.no_grad()
     def _begin(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
         """Find or make the copy of a weight, and give it the weight's state."""
-        known = optimizer.state[weight].get(COPY) if weight in optimizer.state else None
+        state = optimizer.state.pop(weight, {})
+        known = state.pop(COPY, None)
         copy = weight.detach().float() if known is None else known
         if known is not None:  # somebody may have written into the weight. In place, as in a CUDA graph
             known.copy_(torch.where(known.to(weight.dtype) == weight, known, weight.float()))
-        state = optimizer.state.pop(weight, {})
-        state.pop(COPY, None)
         if state:  # none for an optimizer that begins: it looks for an empty one
             optimizer.state[copy] = state
         self.pairs.append((weight, copy, known is not None))
@@ -187,7 +186,7 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _exchange(optimizer: torch.optim.Optimizer, others: dict[torch.Tensor, torch.Tensor]) -> None:
-    for group in optimizer.param_groups:  # in place: LBFGS keeps the list
+    for group in optimizer.param_groups if others else ():  # in place: LBFGS keeps the list
         group["params"][:] = [others.get(weight, weight) for weight in group["params"]]
 
 

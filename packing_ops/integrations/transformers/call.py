@@ -278,7 +278,7 @@ class PackedCall:
                 (batch, seqlen), starts = rows_of(args, kwargs), self.cu_seqlens.flatten()
                 refuse_where(  # in one row the shape tells, also a graph
                     (self.traced and batch == 1)
-                    or starts.remainder(max(seqlen, 1)).any() | (starts[-1] != batch * seqlen),
+                    or several_in(cu_seqlens=starts, batch=batch) | (starts[-1] != batch * seqlen),
                     one_each("cu_seq_lens_q", self.why),
                 )
             has_axes = is_tensor(self.position_ids, 3)
