@@ -150,11 +150,12 @@ def block(page):
     return blocks(page)[0]
 
 
-def test_the_decoder_of_the_ops_learns_and_keeps_documents_apart():
+def test_the_decoder_of_the_ops_learns_and_keeps_documents_apart(capsys):
     names = {}
     torch.manual_seed(0)
     exec(next(block for block in blocks("ops.md") if "class Decoder" in block), names)
-    assert names["losses"][-1] < 0.9 * names["losses"][0]
+    losses = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert losses[-1] < 0.9 * losses[0]
     model, documents = names["model"].cpu(), [torch.arange(5), torch.arange(9) + 3]
     together = model(torch.cat(documents), po.PackedMetadata.from_lengths([5, 9]))
     alone = torch.cat([model(d, po.PackedMetadata.from_lengths([len(d)])) for d in documents])
@@ -163,10 +164,9 @@ def test_the_decoder_of_the_ops_learns_and_keeps_documents_apart():
 
 def test_the_snippets_of_the_ops_run_one_after_the_other():
     names = {}
-    (allowed,) = (block for block in blocks("ops.md") if "allowed_ids=" in block)
-    others = [block for block in blocks("ops.md") if block != allowed and "class Decoder" not in block]
-    for block in others:  # decoding compares by itself
-        exec(block, names)
+    for block in blocks("ops.md"):
+        if "class Decoder" not in block:
+            exec(block, names)
     assert names["packing"].bins == [[0, 3, 6], [5, 4], [2, 1]]
     assert names["metadata"].cu_seqlens.tolist() == [0, 820, 930, 980]
     assert (names["labels"] == -100).nonzero().flatten().tolist() == [0, 820, 930]
@@ -174,12 +174,22 @@ def test_the_snippets_of_the_ops_run_one_after_the_other():
     assert names["baseline"][[0, 819, 820]].tolist() == names["returns"][[0, 0, 1]].tolist()
     assert (names["logps"] == 0).nonzero().flatten().tolist() == [819, 929, 979]
     torch.testing.assert_close(names["sequence_logps"].sum(), -names["loss"] * names["num_targets"])
-    exec(allowed, names)
-    assert (names["logps"] == 0).nonzero().flatten().tolist() == [6, 11]  # the last tokens of the documents
-    assert names["heads"].shape == (980, 4, 32)
-    assert names["scanned"].shape == (980, 4, 64)
     assert names["packed"].shape == (8, 16)
     assert names["padded"].shape == (2, 5, 16)
+
+
+def test_the_snippets_of_layers_with_a_state():
+    names = {}
+    for block in blocks("layers-with-a-state.md"):  # decoding compares by itself
+        exec(block, names)
+    assert names["heads"].shape == (980, 4, 32)
+    assert names["scanned"].shape == (980, 4, 64)
+
+
+def test_tokens_that_a_sampler_drew():
+    names = {}
+    exec(block("losses.md"), names)
+    assert (names["logps"] == 0).nonzero().flatten().tolist() == [6, 11]  # the last tokens of the documents
 
 
 def test_the_losses_have_the_signatures_of_the_page():
@@ -195,7 +205,7 @@ def test_the_losses_have_the_signatures_of_the_page():
 def test_the_page_of_ops_says_who_shifts_labels():
     """All functions that take labels are in the table; their names say where labels are shifted."""
     text = (ROOT / "docs" / "ops.md").read_text().partition("## Who shifts labels\n")[2]
-    rows = re.findall(r"^\| (.*?) \| (unshifted|shifted) \|", text, re.M)
+    rows = re.findall(r"^\| (.*?) \| (unshifted|shifted|either) \|", text, re.M)
     found = {name: how for names, how in rows for name in re.findall(r"`([\w.]+)`", names)}
     taken = {}
     for package, prefix in ((po, ""), (po.data, "data."), (po.parallel, "parallel.")):
@@ -203,11 +213,25 @@ def test_the_page_of_ops_says_who_shifts_labels():
             given = inspect.signature(getattr(package, name)).parameters
             if {"labels", "shift_labels"} & given.keys():
                 taken[prefix + name] = "shifted" if "shift_labels" in given or "_shifted" in name else "unshifted"
+    taken["parallel.count_targets"] = "either"  # it counts what is not -100
     assert found == taken
     labels, hidden, weight = torch.arange(5), torch.randn(5, 4), torch.randn(5, 4)
     documents, logits = po.PackedMetadata.from_lengths([2, 3]), hidden @ weight.T
     by_hand = -torch.nn.functional.cross_entropy(logits, po.shift_labels(labels, documents), reduction="none")
     torch.testing.assert_close(po.token_logps(hidden, weight, labels, documents), by_hand)
+
+
+def test_the_page_of_ops_says_what_waits():
+    text = (ROOT / "docs" / "ops.md").read_text().partition("## What waits for the GPU\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (never|once.*?) \| (.*) \|$", text, re.M)
+    assert len(rows) == 5
+    for waits, names in rows:
+        for name in set(re.findall(r"`(\w+)`", names)) - {"PackedMetadata"}:
+            says = re.search(r"Synchronises: (as (\w+)|.*)", getattr(po, name).__doc__)
+            if says[2]:
+                says = re.search(r"Synchronises: (.*)", getattr(po, says[2]).__doc__)
+            assert waits.split(",")[0] in says[1], name
+            assert all(f"``{option}``" in says[1] for option in re.findall(r"`(\w+)=", waits)), name
 
 
 def test_the_batches_of_the_page_are_made():

@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import json
+import os
 import re
 import statistics
+import types
 
 import pytest
 import torch
@@ -214,7 +216,7 @@ def test_keys_in_pages():
 
 def test_distillation_of_the_page():
     names = {"po": packing_ops, "torch": torch}
-    exec(block_with("docs/ops.md", "token_kl"), names)
+    exec(block_with("docs/losses.md", "token_kl"), names)
     assert 0 < names["loss"] < 1
     torch.testing.assert_close(names["by_document"].sum() / (8 + 26 + 3), names["loss"])
     assert names["student"].weight.grad.any()
@@ -224,7 +226,7 @@ def test_distillation_of_the_page():
 def decoder_of_a_rank(sharded):
     """Gradients of a rank's row, or of the rows of both in one process."""
     text = (ROOT / "docs/ops.md").read_text().partition("## A decoder in plain torch")[2]
-    names = {"torch": torch, "po": packing_ops, "world_size": 2}
+    names = {"torch": torch, "po": packing_ops}
     exec(re.search(r"```python\n(.*?)\ndevice, capacity =", text, re.S)[1], names)
     torch.manual_seed(1)
     names["model"] = names["Decoder"]()
@@ -239,7 +241,16 @@ def decoder_of_a_rank(sharded):
         return [each.grad for each in names["model"].parameters()]
     metadata = rows[torch.distributed.get_rank()]
     ids = torch.arange(metadata.total) % 7
-    exec(block_with("docs/ops.md", "fully_shard"), names | {"input_ids": ids, "labels": ids, "metadata": metadata})
+    block = block_with("docs/ops.md", "fully_shard").replace('"cuda"', '"cpu"')
+    for done_later in ("optimizer.zero_grad()", "dist.destroy_process_group()"):
+        block = block.replace(done_later, "")
+    os.environ["WORLD_SIZE"] = "2"  # a process of the test
+    losses, names = [], names | {"rows": [(ids, ids, metadata)], "capacity": 512}
+    for text in (block, block.replace("torch.bfloat16", "torch.float32")):
+        torch.manual_seed(1)
+        exec(text, names)
+        losses.append(names["loss"].detach())
+    torch.testing.assert_close(losses[0], losses[1], rtol=0.01, atol=0)
     return [each.grad.full_tensor() for each in names["model"].parameters()]
 
 
@@ -248,10 +259,26 @@ def test_a_decoder_in_fsdp2(tmp_path):
         torch.testing.assert_close(found, decoder_of_a_rank(False))
 
 
+def test_a_cuda_graph(monkeypatch):
+    names, block = {}, block_with("docs/ops.md", "CUDAGraph")
+
+    def attention():
+        return packing_ops.varlen_attention(*(names[name] for name in ("q", "k", "v", "cu_seqlens")))
+
+    if not torch.cuda.is_available():
+        block = block.replace('"cuda"', '"cpu"')
+        graph = types.SimpleNamespace(replay=lambda: names.update(out=attention()))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+        monkeypatch.setattr(torch.cuda, "graph", lambda _: contextlib.nullcontext())
+    exec(block, names)
+    row = packing_ops.PackedMetadata.from_lengths([1000, 20], total=1024, device=names["q"].device)
+    assert torch.equal(names["out"], packing_ops.varlen_attention(*(names[name] for name in "qkv"), row))
+
+
 def test_balance_loss_of_the_page():
     model = pytest.importorskip("helpers.hf_models").tiny_model("gpt_oss", vocab_size=64)
     names = {"model": model, "documents": [[5, 6, 7], [9, 8, 9, 3, 4]]}
-    exec(block_with("docs/ops.md", "load_balancing_loss"), names)
+    exec(block_with("docs/balance-losses.md", "load_balancing_loss"), names)
     assert names["aux_loss"] >= 1
     assert names["sequence_wise"] >= 1
 
@@ -269,7 +296,7 @@ def test_attention_that_is_compiled(fresh_compile):
 
 
 def test_which_kernels_the_page_asks_for():
-    names = {"po": packing_ops, "q": torch.randn(5, 2, 64), "k": torch.randn(5, 2, 64)}
+    names = {}
     exec(block_with("docs/ops.md", "select_attention_backend"), names)
     assert names["kernels"] == "forward: cpu, backward: cpu"
 
@@ -303,9 +330,11 @@ def test_every_block_is_run():
     assert found == {
         "README.md": 2,
         "docs/adopt/README.md": 1,
+        "docs/balance-losses.md": 1,
         "docs/data.md": 5,
         "docs/long-documents.md": 5,
-        "docs/ops.md": 5,
+        "docs/losses.md": 1,
+        "docs/ops.md": 4,
         "docs/pages.md": 2,
         "docs/parallel.md": 8,
         "docs/performance.md": 1,
