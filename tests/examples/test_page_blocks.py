@@ -336,7 +336,7 @@ def test_every_block_is_run():
         "docs/losses.md": 1,
         "docs/ops.md": 4,
         "docs/pages.md": 2,
-        "docs/parallel.md": 8,
+        "docs/parallel.md": 10,
         "docs/performance.md": 1,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,

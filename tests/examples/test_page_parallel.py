@@ -87,25 +87,24 @@ def in_place_of(line, block, text):
 def parameters_of_a_rank(folder, wrapper):
     """Parameters and the loss to log; as the page says it for DDP, with autocast, adapters, or a larger model."""
     of_page = functools.partial(block_with, "docs/parallel.md")
-    block = of_page("PackedBatchSampler")
+    model, training = of_page("starts NCCL"), of_page("PackedBatchSampler")
     if "DDP" in wrapper:
-        block = re.sub(r"mixed = (?s:.*?)(?=optimizer = )", of_page("DistributedDataParallel"), block)
-        block = in_place_of("loss = ", of_page("torch.autocast("), block)
-        block = block.replace("dtype=torch.bfloat16", f"dtype=torch.bfloat16, enabled={'autocast' in wrapper}")
+        wrapped = of_page("DistributedDataParallel").replace('"cuda"', '"cpu"')
+        wrapped = wrapped.replace("torch.bfloat16", f"torch.bfloat16, enabled={'autocast' in wrapper}")
     else:
-        block = block.replace("param_dtype=torch.bfloat16", "param_dtype=torch.float32")
+        wrapped = of_page("cast_forward_inputs").replace("param_dtype=torch.bfloat16", "param_dtype=torch.float32")
     if "LoRA" in wrapper:
         adapters = of_page("get_peft_model").replace("r=16", "r=2")
-        block = in_place_of("apply_packing_ops(", "torch.manual_seed(7)\n" + adapters, block)
+        model = in_place_of("apply_packing_ops(", "torch.manual_seed(7)\n" + adapters, model + "\n")
     if "larger" in wrapper:
-        block = in_place_of("model = AutoModelForCausalLM", of_page("init_empty_weights"), block)
-        block = block.replace("optimizer = ", of_page("set_model_state_dict") + "\noptimizer = ", 1)
-    block = on_the_cpu(
-        block,
-        ('int(os.environ["WORLD_SIZE"])', "2"),
-        ("model.parameters(), 1.0)", "model.parameters(), 1e6)"),
-    )
+        model = in_place_of("model = AutoModelForCausalLM", of_page("init_empty_weights"), model)
+        wrapped += "\n" + of_page("set_model_state_dict")
+    if "prefetch" in wrapper:
+        wrapped += "\n" + of_page("set_modules_to_forward_prefetch")
+    more = ('int(os.environ["WORLD_SIZE"])', "2"), ("model.parameters(), 1.0)", "model.parameters(), 1e6)")
+    block = on_the_cpu("\n".join([model, wrapped, training]), *more)
     names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 1}
+    names["rows_per_step"] = 2 if "two rows" in wrapper else 1
     exec(block, names)
     if wrapper == "FSDP2":
         exec(of_page("save_pretrained").replace('"out"', repr(str(folder / "out"))), names)
@@ -114,6 +113,7 @@ def parameters_of_a_rank(folder, wrapper):
 
 
 WRAPPERS = ["FSDP2", "DDP", "DDP, autocast", "FSDP2, LoRA", "DDP, LoRA", "FSDP2, a larger model", "FSDP2, larger, tied"]
+WRAPPERS += ["FSDP2, two rows, prefetch", "DDP, two rows"]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -131,9 +131,11 @@ def test_rows_of_each_rank_on_two_ranks(wrapper, tmp_path):
     start = [each.detach().clone() for each in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     lengths = [len(row["input_ids"]) for row in ROWS]
-    samplers = [PackedBatchSampler(lengths, 64, rank, 2, drop_last=True) for rank in range(2)]
+    samplers = [[*PackedBatchSampler(lengths, 64, rank, 2, drop_last=True)] for rank in range(2)]
+    of_step = 2 if "two rows" in wrapper else 1
     assert len(samplers[0]) > 3
-    for rows in zip(*samplers, strict=True):
+    for first in range(0, len(samplers[0]), of_step):
+        rows = [row for rank in samplers for row in rank[first : first + of_step]]
         documents = [torch.tensor([ROWS[i]["input_ids"]]) for row in rows for i in row]
         losses = [model(ids, labels=ids).loss * (ids.numel() - 1) for ids in documents]
         mean = sum(losses) / sum(ids.numel() - 1 for ids in documents)
