@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from statistics import mean, median
 
@@ -72,7 +71,7 @@ def column_of(rows: list[dict], cell: dict | str) -> Iterator:
 
 
 def compared(rows: list[dict], cell: dict) -> Iterator:
-    """A value of the row ``at``, or of each itself, over that of the row ``over``, among rows of the same cells."""
+    """A value of the row ``at``, or of each itself, over that of the row ``over`` or its column ``per``."""
     key = lambda row: tuple(row[column] for column in cell["same"])  # noqa: E731
     ordered = in_order(rows, [cell["most"]] if "most" in cell else [])
     at, over = (
@@ -81,8 +80,8 @@ def compared(rows: list[dict], cell: dict) -> Iterator:
     )
     for row in rows:
         value = value_of(row if at is None else at.get(key(row), Case()), cell["of"])
-        if over is not None:
-            base = value_of(over.get(key(row), Case()), cell["of"])
+        if over is not None or "per" in cell:
+            base = row[cell["per"]] if "per" in cell else value_of(over.get(key(row), Case()), cell["of"])
             value = float(value) / float(base) if float(value or 0) and base else ""
         yield value
 
@@ -150,9 +149,8 @@ WORDS = {"workload": result_rows.workload}
 # Text =================================================================================================================
 
 STATS = {
-    "sum": sum, "min": min, "max": max, "median": median, "count": len, "span": Span,
+    "sum": sum, "min": min, "max": max, "median": median, "mean": mean, "count": len, "span": Span,
     "spread": lambda values: max(values) - min(values), "ratio": lambda values: values[0] / values[1] if len(values) > 1 else "",
-    "product": prod, "mean": mean,
 }  # fmt: skip
 
 
@@ -193,7 +191,9 @@ def said(pieces: list, names: dict, rows: list[dict]) -> str:
 
 
 def with_shape(block: dict) -> dict:
-    return {**SPEC["shapes"].get(block.get("like"), {}), **block}
+    shape, cells = SPEC["shapes"].get(block.get("like"), {}), block.get("cells", {})
+    before = {name: cell for name, cell in shape.get("cells", {}).items() if name not in cells}
+    return {**shape, **block, "cells": before | cells}
 
 
 def text_of(block: dict) -> str:

@@ -115,9 +115,7 @@ def kept(load: Callable[[str, list[str]], list[dict]]) -> Callable[[str, list[st
 
 
 def middle(rows: list[dict], column: str) -> list[dict]:
-    """Of the repeats of each case the row with the median of a column, of an even number the lower one. It has three
-    cells more: how often the case ran, from the least to the most of several runs, and how far apart both are.
-    """
+    """Of the repeats of each case the row with the median of a column (of two the lower), and how far all reach."""
     cases: dict = {}
     for i, row in enumerate(rows):
         cases.setdefault(row["case"] if row.get("repeat") else i, []).append(row)
@@ -128,7 +126,8 @@ def middle(rows: list[dict], column: str) -> list[dict]:
         if len(runs) > 1:
             often, span = f"{len(runs)} times (median)", Span(float(row[column]) for row in runs)
             apart = str(max(span) / min(span) - 1)
-        found.append(runs[(len(runs) - 1) // 2] | {"often": Cell(often), "span": span, "apart": Cell(apart)})
+        of_all = {"lowest": runs[0][column], "highest": runs[-1][column], "often": Cell(often), "span": span}
+        found.append(runs[(len(runs) - 1) // 2] | of_all | {"apart": Cell(apart)})
     return found
 
 

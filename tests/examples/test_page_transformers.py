@@ -35,43 +35,44 @@ def test_the_program_of_the_readme(tmp_path, capsys):
     assert names["model"].get_decoder().layers[0].self_attn.q_proj.weight.grad is not None
 
 
-def test_trainers_of_the_readme(tmp_path):
-    """SFT and GRPO of TRL, and transformers' Trainer: each runs the lines that the page has for it."""
+def test_trainers_of_the_readme(tmp_path, monkeypatch):
+    """SFT and GRPO of TRL: each block is a program by itself, but for the data."""
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     from common.hf_setup import byte_tokenizer
 
     options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
 
-    def on_the_cpu(config, **fixed):
-        return lambda folder, **more: config(str(tmp_path / folder), **{**more, **options, "bf16": False, **fixed})
+    def on_the_cpu(config):
+        return lambda folder, **more: config(str(tmp_path / folder), **{**more, **options, "bf16": False})
 
     def of_trl(kind, **more):
-        return lambda *args, **given: getattr(trl, kind)(*args, processing_class=byte_tokenizer(), **more, **given)
+        made = lambda self, *args, **given: kind.__init__(  # noqa: E731
+            self, *args, processing_class=byte_tokenizer(), **more, **given
+        )
+        return type(kind.__name__, (kind,), {"__init__": made})
 
     datasets.disable_progress_bars()
     tiny_llama().save_pretrained(tmp_path / "model")
-    block = block_with("README.md", "SFTTrainer")
-    assert "layer.compile()" in block
+    sft, grpo = (
+        block_with("README.md", text).replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))
+        for text in ("SFTTrainer", "GRPOTrainer")
+    )
+    assert "layer.compile()" in sft
     # Without the seconds that code for the CPU takes.
-    block = block.replace("layer.compile()", 'layer.compile(backend="aot_eager_decomp_partition")')
-    sft, grpo, stock = block.split("\n\n")
-    imports, sft = sft.split("\nargs = ")
-    first = [line for line in block_with("README.md", "info(model)").splitlines() if re.match("import|from", line)]
-    names = {}
-    exec("\n".join([*first, imports.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))]), names)
-    names |= {"SFTTrainer": of_trl("SFTTrainer"), "SFTConfig": on_the_cpu(trl.SFTConfig)}
-    names |= {"dataset": datasets.Dataset.from_list(ROWS)}
-    names["TrainingArguments"] = on_the_cpu(names["TrainingArguments"], dataloader_pin_memory=False)
-    exec(stock, names)
-    names["trainer"].train()
-    exec(f"args = {sft}", names)
-    names["trainer"].train()
-    assert "seq_lengths" in names["trainer"].train_dataset.column_names
+    sft = sft.replace("layer.compile()", 'layer.compile(backend="aot_eager_decomp_partition")')
     args = on_the_cpu(trl.GRPOConfig)("grpo", per_device_train_batch_size=4, num_generations=2, max_completion_length=4)
+    for name, fixed in (("SFTTrainer", {}), ("GRPOTrainer", {"args": args})):
+        monkeypatch.setattr(trl, name, of_trl(getattr(trl, name), **fixed))
+    monkeypatch.setattr(trl, "SFTConfig", on_the_cpu(trl.SFTConfig))
+    names = {"dataset": datasets.Dataset.from_list(ROWS)}
+    exec(sft, names)
+    assert names["trainer"].state.global_step == 1
+    assert "seq_lengths" in names["trainer"].train_dataset.column_names
     prompts = datasets.Dataset.from_list([{"prompt": "p" * i} for i in (1, 2, 3)])
-    names |= {"GRPOTrainer": of_trl("GRPOTrainer", args=args), "prompts": prompts}
-    names["reward"] = lambda completions, **_: [float(len(set(text))) for text in completions]
+    names = {"prompts": prompts, "reward": lambda completions, **_: [float(len(set(text))) for text in completions]}
+    grpo, train = grpo.split("trainer.train()")
     exec(grpo, names)
+    assert train.strip() == ""
     rows = []
     names["trainer"].model.model.register_forward_pre_hook(
         lambda _, __, kwargs: rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True
