@@ -29,7 +29,10 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     the state_dict begins at the weight. So does an element whose copy does not round to its weight, which somebody
     wrote. A copy or a pickle of the optimizer itself does not keep float32: make a new one and load the state_dict.
 
-    Register step pre-hooks that change gradients before this call. Steps inside torch.compile were not tested.
+    Step pre-hooks registered after this call, and post-hooks registered before it, find the copies and their gradients
+    in the groups; what they write into the weights and their gradients is lost. A closure computes its loss: a
+    backward of an earlier one raises torch's "modified by an inplace operation". Steps inside torch.compile were not
+    tested.
 
     Args:
         optimizer: any torch.optim.Optimizer before its first step and before load_state_dict. A second call
@@ -113,42 +116,40 @@ class _Copies:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             _refuse_none(optimizer)
-        for weight in _weights(optimizer):
-            if weight.dtype in HALF and (weight.grad is not None or (closure is not None and weight.requires_grad)):
-                self._begin(optimizer, weight)
-        self._put(optimizer)
+        self._take(optimizer, closure is not None)
         if closure is None:
             return None
 
         def of_the_weights() -> Any:
             self._round(self.pairs)
-            self._put_back(optimizer)
+            self.restore(optimizer)  # the closure may read the states, and gradients of copies would take memory
             loss = closure()
             _refuse_none(optimizer)
-            self._put(optimizer)
+            self._take(optimizer, True)
             return loss
 
         return (*args[:1], of_the_weights, *args[2:]), {n: value for n, value in kwargs.items() if n != "closure"}
 
+    def _take(self, optimizer: torch.optim.Optimizer, also_without_gradients: bool) -> None:
+        for weight in _weights(optimizer):
+            wanted = weight.grad is not None or (also_without_gradients and weight.requires_grad)
+            if wanted and weight.dtype in HALF:
+                copy = self._begin(optimizer, weight)
+                copy.grad = None if weight.grad is None else weight.grad.float()
+        _exchange(optimizer, {weight: copy for weight, copy, _ in self.pairs})
+
     @torch.no_grad()
-    def _begin(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
+    def _begin(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> torch.Tensor:
         """Find or make the copy of a weight, and give it the weight's state."""
         state = optimizer.state.pop(weight, {})
         known = state.pop(COPY, None)
         copy = weight.detach().float() if known is None else known
         if known is not None:  # somebody may have written into the weight. In place, as in a CUDA graph
             known.copy_(torch.where(known.to(weight.dtype) == weight, known, weight.float()))
-        if state:  # none for an optimizer that begins: it looks for an empty one
+        if state or known is not None:  # none for an optimizer that begins: it looks for an empty one
             optimizer.state[copy] = state
         self.pairs.append((weight, copy, known is not None))
-
-    def _put(self, optimizer: torch.optim.Optimizer) -> None:
-        for weight, copy, _ in self.pairs:
-            copy.grad = None if weight.grad is None else weight.grad.float()
-        _exchange(optimizer, {weight: copy for weight, copy, _ in self.pairs})
-
-    def _put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        _exchange(optimizer, {copy: weight for weight, copy, _ in self.pairs})
+        return copy
 
     @torch.no_grad()
     def _round(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor, bool | None]]) -> None:
@@ -161,7 +162,7 @@ class _Copies:
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the weights into the groups again, and the copies into their states."""
-        self._put_back(optimizer)
+        _exchange(optimizer, {copy: weight for weight, copy, _ in self.pairs})
         for weight, copy, known in self.pairs:
             state = optimizer.state.pop(copy, {})
             # A copy that was never stepped is its weight; some optimizers refuse states that only have others' entries.

@@ -1,5 +1,7 @@
 """keep_float32: an optimizer of half weights steps as the same one on float32 weights with the same gradients."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ OPTIMIZERS = {
     "AdamW foreach": lambda weights: torch.optim.AdamW(weights, lr=1e-3, foreach=True, amsgrad=True),
     "AdamW, a tensor as lr": lambda weights: torch.optim.AdamW(weights, lr=torch.tensor(1e-3)),
     "SGD": lambda weights: torch.optim.SGD(weights, lr=1e-3),
+    "SGD fused": lambda weights: torch.optim.SGD(weights, lr=1e-3, fused=True),
     "SGD, momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9, nesterov=True, weight_decay=0.1),
     "Adafactor": lambda weights: torch.optim.Adafactor(weights, lr=1e-3),
     "Muon": lambda weights: torch.optim.Muon(weights, lr=1e-3),
@@ -20,10 +23,10 @@ OPTIMIZERS = {
 }
 
 
-def pair(make=OPTIMIZERS["AdamW"], dtype=torch.bfloat16, shapes=((4, 6), (6, 4)), groups=None):
+def pair(device, make=OPTIMIZERS["AdamW"], dtype=torch.bfloat16, groups=None):
     """Half weights with their optimizer of copies, and float32 weights of the same values with theirs."""
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    start = [torch.randn(shape, generator=generator).to(device, dtype) for shape in ((4, 6), (6, 4))]
     half = [weight.clone().requires_grad_() for weight in start]
     full = [weight.float().requires_grad_() for weight in start]
     groups = groups or (lambda weights: weights)
@@ -33,7 +36,7 @@ def pair(make=OPTIMIZERS["AdamW"], dtype=torch.bfloat16, shapes=((4, 6), (6, 4))
 def gradients(half, full, seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     for of_half, of_full in zip(half, full, strict=True):
-        of_half.grad = (torch.randn(of_half.shape, generator=generator) * scale).to(of_half.dtype)
+        of_half.grad = (torch.randn(of_half.shape, generator=generator) * scale).to(of_half.device, of_half.dtype)
         of_full.grad = of_half.grad.float()
 
 
@@ -53,8 +56,8 @@ def assert_equal(half, optimizer, full, reference):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_are_those_on_float32_weights(name, dtype):
-    half, kept, full, reference = pair(OPTIMIZERS[name], dtype)
+def test_steps_are_those_on_float32_weights(name, dtype, device):
+    half, kept, full, reference = pair(device, OPTIMIZERS[name], dtype)
     for step in range(20):
         gradients(half, full, step)
         kept.step()
@@ -64,8 +67,8 @@ def test_steps_are_those_on_float32_weights(name, dtype):
     assert any(not torch.equal(copy, copy.to(dtype).float()) for copy in copies_of(kept, half))
 
 
-def test_small_steps_are_not_rounded_away():
-    start, stepped = torch.tensor([0.0006, 0.02, 1.0]).bfloat16(), []
+def test_small_steps_are_not_rounded_away(device):
+    start, stepped = torch.tensor([0.0006, 0.02, 1.0], dtype=torch.bfloat16, device=device), []
     for keep in (lambda optimizer: optimizer, keep_float32):
         weight = start.clone().requires_grad_()
         optimizer = keep(torch.optim.AdamW([weight], lr=1e-6, weight_decay=0.0))
@@ -76,11 +79,11 @@ def test_small_steps_are_not_rounded_away():
     assert stepped == [[False, False, False], [True, True, False]]
 
 
-def test_groups_keep_their_options_and_schedulers_work():
+def test_groups_keep_their_options_and_schedulers_work(device):
     groups = lambda weights: [  # noqa: E731
         {"params": weights[:1], "lr": 1e-2, "weight_decay": 0.5}, {"params": weights[1:], "betas": (0.5, 0.7)}
     ]  # fmt: skip
-    half, kept, full, reference = pair(groups=groups)
+    half, kept, full, reference = pair(device, groups=groups)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in (kept, reference)]
     for step in range(8):
         gradients(half, full, step)
@@ -91,8 +94,8 @@ def test_groups_keep_their_options_and_schedulers_work():
     assert kept.param_groups[0]["lr"] == reference.param_groups[0]["lr"] == 1e-2 / 16
 
 
-def test_a_scheduler_may_come_before():
-    weight = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+def test_a_scheduler_may_come_before(device):
+    weight = torch.ones(3, dtype=torch.bfloat16, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1e-3)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     keep_float32(optimizer)
@@ -102,9 +105,9 @@ def test_a_scheduler_may_come_before():
     assert copies_of(optimizer, [weight])[0].dtype == torch.float32
 
 
-def test_float32_weights_and_weights_without_gradient_stay():
+def test_float32_weights_and_weights_without_gradient_stay(device):
     half, single, unused, frozen = (
-        torch.ones(3, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, *[torch.bfloat16] * 2)
+        torch.ones(3, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32, *[torch.bfloat16] * 2)
     )
     half.requires_grad_(), single.requires_grad_(), unused.requires_grad_()
     optimizer = keep_float32(torch.optim.AdamW([half, single, unused, frozen], lr=1e-3))
@@ -121,17 +124,17 @@ def test_float32_weights_and_weights_without_gradient_stay():
     assert torch.equal(copies_of(optimizer, [half])[0], before)
 
 
-def test_weights_that_are_added_later_have_copies():
-    _, kept, _, _ = pair()
-    added = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+def test_weights_that_are_added_later_have_copies(device):
+    _, kept, _, _ = pair(device)
+    added = torch.ones(2, dtype=torch.bfloat16, device=device, requires_grad=True)
     kept.add_param_group({"params": [added]})
     added.grad = torch.ones_like(added)
     kept.step()
     assert copies_of(kept, [added])[0].dtype == torch.float32
 
 
-def test_gradients_stay_until_zero_grad_and_are_clipped_as_before():
-    half, kept, full, reference = pair()
+def test_gradients_stay_until_zero_grad_and_are_clipped_as_before(device):
+    half, kept, full, reference = pair(device)
     gradients(half, full, 0, 10.0)
     torch.nn.utils.clip_grad_norm_(half, 1.0)
     for of_half, of_full in zip(half, full, strict=True):
@@ -148,8 +151,8 @@ def test_gradients_stay_until_zero_grad_and_are_clipped_as_before():
     assert all(weight.grad is None for weight in half)
 
 
-def test_gradients_accumulate_in_the_weights():
-    half, kept, full, reference = pair()
+def test_gradients_accumulate_in_the_weights(device):
+    half, kept, full, reference = pair(device)
     for _ in range(3):
         for part in range(2):
             ((half[0] @ half[1]).float().sum() * (part + 1)).backward()
@@ -162,11 +165,11 @@ def test_gradients_accumulate_in_the_weights():
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "LBFGS", "LBFGS, line search"])
 @pytest.mark.parametrize("keyword", [False, True])
-def test_closures(name, keyword):
+def test_closures(name, keyword, device):
     """The closure sees the rounded weights, and may call zero_grad."""
     lbfgs = {"LBFGS": None, "LBFGS, line search": "strong_wolfe"}
     make = OPTIMIZERS.get(name) or (lambda weights: torch.optim.LBFGS(weights, lr=0.1, line_search_fn=lbfgs[name]))
-    half, kept, full, reference = pair(make)
+    half, kept, full, reference = pair(device, make)
 
     def closure_of(optimizer, weights):
         def closure():
@@ -196,8 +199,8 @@ def test_closures(name, keyword):
         assert states[0]["func_evals"] == states[1]["func_evals"]
 
 
-def test_a_closure_that_raises_leaves_the_weights_in_the_groups():
-    half, kept, full, reference = pair()
+def test_a_closure_that_raises_leaves_the_weights_in_the_groups(device):
+    half, kept, full, reference = pair(device)
     gradients(half, full, 0)
     kept.step(), reference.step()
 
@@ -212,8 +215,61 @@ def test_a_closure_that_raises_leaves_the_weights_in_the_groups():
     assert_equal(half, kept, full, reference)
 
 
-def test_a_step_that_raised_is_followed_by_others():
-    half, kept, full, reference = pair()
+def squares(weights):
+    return (weights[0] @ weights[1]).square().mean()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "LBFGS"])
+def test_a_closure_may_save_the_states(name, device):
+    make = {"LBFGS": lambda weights: torch.optim.LBFGS(weights, lr=0.1, max_iter=4)} | OPTIMIZERS
+    half, kept, others, other = *pair(device, make[name])[:2], *pair(device, make[name])[:2]
+    saved = []
+
+    def closure(optimizer, weights):
+        optimizer.zero_grad()
+        loss = squares(weights)
+        loss.backward()
+        if weights is half:
+            assert [weight for group in kept.param_groups for weight in group["params"]] == half
+            saved.append(kept.state_dict()["state"])
+        return loss.float()
+
+    for _ in range(3):
+        kept.step(lambda: closure(kept, half)), other.step(lambda: closure(other, others))
+        assert all(map(torch.equal, copies_of(kept, half), copies_of(other, others)))
+    assert all({"float32_copy"} <= {*state} for state in saved[-1].values())
+    assert {*saved[-1]} == {0, 1}
+
+
+def test_gradients_of_copies_are_gone_while_a_closure_runs(device):
+    class Twice(torch.optim.SGD):
+        def step(self, closure):
+            with torch.enable_grad():
+                closure()
+                seen.extend(weakref.ref(weight.grad) for group in self.param_groups for weight in group["params"])
+                closure()
+
+    half, kept, _, _ = pair(device, lambda weights: Twice(weights, lr=0.1))
+    seen, alive = [], []
+
+    def closure():
+        alive.append(sum(grad() is not None for grad in seen))
+        squares(half).backward()
+
+    kept.step(closure)
+    assert len(seen) == 2
+    assert alive == [0, 0]
+
+
+def test_a_loss_of_before_the_step_is_an_error_of_torch(device):
+    half, kept, _, _ = pair(device)
+    loss = squares(half)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.step(loss.backward)
+
+
+def test_a_step_that_raised_is_followed_by_others(device):
+    half, kept, full, reference = pair(device)
     gradients(half, full, 0)
     kept.step(), reference.step()
     betas, kept.param_groups[0]["betas"] = kept.param_groups[0]["betas"], None
@@ -227,8 +283,8 @@ def test_a_step_that_raised_is_followed_by_others():
     assert_equal(half, kept, full, reference)
 
 
-def test_after_a_step_that_raised_gradients_are_those_of_the_weights():
-    half, kept, full, reference = pair()
+def test_after_a_step_that_raised_gradients_are_those_of_the_weights(device):
+    half, kept, full, reference = pair(device)
     gradients(half, full, 0)
     betas, kept.param_groups[0]["betas"] = kept.param_groups[0]["betas"], None
     with pytest.raises(TypeError):
@@ -241,13 +297,38 @@ def test_after_a_step_that_raised_gradients_are_those_of_the_weights():
     assert_equal(half, kept, full, reference)
 
 
-def test_an_optimizer_that_clears_gradients_in_its_step():
+@pytest.mark.parametrize("early", [True, False])
+def test_what_a_hook_writes_into_gradients(early, device):
+    """Registered after keep_float32 it comes too late for those of the weights; in the groups it finds the copies'."""
+    half, kept, full, reference = pair(device, lambda weights: torch.optim.SGD(weights, lr=0.01))
+    seen = []
+
+    def halve(optimizer, args, kwargs):
+        seen.extend(optimizer.param_groups[0]["params"])
+        for weight in half:
+            weight.grad *= 0.5
+
+    if early:
+        kept = torch.optim.SGD(half, lr=0.01)
+        kept.register_step_pre_hook(halve)
+        keep_float32(kept)
+    else:
+        kept.register_step_pre_hook(halve)
+    gradients(half, full, 0)
+    for weight in full if early else ():
+        weight.grad *= 0.5
+    kept.step(), reference.step()
+    assert_equal(half, kept, full, reference)
+    assert {weight.dtype for weight in seen} == {torch.bfloat16 if early else torch.float32}
+
+
+def test_an_optimizer_that_clears_gradients_in_its_step(device):
     class Clearing(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
             self.zero_grad()
 
-    half, kept, full, reference = pair(lambda weights: Clearing(weights, lr=0.01))
+    half, kept, full, reference = pair(device, lambda weights: Clearing(weights, lr=0.01))
     for step in range(3):
         gradients(half, full, step)
         kept.step(), reference.step()
@@ -257,12 +338,14 @@ def test_an_optimizer_that_clears_gradients_in_its_step():
 @pytest.mark.parametrize(
     ("name", "dtype"), [("AdamW", torch.bfloat16), ("AdamW fused", torch.bfloat16), ("AdamW fused", torch.float16)]
 )
-def test_grad_scaler(name, dtype):
-    half, kept, full, reference = pair(OPTIMIZERS[name], dtype)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+def test_grad_scaler(name, dtype, device):
+    if device == "cuda" and dtype == torch.bfloat16:
+        pytest.skip("GradScaler unscales no bfloat16 gradients on a GPU")
+    half, kept, full, reference = pair(device, OPTIMIZERS[name], dtype)
+    scaler = torch.amp.GradScaler(device, init_scale=4.0)
     for step in range(4):
         gradients(half, full, step)
-        scaler.scale(torch.zeros(()))  # as a loss is
+        scaler.scale(torch.zeros((), device=device))  # as a loss is
         for weight in half:
             weight.grad *= 4
         if step == 2:
@@ -274,17 +357,17 @@ def test_grad_scaler(name, dtype):
     assert all(map(torch.equal, copies_of(kept, half), full))
 
 
-def test_a_scale_of_float16_gradients_without_fused_is_an_error_of_torch():
-    half, kept, full, _ = pair(dtype=torch.float16)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.zeros(()))
+def test_a_scale_of_float16_gradients_without_fused_is_an_error_of_torch(device):
+    half, kept, full, _ = pair(device, dtype=torch.float16)
+    scaler = torch.amp.GradScaler(device, init_scale=4.0)
+    scaler.scale(torch.zeros((), device=device))
     gradients(half, full, 0)
     with pytest.raises(ValueError, match="unscale FP16 gradients"):
         scaler.step(kept)
 
 
-def test_twice_is_once():
-    half, kept, full, reference = pair()
+def test_twice_is_once(device):
+    half, kept, full, reference = pair(device)
     assert keep_float32(kept) is kept
     for step in range(3):
         gradients(half, full, step)
@@ -308,9 +391,9 @@ def test_layers_may_be_compiled_and_checkpointed():
 
 
 @pytest.mark.parametrize("how", ["in place", "data"])
-def test_weights_that_were_written_win(how):
+def test_weights_that_were_written_win(how, device):
     """Also by .data, which moves no version counter."""
-    half, kept, full, reference = pair()
+    half, kept, full, reference = pair(device)
     gradients(half, full, 0)
     kept.step(), reference.step()
     with torch.no_grad():
@@ -321,8 +404,8 @@ def test_weights_that_were_written_win(how):
     assert_equal(half, kept, full, reference)
 
 
-def test_errors_say_what_to_do():
-    weight = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+def test_errors_say_what_to_do(device):
+    weight = torch.ones(3, dtype=torch.bfloat16, device=device, requires_grad=True)
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Linear"):
         keep_float32(torch.nn.Linear(1, 1))
     optimizer = torch.optim.AdamW([weight])
@@ -332,7 +415,7 @@ def test_errors_say_what_to_do():
         keep_float32(optimizer)
     with pytest.raises(ValueError, match="expected one without state"):
         keep_float32(torch.optim.Adagrad([weight]))
-    twice = torch.optim.SGD([torch.ones(1)])
+    twice = torch.optim.SGD([torch.ones(1, device=device)])
     twice.param_groups[0]["params"] = [weight]
     twice.param_groups.append(dict(twice.param_groups[0], params=[weight]))
     with pytest.raises(ValueError, match="twice"):

@@ -9,17 +9,21 @@ from torch.distributed.checkpoint import state_dict as dcp
 from packing_ops.optim import keep_float32
 
 
-def run(seed=0):
+def run(device, seed=0):
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).bfloat16()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(device, torch.bfloat16)
     model[1].bias.requires_grad_(False)
     return model, keep_float32(torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1))
+
+
+def rows_of(generator, model):
+    return torch.randn(16, 8, generator=generator).to(model[0].weight)
 
 
 def train(model, optimizer, steps):
     for step in steps:
         generator = torch.Generator().manual_seed(step)
-        model(torch.randn(16, 8, generator=generator).bfloat16()).float().square().mean().backward()
+        model(rows_of(generator, model)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -36,16 +40,16 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 @pytest.mark.parametrize("stepped", [0, 2])
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path, first, stepped):
-    went_on = run()
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path, first, stepped, device):
+    went_on = run(device)
     train(*went_on, range(3))
     torch.save({"model": went_on[0].state_dict(), "optimizer": went_on[1].state_dict()}, tmp_path / "saved.pt")
     train(*went_on, range(3, 6))
-    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True, map_location="cpu")
     states = saved["optimizer"]["state"]
     assert {*states} == {0, 1, 2}  # the frozen bias has none
     assert {value.dtype for state in states.values() for value in state.values()} == {torch.float32}
-    resumed = run(1)
+    resumed = run(device, 1)
     train(*resumed, range(10, 10 + stepped))  # loads over what is there
     for part in (0, 1) if first == "model" else (1, 0):
         resumed[part].load_state_dict(saved["optimizer" if part else "model"])
@@ -53,13 +57,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path, first, stepped
     assert_same(went_on, resumed)
 
 
-def test_a_state_dict_without_copies_begins_at_the_weights():
-    model, optimizer = run()
+def test_a_state_dict_without_copies_begins_at_the_weights(device):
+    model, optimizer = run(device)
     train(model, optimizer, range(3))
     without = copy.deepcopy(optimizer.state_dict())
     for state in without["state"].values():
         del state["float32_copy"]
-    other, resumed = run(1)
+    other, resumed = run(device, 1)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(without))  # load_state_dict shares tensors
     train(other, resumed, range(3, 4))
@@ -67,7 +71,7 @@ def test_a_state_dict_without_copies_begins_at_the_weights():
     reference = torch.optim.AdamW(full.parameters(), lr=1e-3, weight_decay=0.1)
     reference.load_state_dict(without)
     model.zero_grad()
-    model(torch.randn(16, 8, generator=torch.Generator().manual_seed(3)).bfloat16()).float().square().mean().backward()
+    model(rows_of(torch.Generator().manual_seed(3), model)).float().square().mean().backward()
     for weight, of_full in zip(model.parameters(), full.parameters(), strict=True):
         of_full.grad = None if weight.grad is None else weight.grad.float()
     reference.step()
@@ -77,8 +81,20 @@ def test_a_state_dict_without_copies_begins_at_the_weights():
             assert torch.equal(resumed.state[weight]["float32_copy"], of_full)
 
 
-def test_a_state_dict_loads_into_an_optimizer_without_copies():
-    model, optimizer = run()
+def test_a_state_dict_that_is_kept_has_copies_after_later_steps(device):
+    """Also of an optimizer without other states: torch shares what it holds."""
+    weight = torch.ones(3, dtype=torch.bfloat16, device=device, requires_grad=True)
+    optimizer = keep_float32(torch.optim.SGD([weight], lr=1e-3))
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        saved = optimizer.state_dict()
+    optimizer.step()
+    assert saved["state"][0]["float32_copy"] is optimizer.state[weight]["float32_copy"]
+
+
+def test_a_state_dict_loads_into_an_optimizer_without_copies(device):
+    model, optimizer = run(device)
     train(model, optimizer, range(3))
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plain.load_state_dict(optimizer.state_dict())
@@ -86,8 +102,8 @@ def test_a_state_dict_loads_into_an_optimizer_without_copies():
     assert {state["exp_avg"].dtype for state in plain.state.values()} == {torch.bfloat16}
 
 
-def test_a_load_that_raised_changes_nothing():
-    went_on, other = run(), run()
+def test_a_load_that_raised_changes_nothing(device):
+    went_on, other = run(device), run(device)
     train(*went_on, range(3))
     train(*other, range(3))
     wrong = other[1].state_dict()
@@ -100,9 +116,9 @@ def test_a_load_that_raised_changes_nothing():
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_states_by_names_of_torch_distributed_checkpoint(tmp_path, flat):
+def test_states_by_names_of_torch_distributed_checkpoint(tmp_path, flat, device):
     options = dcp.StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=not flat)
-    went_on = run()
+    went_on = run(device)
     train(*went_on, range(3))
     states = {
         "model": dcp.get_model_state_dict(went_on[0]),
@@ -110,7 +126,7 @@ def test_states_by_names_of_torch_distributed_checkpoint(tmp_path, flat):
     }
     torch.distributed.checkpoint.save(states, checkpoint_id=tmp_path)
     train(*went_on, range(3, 6))
-    resumed = run(1)
+    resumed = run(device, 1)
     model = dcp.get_model_state_dict(resumed[0])
     states = {"model": model, "optimizer": dcp.get_optimizer_state_dict(*resumed, options=options)}
     torch.distributed.checkpoint.load(states, checkpoint_id=tmp_path)
