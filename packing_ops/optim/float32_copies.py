@@ -58,7 +58,8 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         TypeError: no torch.optim.Optimizer, one around another (accelerate's, ZeroRedundancyOptimizer), or one that
             loads states by a method of its class (bitsandbytes).
         ValueError: an optimizer with state, which Adagrad has from the start; a weight that is in the groups twice.
-        RuntimeError: in the first step, where no weight has a gradient: the model has other weights by now.
+        RuntimeError: in the first step, where no weight has a gradient: the model has other weights by now. In a CUDA
+            graph, where a weight has its first step: take one before the capture.
 
     Determinism: bitwise, if the optimizer is.
     Synchronises: no.
@@ -141,6 +142,11 @@ class _Copies:
     @torch.no_grad()
     def _begin(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> torch.Tensor:
         """Find or make the copy of a weight, and give it the weight's state."""
+        if weight.is_cuda and COPY not in optimizer.state.get(weight, {}) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "keep_float32: the first step of a weight is in a CUDA graph, each replay of which would make its copy "
+                "again: take a step before the capture"
+            )
         state = optimizer.state.pop(weight, {})
         known = state.pop(COPY, None)
         copy = weight.detach().float() if known is None else known
