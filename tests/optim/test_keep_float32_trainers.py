@@ -1,4 +1,4 @@
-"""keep_float32(trainer.create_optimizer()): transformers' Trainer, resumed, and by accelerate's FSDP2."""
+"""keep_float32 with transformers: its Trainer, resumed, and by accelerate's FSDP2; adapters of PEFT."""
 
 import functools
 import os
@@ -91,3 +91,32 @@ def test_fsdp2_of_the_arguments(tmp_path):
     assert any(not torch.equal(copy, copy.bfloat16().float()) for copy in wanted)
     assert not all(map(torch.equal, wanted, stopped))
     assert all(map(torch.equal, wanted, resumed))
+
+
+@pytest.mark.parametrize("given", ["all", "those that train"])
+def test_lora(given, device):
+    """Adapters step as float32 ones with the same gradients; the base stays as it is and has no copies."""
+    peft = pytest.importorskip("peft")
+    model = tiny_model("qwen3", dtype=torch.bfloat16, device=device, vocab_size=64)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    adapters = [weight for weight in model.parameters() if weight.requires_grad]
+    base = [weight for weight in model.parameters() if not weight.requires_grad]
+    before = [weight.clone() for weight in base]
+    full = [weight.detach().float().requires_grad_() for weight in adapters]
+    options = {"lr": 1e-4, "weight_decay": 0.1}
+    optimizer = keep_float32(torch.optim.AdamW(model.parameters() if given == "all" else adapters, **options))
+    reference = torch.optim.AdamW(full, **options)
+    rows = torch.tensor([row["input_ids"] for row in ROWS], device=device)
+    for _ in range(6):
+        model(input_ids=rows, labels=rows).loss.backward()
+        for weight, wanted in zip(adapters, full, strict=True):
+            wanted.grad = weight.grad.float()
+        optimizer.step(), reference.step()
+        optimizer.zero_grad()
+    assert {*optimizer.state} == {*adapters}
+    assert all(map(torch.equal, base, before))
+    copies = [optimizer.state[weight]["float32_copy"] for weight in adapters]
+    assert all(map(torch.equal, copies, full))
+    assert all(torch.equal(weight, copy.bfloat16()) for weight, copy in zip(adapters, copies, strict=True))
+    assert any(not torch.equal(copy, copy.bfloat16().float()) for copy in copies)
