@@ -19,6 +19,7 @@ from packing_ops.integrations.transformers import (
     continuous_batching,
     fused_loss,
     layer_documents,
+    made_again,
     masks,
     positions,
     sequence_group,
@@ -56,10 +57,10 @@ def register(name: str = "packing_ops") -> None:
 
     What this adds to transformers and torch stays until revert_registration(name): the name in its two tables, and
     wrappers around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, around
-    the preparation of masks, and around both forms of torch.utils.checkpoint, which take the documents along; in
-    models, the forward of layers that carry a state. The wrappers in transformers leave models with another
-    attn_implementation as they are. A process that unpickles a model with this attention under another name must
-    call register(name) first.
+    the preparation of masks, around Trainer.call_model_init, which may not replace a model with this attention by one
+    without, and around both forms of torch.utils.checkpoint, which take the documents along; in models, the forward of
+    layers that carry a state. The wrappers in transformers leave models with another attn_implementation as they are.
+    A process that unpickles a model with this attention under another name must call register(name) first.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats specially.
@@ -88,7 +89,7 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *checkpoints.PATCHES):
+    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *checkpoints.PATCHES, *made_again.patches()):
         patch.pin()
     NAMES.add(name)
     for patch in continuous_batching.PATCHES:
@@ -117,8 +118,8 @@ def revert_registration(name: str = "packing_ops") -> None:
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
     if not NAMES:
-        of_peft = _additions.WHEN_MADE, _additions.patch_of_peft()
-        for patch in (masks.PATCH, OWN_ATTENTION, CALLS, *continuous_batching.PATCHES, *checkpoints.PATCHES, *of_peft):
+        single = masks.PATCH, OWN_ATTENTION, CALLS, _additions.WHEN_MADE, _additions.patch_of_peft()
+        for patch in (*single, *made_again.patches(), *continuous_batching.PATCHES, *checkpoints.PATCHES):
             patch.revert()
         stateful.revert()
 
@@ -206,9 +207,8 @@ def packing_ops_attention(
     elif batched:
         heads, documents, keys = continuous_batching.with_keys(module, heads, cu_seqlens, refused, kwargs)
     elif sequence is not None:  # rows spread over several ranks
-        if pattern is not None and pattern.blocks is not None:
-            refused = refused or "a mask with blocks that see ahead"
-        mask = None if pattern is not None else attention_mask
+        mask, blocks = (attention_mask, None) if pattern is None else (None, pattern.blocks)
+        refused = refused or ("" if blocks is None else "a mask with blocks that see ahead")
         return sequence.attend_over_ranks(heads, mask, cu_seq_lens_q, options, refused), None
     else:
         given = query, key, attention_mask, pattern, cu_seqlens, position_ids
@@ -380,8 +380,7 @@ def _by_sdpa(module, heads, mask, options, dropout, given):
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
-    out = F.dropout(weights, dropout, module.training) @ value
-    return out.transpose(1, 2).contiguous(), None
+    return (F.dropout(weights, dropout, module.training) @ value).transpose(1, 2).contiguous(), None
 
 
 # --- models with special attention classes, which no attn_implementation of ours reaches (Falcon, GPT-J) ---

@@ -256,9 +256,8 @@ class PackedCall:
 
     def checked_positions(self, position_ids, batch):
         """Return position_ids of a tensor mask. Raises ValueError if cu_seq_lens_q, unseen by layers, disagree."""
-        if position_ids is None or self.cu_seqlens is None or position_ids.shape[0] not in (1, batch):
-            return position_ids
-        if self.segment_parents is not None:  # depths in a tree, which attention refuses with such a mask
+        is_tree = self.segment_parents is not None  # depths, which attention refuses with such a mask
+        if is_tree or position_ids is None or self.cu_seqlens is None or position_ids.shape[0] not in (1, batch):
             return position_ids
         if self.checked is None or self.checked[0] is not position_ids:  # masks of other layers have the same ones
             cu_seqlens = self.cu_seqlens, self.cu_seqlens_k
@@ -487,5 +486,4 @@ def _near_misses(cls, names):
     near = [name for name in names if name not in _CU_SEQLENS and _NEAR.fullmatch(name.lower())]
     if not near or not reads_text(cls):
         return ()
-    known = inspect.signature(cls.forward).parameters
-    return tuple(name for name in near if name not in known)
+    return tuple(name for name in near if name not in inspect.signature(cls.forward).parameters)

@@ -132,8 +132,7 @@ def _patches() -> list[Patch]:
         config = importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
     except (ImportError, AttributeError):
         return []
-    served = hasattr(config, "page_size") and all(hasattr(patch.owner, patch.name) for patch in patches)
-    return patches if served else []
+    return patches if hasattr(config, "page_size") and all(hasattr(each.owner, each.name) for each in patches) else []
 
 
 PATCHES = _patches()

@@ -34,9 +34,8 @@ class BatchDocuments:
     """
 
     def __init__(self, cu_seqlens, indices=None, has_interior_padding=False, several=None):
-        self.cu_seqlens, self.indices = cu_seqlens, indices
+        self.cu_seqlens, self.indices, self.device = cu_seqlens, indices, cu_seqlens.device
         self.has_interior_padding, self.several = has_interior_padding, several
-        self.device = cu_seqlens.device
 
     def on(self, device):
         """Return the same documents on another device, for models with layers on several."""

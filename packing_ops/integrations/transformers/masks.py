@@ -50,9 +50,8 @@ class MaskPattern:
 
     def __init__(self, causal, window, length, padding, position_ids, axes=False, blocks=None, batch=1):
         self.causal, self.window, self.length, self.axes = causal, window, length, axes
-        self.padding, self.position_ids, self.blocks = padding, position_ids, blocks
-        self.shape, self.ndim, self.last = torch.Size((batch, 1, length, length)), 4, None
-        self._found, self.of_tree = None, False
+        self.padding, self.position_ids, self.blocks, self.of_tree = padding, position_ids, blocks, False
+        self.shape, self.ndim, self.last, self._found = torch.Size((batch, 1, length, length)), 4, None, None
 
     def dim(self):
         return self.ndim
@@ -241,9 +240,8 @@ def blocks_of(mask_function, batch, length):
 
 def _closure_variables(maker, function):
     """Return the variables of a function that masking_utils.maker made, by name; None for every other function."""
-    if getattr(function, "__qualname__", "").partition(".<locals>.")[0] != maker or not function.__closure__:
-        return None
-    if function.__module__ != masking_utils.__name__:
+    made_by = getattr(function, "__qualname__", "").partition(".<locals>.")[0]
+    if made_by != maker or not function.__closure__ or function.__module__ != masking_utils.__name__:
         return None
     cells = (cell.cell_contents for cell in function.__closure__)
     return dict(zip(function.__code__.co_freevars, cells, strict=True))
@@ -264,8 +262,7 @@ def ends_of_blocks(documents, blocks):
     of_documents = gate.seq_idx_from_cu_seqlens(documents.cu_seqlens, numbers.shape[0]) * (numbers.max() + 1)
     keys = of_documents + numbers
     starts = (keys[1:] != keys[:-1]) & (numbers[1:] != 0)
-    comes_back = starts & (keys[1:] <= keys.cummax(0).values[:-1])
-    return None if bool(comes_back.any()) else ends
+    return None if bool((starts & (keys[1:] <= keys.cummax(0).values[:-1])).any()) else ends
 
 
 # --- transformers' preparation of masks ---
@@ -374,8 +371,10 @@ def _layer_that_counts(cache, layer_idx):
     layers = getattr(cache, "layers", ())
     if layer_idx is None or layer_idx >= len(layers) or getattr(layers[layer_idx], "is_initialized", True):
         return layer_idx
-    filled = (hasattr(each, "get_seq_length") and each.is_initialized for each in layers)
-    return next((place for place, is_filled in enumerate(filled) if is_filled), layer_idx)
+    return next(
+        (place for place, each in enumerate(layers) if hasattr(each, "get_seq_length") and each.is_initialized),
+        layer_idx,
+    )
 
 
 def patch_of(owner) -> Patch:

@@ -119,8 +119,7 @@ def new_patch(module, name: str) -> Patch:
 def functions_called(cls: type) -> tuple[str, ...]:
     """Return the names of the rotary functions that forward of this class calls."""
     forward = inspect.unwrap(cls.forward)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return tuple(filter(ROTARY.fullmatch, names))
+    return tuple(filter(ROTARY.fullmatch, getattr(getattr(forward, "__code__", None), "co_names", ())))
 
 
 def _names(module) -> list[str]:

@@ -28,9 +28,8 @@ def one_call(self, hidden_states, *args, **kwargs):
     cu_seqlens = given.get("cu_seqlens")  # None for one image, of which some blocks make a mask
     if cu_seqlens is None or not _fits_one_call(self, hidden_states, given.get("attention_mask")):
         return stock(self, hidden_states, *args, **kwargs)
-    row = torch.tensor([0, hidden_states.shape[-2]], device="cpu")
-    images = {"cu_seqlens": row, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-    return stock(self, hidden_states, **{**given, **images})
+    given["cu_seqlens"] = torch.tensor([0, hidden_states.shape[-2]], device="cpu")
+    return stock(self, hidden_states, **{**given, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens})
 
 
 def _fits_one_call(module, x, mask=None) -> bool:
