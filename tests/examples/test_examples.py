@@ -332,6 +332,6 @@ def test_switches_of_the_page_exist():
     pytest.importorskip("trl")
     _, section = (ROOT / "docs" / "transformers.md").read_text().split("## Which call\n")
     calls = re.findall(r"^\| `(\w+)\(.*?\)` \| `([\w.]+)` \|", section, re.M)
-    assert len(calls) == 6
+    assert len(calls) == 7
     for name, module in calls:
         assert callable(getattr(importlib.import_module(module), name))

@@ -333,13 +333,14 @@ def test_every_block_is_run():
         "docs/data.md": 5,
         "docs/long-documents.md": 5,
         "docs/losses.md": 1,
+        "docs/memory.md": 2,
         "docs/ops.md": 4,
         "docs/pages.md": 2,
         "docs/parallel.md": 10,
         "docs/performance.md": 1,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
-        "docs/transformers.md": 9,
+        "docs/transformers.md": 11,
         "docs/vllm.md": 3,
     }
 

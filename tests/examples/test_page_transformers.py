@@ -1,5 +1,5 @@
-"""The Python of README.md, docs/transformers.md and docs/transformers-models.md runs as it is written, and what their
-tables say of models that are copied and loaded holds.
+"""The Python of README.md, docs/transformers.md, transformers-models.md and memory.md runs as it is written, and
+what their tables say of models that are copied and loaded holds.
 """
 
 import copy
@@ -100,14 +100,13 @@ def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
 
     model = tiny_llama().train()
     steps = "model(torch.arange(9)[None], labels=torch.arange(9)[None], use_cache=False).loss.backward()"
-    block = block_with("docs/transformers.md", "checkpoint_policy(model").replace("...  ", steps)
+    block = block_with("docs/memory.md", "def put_checkpoint").replace("...  ", steps)
     block = block.replace("layer.compile()", 'layer.compile(backend="aot_eager_decomp_partition")')
     assert steps in block
     if not inside:
-        enable = 'model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})'
-        assert enable in (ROOT / "docs" / "transformers.md").read_text()
         block = in_place_of("    put_checkpoint(layer, context_fn=policy)\n", "", block)
-        block = in_place_of('or "auto"\n', f'or "auto"\n{enable}\n', block)
+        own = next(line for line in block.splitlines() if line.startswith("policy ="))
+        block = in_place_of(f"{own}\n", block_with("docs/memory.md", "gradient_checkpointing_enable"), block)
     names = {"model": model, "torch": torch, "apply_packing_ops": apply_packing_ops}
     exec(block, names)
     names.clear()  # guards of torch.compile keep the globals of put_checkpoint
@@ -126,7 +125,7 @@ def test_put_checkpoint_of_the_page_is_the_examples(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     from common.training import put_checkpoint
 
-    assert inspect.getsource(put_checkpoint) in block_with("docs/transformers.md", "def put_checkpoint")
+    assert inspect.getsource(put_checkpoint) in block_with("docs/memory.md", "def put_checkpoint")
 
 
 def test_the_alias_of_the_page_and_its_undo():
@@ -198,6 +197,77 @@ def test_stock_documents_are_apart_only_without_a_cache(tmp_path):
     assert (model(ids, **call).logits[:, 4:] - wanted).abs().max() > 1e-2
     names["Trainer"](model, names["args"])
     assert not model.config.use_cache, "the Trainer makes none"
+
+
+def sft_of(folder):
+    """Names of SFTTrainer's blocks, for a step on the CPU."""
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    from common.hf_setup import byte_tokenizer
+
+    tiny_llama().save_pretrained(folder / "model")
+    fixed = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
+    fixed |= {"bf16": False, "max_length": 64, "eval_steps": 1}
+    return {
+        "name": str(folder / "model"),
+        "dataset": datasets.Dataset.from_list(ROWS),
+        "SFTConfig": lambda out, **given: trl.SFTConfig(str(folder / out), **given | fixed),
+        "SFTTrainer": functools.partial(trl.SFTTrainer, processing_class=byte_tokenizer()),
+    }
+
+
+def test_sft_of_the_page(tmp_path):
+    names = sft_of(tmp_path)
+    exec(block_with("docs/transformers.md", "from trl import SFTConfig").partition("\n")[2], names)
+    info = pytest.importorskip("packing_ops.integrations.transformers").info(names["trainer"].model)
+    assert int(re.search(r"1 row, (\d+) documents", info)[1]) > 1
+
+
+@pytest.mark.parametrize("packed", [None, False])
+def test_an_evaluation_of_the_page(packed, tmp_path):
+    """The loss of documents alone, without logits: the mean over rows, each the mean over its targets."""
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    names = sft_of(tmp_path) | {"apply_packing_ops": apply_packing_ops}
+    names["held_out"] = names["dataset"].select(range(6))
+    config, found = names["SFTConfig"], []
+    names["SFTConfig"] = lambda *args, **given: config(*args, **given, learning_rate=0.0, eval_packing=packed)
+    block = in_place_of("trainer.train()", "trainer.model.register_forward_hook(note)\ntrainer.train()",
+                        block_with("docs/transformers.md", "eval_dataset=held_out"))  # fmt: skip
+    names["note"] = lambda model, _, out: found.append((model.training, out.get("logits")))
+    exec(block, names)
+    (loss,) = (entry["eval_loss"] for entry in names["trainer"].state.log_history if "eval_loss" in entry)
+    stock, means = tiny_llama().eval(), []
+    for row in names["trainer"].eval_dataset:
+        ends = row.get("seq_lengths") or [len(row["input_ids"])]
+        documents = torch.tensor(row["input_ids"]).split(ends)
+        sums = [stock(ids[None], labels=ids[None]).loss.item() * (ids.numel() - 1) for ids in documents]
+        means.append(sum(sums) / sum(ids.numel() - 1 for ids in documents))
+    assert len(means) == (6 if packed is False else 2)
+    assert {training for training, _ in found} == {True, False}
+    assert [logits for _, logits in found if logits is not None] == []
+    assert loss == pytest.approx(sum(means) / len(means), rel=1e-4)
+
+
+@pytest.mark.parametrize("applied", ["both", "the policy alone"])
+def test_dpo_of_the_page(applied, tmp_path):
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    names = sft_of(tmp_path)
+    options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
+    names["DPOConfig"] = lambda out: trl.DPOConfig(str(tmp_path / out), bf16=False, **options)
+    names["DPOTrainer"] = functools.partial(
+        trl.DPOTrainer, processing_class=names["SFTTrainer"].keywords["processing_class"]
+    )
+    names["pairs"] = datasets.Dataset.from_list(
+        [{"prompt": "p" * i, "chosen": "ab", "rejected": "c"} for i in (1, 2, 3)]
+    )
+    block = block_with("docs/transformers.md", "DPOTrainer").partition("\n")[2]
+    if applied == "both":
+        exec(block, names)
+        assert names["trainer"].ref_model.config._attn_implementation == "packing_ops"
+        return
+    block = in_place_of("    apply_packing_ops(trainer.ref_model)", "    pass", block)
+    with pytest.raises(ValueError, match="ref_model"):
+        exec(block, names)
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -414,7 +484,6 @@ def test_experts_of_the_sampler_are_replayed():
         assert gradient.flatten(1).any(1).tolist() == [True, True, True, False]
 
 
-@pytest.mark.parametrize("name", ["sft_trl.py", "grpo_trl.py"])
-def test_the_scripts_of_the_page_are_those_that_are_tested(name):
-    _, script = (ROOT / "examples" / "first" / name).read_text().split('"""\n\n', 1)
+def test_the_script_of_the_page_is_the_one_that_is_tested():
+    _, script = (ROOT / "examples" / "first" / "grpo_trl.py").read_text().split('"""\n\n', 1)
     assert f"```python\n{script}```" in (ROOT / "docs" / "transformers.md").read_text()
