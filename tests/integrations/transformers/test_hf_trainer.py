@@ -2,6 +2,7 @@
 
 import functools
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from common.hf_setup import byte_tokenizer  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
-from helpers.processes import spawn  # noqa: E402
+from helpers.processes import spawn, spawn_on_gpus  # noqa: E402
 
 from packing_ops.contrib.unsloth import enable_packing  # noqa: E402
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
@@ -89,8 +90,11 @@ def test_steps_are_those_of_the_stock_model_on_padded_batches(collator, device, 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def losses_of(model, collator, folder, rows, kind="Trainer", compiled=False, **options):
-    """The trainer, and the loss of each of four steps, after apply_packing_ops if the collator packs."""
+def losses_of(model, collator, folder, rows, kind="Trainer", compiled=None, **options):
+    """The trainer, and the loss of each of four steps, after apply_packing_ops if the collator packs.
+
+    compiled: the backend of layers that are compiled.
+    """
     torch.manual_seed(0)
     examples = [{"input_ids": ids, "labels": ids} for ids in (torch.randint(3, 61, (n,)).tolist() for n in LENGTHS)]
     of_settings, of_trainer, more = transformers.TrainingArguments, transformers.Trainer, {}
@@ -99,20 +103,20 @@ def losses_of(model, collator, folder, rows, kind="Trainer", compiled=False, **o
         import trl
 
         of_settings, of_trainer, more = trl.SFTConfig, trl.SFTTrainer, {"processing_class": byte_tokenizer()}
-        options = {"bf16": False} | options | {"max_length": None, "gradient_checkpointing": False}
+        options = {"bf16": False, "gradient_checkpointing": False} | options | {"max_length": None}
         options |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
         examples = datasets.Dataset.from_list(examples)
     settings = of_settings(
         str(folder), per_device_train_batch_size=rows, train_sampling_strategy="sequential", learning_rate=1e-2,
-        optim="sgd", max_steps=4, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
-        logging_steps=1, max_grad_norm=0.0, **options,
+        optim="sgd", max_steps=4, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
+        max_grad_norm=0.0, **{"use_cpu": True} | options,
     )  # fmt: skip
     trainer = of_trainer(model, settings, collator, examples, **more)
     trainer.remove_callback(transformers.PrinterCallback)
     if isinstance(collator, PaddingFreeCollator):
         apply_packing_ops(trainer.model, fused_loss=True)
     for layer in trainer.model.get_decoder().layers if compiled else ():
-        layer.compile(backend="aot_eager")
+        layer.compile(backend=compiled)
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -163,7 +167,7 @@ def test_a_model_that_train_makes_again(where, tmp_path):
 def test_layers_that_are_compiled_before_training(checkpointing, tmp_path, fresh_compile):
     models = [tiny_model("qwen3", vocab_size=258, num_hidden_layers=2) for _ in range(2)]
     _, wanted = losses_of(models[0], padded(), tmp_path, ROWS)
-    options = {"compiled": True, "gradient_checkpointing": checkpointing}
+    options = {"compiled": "aot_eager", "gradient_checkpointing": checkpointing}
     trainer, found = losses_of(models[1], PaddingFreeCollator(), tmp_path, ROWS, **options)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert all(layer._compiled_call_impl is not None for layer in trainer.model.get_decoder().layers)
@@ -223,3 +227,57 @@ def test_fsdp2_of_the_arguments(kind, bf16, tmp_path):
         assert dtypes == {torch.float32}
         assert losses == pytest.approx(wanted, rel=1e-2 if bf16 else 1e-5)
         assert (max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)) > 1e-5) == bf16
+
+
+# --- two GPUs, by the Trainer's arguments ---
+
+SETTINGS_OF_GPUS = [
+    (wrapper, bf16, how)
+    for wrapper in ("DDP", "FSDP2")
+    for bf16 in (False, True)
+    for how in ("plain", "checkpointing", "compiled")
+]
+
+
+def on_gpus(folder, kind):
+    """What wraps the model, and the losses, of each setting."""
+    rank, device = str(dist.get_rank()), f"cuda:{dist.get_rank()}"
+    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
+    found = {}
+    for setting in SETTINGS_OF_GPUS:
+        wrapper, bf16, how = setting
+        torch._dynamo.reset()
+        AcceleratorState._reset_state()
+        options = {"bf16": bf16, "use_cpu": False, "compiled": "inductor" if how == "compiled" else None}
+        if wrapper == "FSDP2":
+            options |= {"fsdp": True, "fsdp_config": {"activation_checkpointing": how == "checkpointing"}}
+        elif how == "checkpointing":
+            options["gradient_checkpointing"] = True
+        model = tiny_model("qwen3", device=device, vocab_size=258)
+        with mock.patch.dict(os.environ):  # transformers says there how accelerate wraps a model
+            trainer, losses = losses_of(model, PaddingFreeCollator(), folder, ROWS, kind, **options)
+        found[setting] = type(trainer.model_wrapped).__name__, losses
+    return found
+
+
+@pytest.fixture(scope="module", params=["Trainer", "SFTTrainer"])
+def of_gpus(request, tmp_path_factory):
+    """What each of two ranks found, and the losses of stock code on padded rows."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    if request.param == "SFTTrainer":
+        pytest.importorskip("trl")
+    folder = tmp_path_factory.mktemp("ranks")
+    _, wanted = losses_of(tiny_model("qwen3", vocab_size=258), padded(), folder, 2 * ROWS)
+    return spawn_on_gpus(functools.partial(on_gpus, folder, request.param), 2, folder), wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", SETTINGS_OF_GPUS, ids=str)
+def test_losses_on_gpus_are_those_of_padded_rows(setting, of_gpus):
+    (found, _), wanted = of_gpus
+    wrapper, bf16, _ = setting
+    wrapped, losses = found[setting]
+    assert wrapped.startswith("DistributedDataParallel" if wrapper == "DDP" else "FSDP")
+    assert losses == pytest.approx(wanted, rel=1e-2 if bf16 else 1e-4)
+    assert (max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)) > 1e-5) == bf16
