@@ -62,16 +62,22 @@ def trained(folder, name, *more, ranks=2):
     return steps, load_file(saved[0])
 
 
+GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPUS])]
+
+
 def without_times(steps):
     return [{name: value for name, value in step.items() if "second" not in name} for step in steps]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "setting", [["--checkpointing", "0.001"], ["--lora", 4, "--wrapper", "ddp", "--checkpointing", "full"]], ids=str
 )
-def test_an_interrupted_run_goes_on_to_the_bit(folder, setting):
+def test_an_interrupted_run_goes_on_to_the_bit(folder, setting, device):
     if "--lora" in setting:
         pytest.importorskip("peft")
+    setting = [*setting, "--device", device]
     steps, weights = trained(folder, "whole", *setting)
     first, _ = trained(folder, "parts", *setting, "--stop-after", 3)
     assert [step["step"] for step in first] == [1, 2, 3]
@@ -85,11 +91,12 @@ def test_an_interrupted_run_goes_on_to_the_bit(folder, setting):
     assert all("lora" in name for name in weights) == ("--lora" in setting)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
-def test_mixed_precision(folder, wrapper):
+def test_mixed_precision(folder, wrapper, device):
     """Weights that are trained in float32, by products in bfloat16."""
     (exact, *_), _ = trained(folder, "exact", "--wrapper", wrapper, "--stop-after", 1)
-    steps, weights = trained(folder, "mixed", "--wrapper", wrapper, "--mixed")
+    steps, weights = trained(folder, "mixed", "--wrapper", wrapper, "--mixed", "--device", device)
     assert 0 < abs(steps[0]["loss"] - exact["loss"]) < 1e-2
     assert steps[-1]["held_out_loss"] < steps[1]["held_out_loss"]
     assert {each.dtype for each in weights.values()} == {torch.float32}

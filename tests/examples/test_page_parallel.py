@@ -1,4 +1,6 @@
-"""The indented Python of docs/parallel.md and docs/long-documents.md runs as it is written, on processes of the CPU."""
+"""The indented Python of docs/parallel.md and docs/long-documents.md runs as it is written, on processes of the CPU and
+on two GPUs.
+"""
 
 import functools
 import os
@@ -12,57 +14,71 @@ from helpers.pages import ROWS, block_with, tiny_llama
 
 import packing_ops
 
+GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+LIMITS = {"cpu": {"rtol": 1e-4, "atol": 1e-6}, "cuda": {"rtol": 1e-3, "atol": 1e-5}}
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPUS])]
 
-def packed_row():
+
+def spawned(device, worker, *arguments, folder):
+    """What the worker returns in each of two processes."""
+    spawn = processes.spawn if device == "cpu" else processes.spawn_on_gpus
+    return spawn(functools.partial(worker, *arguments, device), 2, folder)
+
+
+def packed_row(device="cpu"):
     torch.manual_seed(1)
     lengths = [5, 7, 4]
     metadata = packing_ops.PackedMetadata.from_lengths(lengths)
     ids = torch.randint(3, 250, (1, 16))
     labels = packing_ops.mask_boundary_labels(ids, metadata)
-    return {
+    row = {
         "input_ids": ids,
         "labels": labels,
         "position_ids": metadata.position_ids[None],
         **metadata.to_transformers(),
     }
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in row.items()}
 
 
-def on_the_cpu(block, *more):
-    """A block of the page for two CPU processes, with steps whose size goes by the gradient."""
+def for_two_ranks(block, device, *more):
+    """A block of the page for two processes, with steps whose size goes by the gradient."""
     step = "AdamW(model.parameters(), lr=1e-5)", "SGD(model.parameters(), lr=0.1)"
-    for there, here in (('"cuda"', '"cpu"'), step, *more):
+    for there, here in (('"cuda"', f'"{device}"'), step, *more):
         assert there in block
         block = block.replace(there, here)
     return block
 
 
-def long_document(folder):
+def long_document(folder, device):
     """What the script of one document over 4 GPUs gives on two ranks: its parameters after a step."""
     block = block_with("docs/long-documents.md", "for document in documents")
-    block = on_the_cpu(
+    block = for_two_ranks(
         block,
+        device,
         ("param_dtype=torch.bfloat16", "param_dtype=torch.float32"),
         ("(4,)", "(2,)"),
         ("targets / 4", "targets / 2"),
     )
     names = {"name": folder / "model", "documents": [{"input_ids": packed_row()["input_ids"][0, :13].tolist()}]}
     exec(block, names)
-    return [parameter.full_tensor().detach() for parameter in names["model"].parameters()]
+    return [parameter.full_tensor().detach().cpu() for parameter in names["model"].parameters()]
 
 
-def losses_of_a_rank(folder):
+def losses_of_a_rank(folder, device):
     from torch.distributed.fsdp import fully_shard
 
     block = block_with("docs/long-documents.md", "targets / (dp * sp)")
-    names = {"dp": 1, "sp": 2, "model": tiny_llama(), "rows": [packed_row()], "fully_shard": fully_shard}
-    exec(block.replace('"cuda"', '"cpu"'), names)
-    return names["loss"].item(), long_document(folder)
+    names = {"dp": 1, "sp": 2, "model": tiny_llama().to(device), "rows": [packed_row(device)]}
+    names["fully_shard"] = fully_shard
+    exec(block.replace('"cuda"', f'"{device}"'), names)
+    return names["loss"].item(), long_document(folder, device)
 
 
-def test_model_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_model_on_two_ranks(device, tmp_path):
     whole = tiny_llama("eager")
     whole.save_pretrained(tmp_path / "model")
-    losses, stepped = zip(*processes.spawn(functools.partial(losses_of_a_rank, tmp_path), 2, tmp_path), strict=True)
+    losses, stepped = zip(*spawned(device, losses_of_a_rank, tmp_path, folder=tmp_path), strict=True)
     row, alone = packed_row(), []
     for start, end in ((0, 5), (5, 12), (12, 16)):
         ids = row["input_ids"][:, start:end]
@@ -72,7 +88,7 @@ def test_model_on_two_ranks(tmp_path):
     whole.train()(ids, labels=ids).loss.backward()
     optimizer.step()
     for found in stepped:
-        torch.testing.assert_close(found, [each.detach() for each in whole.parameters()], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, [each.detach() for each in whole.parameters()], **LIMITS[device])
 
 
 def in_place_of(line, block, text):
@@ -84,15 +100,17 @@ def in_place_of(line, block, text):
     return changed
 
 
-def parameters_of_a_rank(folder, wrapper):
+def parameters_of_a_rank(folder, wrapper, device):
     """Parameters and the loss to log; as the page says it for DDP, with autocast, adapters, or a larger model."""
     of_page = functools.partial(block_with, "docs/parallel.md")
     model, training = of_page("starts NCCL"), of_page("PackedBatchSampler")
     if "DDP" in wrapper:
-        wrapped = of_page("DistributedDataParallel").replace('"cuda"', '"cpu"')
+        wrapped = of_page("DistributedDataParallel").replace('"cuda"', f'"{device}"')
         wrapped = wrapped.replace("torch.bfloat16", f"torch.bfloat16, enabled={'autocast' in wrapper}")
     else:
-        wrapped = of_page("cast_forward_inputs").replace("param_dtype=torch.bfloat16", "param_dtype=torch.float32")
+        wrapped = of_page("cast_forward_inputs")
+        if "mixed" not in wrapper:
+            wrapped = wrapped.replace("param_dtype=torch.bfloat16", "param_dtype=torch.float32")
     if "LoRA" in wrapper:
         adapters = of_page("get_peft_model").replace("r=16", "r=2")
         model = in_place_of("apply_packing_ops(", "torch.manual_seed(7)\n" + adapters, model + "\n")
@@ -102,22 +120,26 @@ def parameters_of_a_rank(folder, wrapper):
     if "prefetch" in wrapper:
         wrapped += "\n" + of_page("set_modules_to_forward_prefetch")
     more = ('int(os.environ["WORLD_SIZE"])', "2"), ("model.parameters(), 1.0)", "model.parameters(), 1e6)")
-    block = on_the_cpu("\n".join([model, wrapped, training]), *more)
+    if "checkpointing" in wrapper:
+        model = in_place_of("# model.gradient_checkpointing", "model.gradient_checkpointing_enable()", model + "\n")
+    block = for_two_ranks("\n".join([model, wrapped, training]), device, *more)
     names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 1}
     names["rows_per_step"] = 2 if "two rows" in wrapper else 1
     exec(block, names)
     if wrapper == "FSDP2":
         exec(of_page("save_pretrained").replace('"out"', repr(str(folder / "out"))), names)
     parameters = [each.detach() for each in names["model"].parameters()]
-    return [each if "DDP" in wrapper else each.full_tensor() for each in parameters], names["mean"].item()
+    whole = [(each if "DDP" in wrapper else each.full_tensor()).cpu() for each in parameters]
+    return whole, names["mean"].item()
 
 
 WRAPPERS = ["FSDP2", "DDP", "DDP, autocast", "FSDP2, LoRA", "DDP, LoRA", "FSDP2, a larger model", "FSDP2, larger, tied"]
-WRAPPERS += ["FSDP2, two rows, prefetch", "DDP, two rows"]
+WRAPPERS += ["FSDP2, two rows, prefetch", "DDP, two rows", "FSDP2, mixed, checkpointing"]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_rows_of_each_rank_on_two_ranks(wrapper, tmp_path):
+def test_rows_of_each_rank_on_two_ranks(wrapper, device, tmp_path):
     """An epoch gives the parameters that documents give one by one, averaged over the targets of both ranks."""
     from packing_ops.data import PackedBatchSampler
 
@@ -144,39 +166,41 @@ def test_rows_of_each_rank_on_two_ranks(wrapper, tmp_path):
         optimizer.zero_grad()
     wanted = [each.detach() for each in model.parameters()]
     assert sum((a - b).abs().sum() for a, b in zip(start, wanted, strict=True)) > 1
-    limits = {"rtol": 0, "atol": 2e-2} if "autocast" in wrapper else {"rtol": 1e-4, "atol": 1e-6}
-    for found, logged in processes.spawn(functools.partial(parameters_of_a_rank, tmp_path, wrapper), 2, tmp_path):
-        assert logged == pytest.approx(mean.item(), rel=1e-2 if "autocast" in wrapper else 1e-5)
+    in_bf16 = "autocast" in wrapper or "mixed" in wrapper
+    limits = {"rtol": 0, "atol": 2e-2} if in_bf16 else LIMITS[device]
+    for found, logged in spawned(device, parameters_of_a_rank, tmp_path, wrapper, folder=tmp_path):
+        assert logged == pytest.approx(mean.item(), rel=1e-2 if in_bf16 else LIMITS[device]["rtol"] / 10)
         assert all(each.dtype == torch.float32 for each in found)
         torch.testing.assert_close(found, wanted, **limits)
-        assert ("autocast" in wrapper) == (max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) > 1e-4)
+        assert in_bf16 == (max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) > 1e-4)
     if wrapper == "FSDP2":
         saved = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32)
         torch.testing.assert_close([each.detach() for each in saved.parameters()], wanted, **limits)
 
 
-def loss_of_a_tensor_parallel_rank(folder):
+def loss_of_a_tensor_parallel_rank(folder, device):
     transformers = pytest.importorskip("transformers")
     from packing_ops.integrations.transformers import apply_packing_ops
 
     rank = str(torch.distributed.get_rank())
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"})  # as torchrun does
-    block = block_with("docs/parallel.md", 'tp_plan="auto"').replace('"cuda"', '"cpu"')
+    block = block_with("docs/parallel.md", 'tp_plan="auto"').replace('"cuda"', f'"{device}"')
     names = {"name": folder, "init_device_mesh": torch.distributed.device_mesh.init_device_mesh}
     names |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "apply_packing_ops": apply_packing_ops}
     exec(block, names)
     weight = names["model"].lm_head.weight
-    return weight.to_local().shape != weight.shape, names["model"](**packed_row(), use_cache=False).loss.item()
+    return weight.to_local().shape != weight.shape, names["model"](**packed_row(device), use_cache=False).loss.item()
 
 
-def test_tensor_parallel_model_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensor_parallel_model_on_two_ranks(device, tmp_path):
     from packing_ops.integrations.transformers import apply_packing_ops
 
     model = tiny_llama()
     model.save_pretrained(tmp_path)
     apply_packing_ops(model)
     wanted = model.train()(**packed_row(), use_cache=False).loss.item()
-    found = processes.spawn(functools.partial(loss_of_a_tensor_parallel_rank, tmp_path), 2, tmp_path)
+    found = spawned(device, loss_of_a_tensor_parallel_rank, tmp_path, folder=tmp_path)
     assert found == [(True, pytest.approx(wanted, rel=1e-5))] * 2
 
 
