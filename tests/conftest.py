@@ -20,7 +20,7 @@ if {"CUDA_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER"} <= os.environ.keys():  # befo
 
 import pytest
 import torch
-from helpers import compiler, gpu_asserts
+from helpers import compiler, fresh_process, gpu_asserts
 from hypothesis import HealthCheck, settings
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -48,6 +48,18 @@ def collection_of_tests(*generation: int) -> int:
 
 if not torch.cuda.is_available():  # whose memory they free
     gc.collect = collection_of_tests
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """In the process that starts xdist's workers: the server of fresh_process is one for all."""
+    with fresh_process.silence():
+        node.workerinput["fork_server"] = fresh_process.shared_server()
+
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        fresh_process.join_server(config.workerinput["fork_server"])
 
 
 @pytest.hookimpl(wrapper=True)

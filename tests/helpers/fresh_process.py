@@ -1,9 +1,9 @@
 """Scripts in separate processes, on the CPU, which do not import torch and transformers anew: forks of a server
 that has.
 
-The server starts with the first call, before it has any thread. It has nothing of packing_ops, and nothing of what
-tests have changed. multiprocessing's start method "forkserver" takes its processes from the same server, in scripts
-too.
+The server starts with the first call, before it has any thread; the workers of pytest-xdist share one. It has nothing
+of packing_ops, and nothing of what tests have changed. multiprocessing's start method "forkserver" takes its processes
+from the same server, in scripts too.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import types
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -45,6 +46,37 @@ def start_server() -> None:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+def shared_server() -> dict:
+    """For join_server: where a server is that lives as long as this process."""
+    start_server()
+    names = "_forkserver_address", "_forkserver_authkey"  # the second from Python 3.14 on
+    return {name: getattr(forkserver._forkserver, name, None) for name in names}
+
+
+def join_server(shared: dict) -> None:
+    """Take processes from the server of a process that outlives this one."""
+    server = forkserver._forkserver
+    vars(server).update(shared, ensure_running=lambda: None)  # by itself it would start a separate server
+    forkserver.ensure_running = server.ensure_running
+    if server._forkserver_alive_fd is None:  # processes of the server get one; it keeps no server alive
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """For programs that are started in it, and theirs: what they print goes nowhere."""
+    kept = [(number, os.dup(number)) for number in (1, 2)]
+    with open(os.devnull, "wb") as nowhere:
+        for number, _ in kept:
+            os.dup2(nowhere.fileno(), number)
+    try:
+        yield
+    finally:
+        for number, copy in kept:
+            os.dup2(copy, number)
+            os.close(copy)
+
+
 def run(*command, folder: Path, **options) -> str:
     """stdout of ``python *command``: a script and its arguments, or "-c" and code. It must end well.
 
@@ -57,7 +89,7 @@ def run(*command, folder: Path, **options) -> str:
 
 def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
     """The same in that many processes at once, with the addresses that torchrun would give them."""
-    start_server()
+    shared = shared_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -65,9 +97,8 @@ def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
     for rank in range(world_size):
         told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
         told |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
-        address = forkserver._forkserver._forkserver_address
         environment = (told if world_size > 1 else {}) | options.get("environment", {})
-        arguments = [str(c) for c in command], rank, folder, address, {**options, "environment": environment}
+        arguments = [str(c) for c in command], rank, folder, shared, {**options, "environment": environment}
         processes.append(context.Process(target=_main, args=arguments))
         processes[-1].start()
     printed = []
@@ -82,11 +113,10 @@ def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
     return printed
 
 
-def _main(command, rank, folder, address, options):
+def _main(command, rank, folder, shared, options):
     """In the process: becomes what ``python *command`` would be."""
     gc.freeze()  # a collection need not visit, and so copy, what the server has imported
-    # By itself it would start a separate server.
-    forkserver._forkserver._forkserver_address, forkserver._forkserver.ensure_running = address, lambda: None
+    join_server(shared)
     for number, name in ((1, "stdout"), (2, "stderr")):
         with open(folder / f"{name}_{rank}", "wb") as file:
             os.dup2(file.fileno(), number)
