@@ -3,6 +3,8 @@ policy.
 """
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -52,7 +54,14 @@ def trained(folder, name, *more, ranks=2):
         "--out",
         folder / name,
     )
-    fresh_process.run_ranks(ranks, *command, *SETTINGS, *more, folder=folder)
+    if "cuda" in more:  # a fork may not use GPUs that its server has looked at
+        torchrun = sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"PYTHONPATH": path}
+        words = [str(each) for each in (*torchrun, *command, *SETTINGS, *more)]
+        subprocess.run(words, check=True, cwd=ROOT, env=environment)
+    else:
+        fresh_process.run_ranks(ranks, *command, *SETTINGS, *more, folder=folder)
     steps = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
     saved = [*(folder / name / "model").glob("*.safetensors")]
     if not saved:

@@ -26,7 +26,10 @@ EVENTS = ["step", "inf", "one weight", "two parts", "written", "closure", "resum
 
 
 class Run:
-    """Half weights and float32 weights, each with an optimizer and a scheduler; the second has no GradScaler."""
+    """Half weights and float32 weights, each with an optimizer, a scheduler and a GradScaler.
+
+    Both have one, because a fused optimizer on a GPU rounds otherwise where it unscales.
+    """
 
     def __init__(self, device, optimizer, scheduler):
         generator = torch.Generator().manual_seed(0)
@@ -35,7 +38,9 @@ class Run:
         self.made = OPTIMIZERS[optimizer], SCHEDULERS[scheduler]
         self.kept, self.scheduler = self.optimizer_of(self.half, keep_float32)
         self.reference, self.its = self.optimizer_of(self.full, lambda made: made)
-        self.scaler = torch.amp.GradScaler(device, init_scale=256.0, growth_interval=2)
+        self.scaler, self.its_scaler = (
+            torch.amp.GradScaler(device, init_scale=256.0, growth_interval=2) for _ in range(2)
+        )
 
     def optimizer_of(self, weights, keep):
         optimizer = keep(self.made[0](weights))
@@ -46,7 +51,7 @@ class Run:
         for half, full in zip(self.half[of], self.full[of], strict=True):
             drawn = torch.randn(half.shape, generator=generator).to(half) * scale
             half.grad = drawn if half.grad is None else half.grad + drawn
-            full.grad = half.grad.float() / scale  # a power of two
+            full.grad = half.grad.float()
 
     def resumed(self):
         saved = copy.deepcopy((self.kept.state_dict(), self.scheduler.state_dict(), self.scaler.state_dict()))
@@ -64,17 +69,18 @@ class Run:
         self.kept.zero_grad(), self.reference.zero_grad()
         if event == "closure":  # which GradScaler refuses
             self.kept.step(lambda: self.gradients(seed, 1.0, slice(2)))
+            self.reference.step()
         else:
             of = slice(1) if event == "one weight" else slice(2)
-            self.scaler.scale(torch.zeros((), device=self.half[0].device))  # as a loss is
+            for scaler in (self.scaler, self.its_scaler):
+                scaler.scale(torch.zeros((), device=self.half[0].device))  # as a loss is
             for part in range(2 if event == "two parts" else 1):
                 self.gradients(2 * seed + part, self.scaler.get_scale(), of)
             if event == "inf":
-                self.half[0].grad[1] = torch.inf
-            self.scaler.step(self.kept)
-            self.scaler.update()
-        if event != "inf":
-            self.reference.step()
+                self.half[0].grad[1] = self.full[0].grad[1] = torch.inf
+            for scaler, optimizer in ((self.scaler, self.kept), (self.its_scaler, self.reference)):
+                scaler.step(optimizer)
+                scaler.update()
         self.scheduler.step(), self.its.step()
 
     def check(self):
