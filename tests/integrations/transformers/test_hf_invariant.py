@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import assert_same, rows_of_products
 from helpers.hf_models import tiny_model
+from helpers.processes import spawn_on_gpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -292,10 +293,14 @@ def claimed(model, **options):
     return found
 
 
-def test_lora():
+def on(device, model):  # float32 products are not claimed on a GPU
+    return model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+
+
+def test_lora(device):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(model_of("qwen3", num_hidden_layers=1), config)
+    model = on(device, peft.get_peft_model(model_of("qwen3", num_hidden_layers=1), config))
     assert apply_packing_ops(model, invariant=True).skipped == {}
     names = [layer.name for layer in claimed(model).layers]
     assert any("lora_A" in name for name in names)
@@ -316,25 +321,25 @@ def test_half_types(dtype):
     claimed(model)
 
 
-def test_autocast():
-    model = model_of("llama", num_hidden_layers=1)
-    apply_packing_ops(model, invariant=True)
-    with torch.autocast("cpu", torch.bfloat16):
+def test_autocast(device):
+    model = model_of("llama", num_hidden_layers=1).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        apply_packing_ops(model, invariant=True)
         claimed(model)
 
 
 def gradients_of_embeddings(model, *documents):
     """Of documents ``[length]`` in one row, or of ``[1, length]``."""
-    positions = torch.cat([torch.arange(ids.shape[-1]) for ids in documents])[None]
+    positions = torch.cat([torch.arange(ids.shape[-1], device=ids.device) for ids in documents])[None]
     embedded = model.get_input_embeddings()(torch.cat(documents, -1).reshape(1, -1)).detach().requires_grad_()
     model(inputs_embeds=embedded, position_ids=positions, use_cache=False).logits.square().sum().backward()
     return embedded.grad
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-def test_gradient_checkpointing(reentrant):
+def test_gradient_checkpointing(reentrant, device):
     """Layers that run again in backward take blocks of 16 rows there too."""
-    model, ids = model_of("qwen3", num_hidden_layers=1), torch.randint(128, (1, 5))
+    model, ids = on(device, model_of("qwen3", num_hidden_layers=1)), torch.randint(128, (1, 5), device=device)
     apply_packing_ops(model, invariant=True)
     wanted = gradients_of_embeddings(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -409,6 +414,51 @@ def test_fsdp2(one_rank):
     assert apply_packing_ops(model, invariant=True).skipped == {}
     claimed(model, gradients=False)
     model(torch.randint(128, (1, 5))).logits.sum().backward()
+    revert_packing_ops(model)
+
+
+LENGTHS = [9, 30, 1, 17]
+PACKS = [[[0, 1, 2], [3]], [[3, 1], [2, 0]]]  # documents of each row, of each rank
+
+
+def logits_in_rows(model, rows):
+    """Of each document, by its number."""
+    generator, found = torch.Generator().manual_seed(0), {}
+    documents = [torch.randint(128, (n,), generator=generator) for n in LENGTHS]
+    for row in rows:
+        ids, lengths = torch.cat([documents[i] for i in row])[None].cuda(), [LENGTHS[i] for i in row]
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
+        logits = model(ids, position_ids=positions).logits[0].detach().cpu()
+        found |= dict(zip(row, logits.split(lengths), strict=True))
+    return found
+
+
+def logits_of_a_rank():
+    """In DDP and in FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for sharded in (False, True):
+        model = on("cuda", model_of("qwen3", num_hidden_layers=2))
+        assert apply_packing_ops(model, invariant=True, strict=True)
+        for module in (*model.model.layers, model) if sharded else ():
+            fully_shard(module)
+        outer = model if sharded else torch.nn.parallel.DistributedDataParallel(model)
+        found.append(logits_in_rows(outer, PACKS[torch.distributed.get_rank()]))
+        revert_packing_ops(model)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_rows_on_two_gpus_have_the_bits_of_documents_alone(tmp_path):
+    model = on("cuda", model_of("qwen3", num_hidden_layers=2))
+    apply_packing_ops(model, invariant=True)
+    wanted = logits_in_rows(model, [[i] for i in range(len(LENGTHS))])
+    for of_rank in spawn_on_gpus(logits_of_a_rank, 2, tmp_path):
+        for found in of_rank:
+            for document, logits in wanted.items():
+                assert_same(found[document], logits)
     revert_packing_ops(model)
 
 
