@@ -124,7 +124,7 @@ def middle(rows: list[dict], column: str) -> list[dict]:
         runs = sorted((row for row in each if row[column]), key=lambda row: float(row[column])) or each
         often, span, apart = "once", "", ""
         if len(runs) > 1:
-            often, span = f"{len(runs)} times (median)", Span(float(row[column]) for row in runs)
+            often, span = f"{len(runs)} times", Span(float(row[column]) for row in runs)
             apart = str(max(span) / min(span) - 1)
         of_all = {"lowest": runs[0][column], "highest": runs[-1][column], "often": Cell(often), "span": span}
         found.append(runs[(len(runs) - 1) // 2] | of_all | {"apart": Cell(apart)})

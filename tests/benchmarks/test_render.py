@@ -172,6 +172,18 @@ def test_commits_are_in_tables():
         assert re.findall(r"\bcommit [0-9a-f]{7}\b", prose) == []
 
 
+def test_ours_differs_from_flashattention_2_no_more_than_its_rerun():
+    """docs/performance.md says so over the table of the curve."""
+    rows = render.loaded("curve_cuda.csv", [])
+    ours, again = (
+        sorted(float(row["apart_from_fa2"]) for row in rows if row["provider"] == name)
+        for name in ("ours", "fa2_again")
+    )
+    assert len(ours) == len(again) > 100
+    assert ours[-1] <= again[-1]
+    assert ours[len(ours) // 2] <= again[len(again) // 2]
+
+
 def test_padding_of_batches(monkeypatch):
     monkeypatch.setattr(result_rows, "lengths_of", lambda name: [1, 9] * 8)
     (found,) = result_rows.sft_lengths()

@@ -313,7 +313,7 @@ def test_flash_attention_2_of_torch(monkeypatch, tmp_path):
     monkeypatch.setattr(pytest.importorskip("torch.nn.attention.varlen"), "varlen_attn", varlen_attn)
     tiny_llama().save_pretrained(tmp_path)
     names = {"name": str(tmp_path)}
-    exec(block_with("docs/performance.md", "torch_fa2"), names)
+    exec(block_with("docs/performance-models.md", "torch_fa2"), names)
     ids, metadata = torch.arange(3, 12), packing_ops.PackedMetadata.from_lengths([4, 5])
     row = {"position_ids": metadata.position_ids[None], **metadata.to_transformers()}
     found = names["model"](ids[None], use_cache=False, **row).logits[0]
@@ -337,7 +337,7 @@ def test_every_block_is_run():
         "docs/ops.md": 4,
         "docs/pages.md": 2,
         "docs/parallel.md": 10,
-        "docs/performance.md": 1,
+        "docs/performance-models.md": 1,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,
         "docs/transformers.md": 11,
