@@ -3,7 +3,7 @@
 
 For each Python that this machine has and each torch, from the oldest to the newest: an environment, that torch as pip
 gives it, the wheel, and tests/project/test_quick.py where no source of packing_ops is in the way. Rows of
-benchmarks/results/matrix.csv are replaced by what was run; docs/install.md is made of that file (make readme). Then
+benchmarks/results/matrix.csv are replaced by what was run; docs/release.md is made of that file (make readme). Then
 tests/integrations/transformers with the oldest transformers of pyproject.toml, in an environment over the one that runs
 this.
 
