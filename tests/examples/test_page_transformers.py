@@ -5,6 +5,7 @@ what their tables say of models that are copied and loaded holds.
 import copy
 import functools
 import inspect
+import json
 import pickle
 import re
 import shutil
@@ -136,6 +137,11 @@ def test_the_alias_of_the_page_and_its_undo():
     assert "flash_attn" not in sys.modules
 
 
+def of_the_page(text, model):
+    """The block of the page with this text, with the model of a folder."""
+    return block_with("docs/transformers.md", text).replace("Qwen/Qwen3-0.6B", str(model))
+
+
 def trainer_of(folder, **options):
     """Of a model that does not know this package yet."""
     transformers = pytest.importorskip("transformers")
@@ -151,7 +157,7 @@ def trainer_of(folder, **options):
         "model": tiny_llama(),
         "args": args,
         "dataset": ROWS,
-        "collator": PaddingFreeCollator(),
+        "PaddingFreeCollator": PaddingFreeCollator,
     }
 
 
@@ -174,17 +180,19 @@ def test_a_trainer_resumes_with_what_was_applied(tmp_path, applied):
     assert (names["model"].config._attn_implementation == "packing_ops") == applied
 
 
-def test_examples_of_a_trainer_are_one_packed_row(tmp_path):
-    from packing_ops.integrations.transformers import apply_packing_ops
+def test_examples_of_a_trainer_are_one_packed_row(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    from packing_ops.integrations.transformers import info
 
-    names = trainer_of(tmp_path, max_steps=2) | {"apply_packing_ops": apply_packing_ops}
-    rows = []
-    names["model"].register_forward_pre_hook(
-        lambda _, __, batch: rows.append((len(batch["input_ids"]), (batch["position_ids"] == 0).sum().item())),
-        with_kwargs=True,
-    )
-    exec(block_with("docs/transformers.md", "data_collator=PaddingFreeCollator"), names)
-    assert rows == [(1, 2)] * 2, "two documents in one row"
+    of_page = transformers.TrainingArguments
+    fixed = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
+    fixed |= {"dataloader_pin_memory": False}
+    monkeypatch.setattr(transformers, "TrainingArguments", lambda _, **given: of_page(str(tmp_path), **given, **fixed))
+    tiny_llama().save_pretrained(tmp_path / "model")
+    exec(of_the_page("TrainingArguments(", tmp_path / "model"), names := {})
+    said = info(names["trainer"].model)
+    assert "1 row, 16 documents" in said
+    assert "loss: packing_ops" in said
 
 
 def test_stock_documents_are_apart_only_without_a_cache(tmp_path):
@@ -208,18 +216,20 @@ def sft_of(folder):
     fixed = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
     fixed |= {"bf16": False, "max_length": 64, "eval_steps": 1}
     return {
-        "name": str(folder / "model"),
         "dataset": datasets.Dataset.from_list(ROWS),
         "SFTConfig": lambda out, **given: trl.SFTConfig(str(folder / out), **given | fixed),
         "SFTTrainer": functools.partial(trl.SFTTrainer, processing_class=byte_tokenizer()),
     }
 
 
-def test_sft_of_the_page(tmp_path):
+def test_sft_of_the_page(tmp_path, monkeypatch, capsys):
     names = sft_of(tmp_path)
-    exec(block_with("docs/transformers.md", "from trl import SFTConfig").partition("\n")[2], names)
-    info = pytest.importorskip("packing_ops.integrations.transformers").info(names["trainer"].model)
-    assert int(re.search(r"1 row, (\d+) documents", info)[1]) > 1
+    monkeypatch.chdir(tmp_path)
+    lines = (json.dumps({"text": "word " * (1 + i % 5)}) for i in range(30))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    block = of_the_page("load_dataset", tmp_path / "model")
+    exec(in_place_of("from trl import SFTConfig, SFTTrainer\n", "", block), names)
+    assert int(re.search(r"1 row, (\d+) documents", capsys.readouterr().out)[1]) > 1
 
 
 @pytest.mark.parametrize("packed", [None, False])
@@ -232,7 +242,7 @@ def test_an_evaluation_of_the_page(packed, tmp_path):
     config, found = names["SFTConfig"], []
     names["SFTConfig"] = lambda *args, **given: config(*args, **given, learning_rate=0.0, eval_packing=packed)
     block = in_place_of("trainer.train()", "trainer.model.register_forward_hook(note)\ntrainer.train()",
-                        block_with("docs/transformers.md", "eval_dataset=held_out"))  # fmt: skip
+                        of_the_page("eval_dataset=held_out", tmp_path / "model"))  # fmt: skip
     names["note"] = lambda model, _, out: found.append((model.training, out.get("logits")))
     exec(block, names)
     (loss,) = (entry["eval_loss"] for entry in names["trainer"].state.log_history if "eval_loss" in entry)
@@ -248,32 +258,10 @@ def test_an_evaluation_of_the_page(packed, tmp_path):
     assert loss == pytest.approx(sum(means) / len(means), rel=1e-4)
 
 
-@pytest.mark.parametrize("applied", ["both", "the policy alone"])
-def test_dpo_of_the_page(applied, tmp_path):
-    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
-    names = sft_of(tmp_path)
-    options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
-    names["DPOConfig"] = lambda out: trl.DPOConfig(str(tmp_path / out), bf16=False, **options)
-    names["DPOTrainer"] = functools.partial(
-        trl.DPOTrainer, processing_class=names["SFTTrainer"].keywords["processing_class"]
-    )
-    names["pairs"] = datasets.Dataset.from_list(
-        [{"prompt": "p" * i, "chosen": "ab", "rejected": "c"} for i in (1, 2, 3)]
-    )
-    block = block_with("docs/transformers.md", "DPOTrainer").partition("\n")[2]
-    if applied == "both":
-        exec(block, names)
-        assert names["trainer"].ref_model.config._attn_implementation == "packing_ops"
-        return
-    block = in_place_of("    apply_packing_ops(trainer.ref_model)", "    pass", block)
-    with pytest.raises(ValueError, match="ref_model"):
-        exec(block, names)
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_a_trainer_keeps_the_policy_unless_it_checkpoints(tmp_path, full):
     names = trainer_of(tmp_path, max_steps=1, gradient_checkpointing=full)
-    trainer = names["Trainer"](names["model"], names["args"], names["collator"], names["dataset"])
+    trainer = names["Trainer"](names["model"], names["args"], names["PaddingFreeCollator"](), names["dataset"])
     policy = po.checkpoint_policy(trainer.model, budget=2**24)
     trainer.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})
     trainer.train()
@@ -307,9 +295,9 @@ def test_weights_of_four_bits_of_the_page(tmp_path, autocast):
     from packing_ops.integrations.transformers import apply_packing_ops
 
     tiny_llama().save_pretrained(tmp_path)
-    names = {"torch": torch, "AutoModelForCausalLM": transformers.AutoModelForCausalLM, "name": str(tmp_path)}
+    names = {"torch": torch, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
     names["apply_packing_ops"] = apply_packing_ops
-    exec(block_with("docs/transformers.md", "prepare_model_for_kbit_training"), names)
+    exec(of_the_page("prepare_model_for_kbit_training", tmp_path), names)
     exec(block_with("docs/transformers.md", "get_peft_model"), names)
     model, ids = names["model"].train(), torch.arange(9)[None]
     assert model.get_decoder().layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
@@ -336,14 +324,13 @@ def test_adapters_that_trl_adds(tmp_path, bits):
     tiny_llama().save_pretrained(tmp_path / "model")
     options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
     names = {
-        "name": str(tmp_path / "model"),
         "dataset": datasets.Dataset.from_list(ROWS),
         "LoraConfig": peft.LoraConfig,
     }
     names |= {"settings": trl.SFTConfig(str(tmp_path), packing=True, max_length=64, **options)}
     names |= {"SFTTrainer": functools.partial(trl.SFTTrainer, processing_class=byte_tokenizer())}
     names |= {"apply_packing_ops": apply_packing_ops}
-    block = block_with("docs/transformers.md", "quantization_config=four_bits,   ")
+    block = of_the_page("quantization_config=four_bits,   ", tmp_path / "model")
     if bits == 4:
         pytest.importorskip("bitsandbytes")
         names["four_bits"] = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -482,8 +469,3 @@ def test_experts_of_the_sampler_are_replayed():
     assert len(gradients) == layers
     for gradient in gradients:  # of expert 3, which no token was sent to, there is none
         assert gradient.flatten(1).any(1).tolist() == [True, True, True, False]
-
-
-def test_the_script_of_the_page_is_the_one_that_is_tested():
-    _, script = (ROOT / "examples" / "first" / "grpo_trl.py").read_text().split('"""\n\n', 1)
-    assert f"```python\n{script}```" in (ROOT / "docs" / "transformers.md").read_text()

@@ -24,7 +24,6 @@ RUN_BY = {  # pages with blocks of Python
     "docs/megatron.md": "test_examples.py",
     "docs/ops.md": "test_examples.py",
     "docs/same-bits.md": "test_examples.py",
-    "docs/transformers.md": "test_page_transformers.py",
 }
 FOLDERS = "benchmarks|csrc|docs|examples|packing_ops|tests|tools"
 
