@@ -81,7 +81,7 @@ def test_what_to_do_by_what_one_has(results):
         ["1.32x", "use packing_ops and compile"],
     ]
     said = " ".join(made("headline").split())
-    assert "**Slower**: SFTTrainer in DDP over compiled FlashAttention-2 (0.80x): leave packing_ops out there." in said
+    assert "**Slower**: SFTTrainer in DDP over compiled FlashAttention-2 (0.80x). Leave packing_ops out there." in said
     assert "**Level**, no reliable gain: SFTTrainer, Qwen3-8B, no checkpointing, over packed rows, Liger's" in said
     assert "**Memory**" not in said  # without a loop
     said = " ".join(made("fastest").split())
@@ -112,7 +112,7 @@ def test_less_than_2_percent_in_the_worst_pair_of_runs_is_level(fastest, sign, r
     results("whole_cuda", [OURS_ALONE])
     assert f"| packed rows, FlashAttention-2, compiled layers | 1.10{sign}\\*, 9 GiB |" in made("fastest")
     said = " ".join(made("headline").split())
-    assert ("over compiled FlashAttention-2, SFTTrainer" in said) == bool(sign)
+    assert ("over compiled FlashAttention-2; SFTTrainer" in said) == bool(sign)
     assert (f"| 1.10\\* | {3300 / int(fastest):.2f} |" in made("not_faster")) == bool(sign)
     assert f"| 1.10x{sign} | {'in a loop use packing_ops.' if sign else 'use packing_ops |'}" in said
 
