@@ -156,6 +156,22 @@ def test_log_probs_have_the_bits_of_a_packed_row(family, vocab, page_size, batch
     revert_packing_ops(model)
 
 
+@torch.no_grad()
+def test_log_probs_of_adapters_have_the_bits_of_a_packed_row(device):
+    """LoRA beside the weights, in the sampler as in the trainer."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = tiny_model("qwen3", vocab_size=264, intermediate_size=64, device=device, dtype=dtype).eval()
+    model = peft.get_peft_model(model, config).get_base_model()
+    assert apply_packing_ops(model, invariant=True).skipped == {}
+    found = generated(model, prompts(), page_size=7, batch_tokens=33, new_tokens=20, do_sample=True)
+    documents = [text + tokens for text, (tokens, _) in zip(prompts(), found, strict=True)]
+    for text, row, (_, logps) in zip(prompts(), packed_logps(model, documents), found, strict=True):
+        assert torch.equal(row[len(text) - 1 : -1], logps)
+    revert_packing_ops(model)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: the CPU has no CUDA graphs")
 @pytest.mark.parametrize("page_size", [16, 128])
