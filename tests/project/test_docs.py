@@ -19,6 +19,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 MEASURED = re.compile(r"\d\s?(us|ms|GiB|MiB|GB/s|TFLOPS?|tokens per second)\b|\d\.\d+x\b|\d% (of copy|faster|slower)")
 RUN_BY = {  # pages with blocks of Python
     "docs/data.md": "test_examples.py",
+    "docs/decoder.md": "test_examples.py",
     "docs/layers-with-a-state.md": "test_examples.py",
     "docs/losses.md": "test_examples.py",
     "docs/megatron.md": "test_examples.py",
