@@ -15,7 +15,9 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from common.hf_setup import byte_tokenizer  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
+from helpers.pages import block_with  # noqa: E402
 from helpers.processes import spawn, spawn_on_gpus  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
 
 from packing_ops.contrib.unsloth import enable_packing  # noqa: E402
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
@@ -90,10 +92,10 @@ def test_steps_are_those_of_the_stock_model_on_padded_batches(collator, device, 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def losses_of(model, collator, folder, rows, kind="Trainer", compiled=None, **options):
+def losses_of(model, collator, folder, rows, kind="Trainer", compiled=None, prepare=None, **options):
     """The trainer, and the loss of each of four steps, after apply_packing_ops if the collator packs.
 
-    compiled: the backend of layers that are compiled.
+    compiled: the backend of layers that are compiled. prepare: called with the trainer before train().
     """
     torch.manual_seed(0)
     examples = [{"input_ids": ids, "labels": ids} for ids in (torch.randint(3, 61, (n,)).tolist() for n in LENGTHS)]
@@ -117,6 +119,8 @@ def losses_of(model, collator, folder, rows, kind="Trainer", compiled=None, **op
         apply_packing_ops(trainer.model, fused_loss=True)
     for layer in trainer.model.get_decoder().layers if compiled else ():
         layer.compile(backend=compiled)
+    if prepare:
+        prepare(trainer)
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -189,7 +193,13 @@ def test_a_model_that_the_trainer_compiles_beside_checkpointing(tmp_path, fresh_
 # --- FSDP2, by the Trainer's arguments ---
 
 
-def sharded(folder, kind, bf16):
+def groups_of(model):
+    """What FSDP2 gathers together."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for module in modules if (group := module._get_fsdp_state()._fsdp_param_group)]
+
+
+def sharded(folder, kind, bf16, prepare=None):
     """accelerate takes FSDP2's arguments on GPUs alone, so its state is given them here."""
     rank, init = str(dist.get_rank()), AcceleratorState.__init__
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
@@ -206,24 +216,32 @@ def sharded(folder, kind, bf16):
     for checkpointing in (False, True):
         options = {"fsdp": True, "fsdp_config": {"activation_checkpointing": checkpointing}, "bf16": bf16}
         model = tiny_model("qwen3", vocab_size=258)
+        options["prepare"] = prepare
         trainer, losses = losses_of(model, PaddingFreeCollator(), folder, ROWS, kind, **options)
         dtypes = {parameter.dtype for parameter in trainer.model_wrapped.parameters()}
-        found.append((type(trainer.model_wrapped).__name__, dtypes, losses))
+        averaged = {group.mp_policy.reduce_dtype for group in groups_of(trainer.model_wrapped)}
+        found.append((type(trainer.model_wrapped).__name__, dtypes, losses, averaged))
     return found
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+def averaged_in_float32(trainer):
+    exec(block_with("docs/parallel.md", "mixed_precision_policy"), {"torch": torch, "trainer": trainer})
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
-def test_fsdp2_of_the_arguments(kind, bf16, tmp_path):
-    """With bf16=True float32 weights compute in bfloat16, by accelerate's policy."""
+def test_fsdp2_of_the_arguments(kind, dtype, tmp_path):
+    """With bf16=True float32 weights compute in bfloat16. Gradients are averaged in dtype, by the page in float32."""
     if kind == "SFTTrainer":
         pytest.importorskip("trl")
     stock = tiny_model("qwen3", vocab_size=258)
     _, wanted = losses_of(stock, padded(), tmp_path, 2 * ROWS)
     assert len(set(wanted)) == 4
-    (found, _) = spawn(functools.partial(sharded, tmp_path, kind, bf16), 2, tmp_path)
-    for wrapped, dtypes, losses in found:
+    bf16, prepare = dtype is not None, averaged_in_float32 if dtype == torch.float32 else None
+    (found, _) = spawn(functools.partial(sharded, tmp_path, kind, bf16, prepare), 2, tmp_path)
+    for wrapped, dtypes, losses, averaged in found:
         assert wrapped == "FSDPQwen3ForCausalLM"
+        assert averaged == {dtype}
         assert dtypes == {torch.float32}
         assert losses == pytest.approx(wanted, rel=1e-2 if bf16 else 1e-5)
         assert (max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)) > 1e-5) == bf16
