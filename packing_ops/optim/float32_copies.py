@@ -7,7 +7,6 @@ its weight's state, so that a state_dict holds it. A copy is made in the first s
 
 import functools
 import types
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,8 +30,8 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     Step pre-hooks registered after this call, and post-hooks registered before it, find the copies and their gradients
     in the groups; what they write into the weights and their gradients is lost. A closure computes its loss: a
-    backward of an earlier one raises torch's "modified by an inplace operation". Steps inside torch.compile were not
-    tested.
+    backward of an earlier one may raise torch's "modified by an inplace operation". Steps inside torch.compile were
+    not tested.
 
     Args:
         optimizer: any torch.optim.Optimizer before its first step and before load_state_dict. A second call
@@ -76,8 +75,10 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
                 f"keep_float32(optimizer.{name})"
             )
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        got = type(optimizer).__name__
-        raise TypeError(f"optimizer: expected torch's load_state_dict, which leaves copies in float32, got {got}'s")
+        raise TypeError(
+            "optimizer: expected torch's load_state_dict, which leaves copies in float32, got "
+            f"{type(optimizer).__name__}'s"
+        )
     if optimizer.state:
         raise ValueError("optimizer: expected one without state, before its first step and before load_state_dict")
     weights = _weights(optimizer)
@@ -114,18 +115,19 @@ class _Copies:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Put the copies of weights with gradients into the groups."""
         self.restore(optimizer)  # of a load that raised
+        self.first = not optimizer.state  # here, as LBFGS counts in its state before its closure
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            _refuse_none(optimizer)
+            self._refuse_none(optimizer)
         self._take(optimizer, closure is not None)
         if closure is None:
             return None
 
         def of_the_weights() -> Any:
-            self._round(self.pairs)
+            self._round()
             self.restore(optimizer)  # the closure may read the states, and gradients of copies would take memory
             loss = closure()
-            _refuse_none(optimizer)
+            self._refuse_none(optimizer)
             self._take(optimizer, True)
             return loss
 
@@ -133,8 +135,7 @@ class _Copies:
 
     def _take(self, optimizer: torch.optim.Optimizer, also_without_gradients: bool) -> None:
         for weight in _weights(optimizer):
-            wanted = weight.grad is not None or (also_without_gradients and weight.requires_grad)
-            if wanted and weight.dtype in HALF:
+            if weight.dtype in HALF and (weight.grad is not None or (also_without_gradients and weight.requires_grad)):
                 copy = self._begin(optimizer, weight)
                 copy.grad = None if weight.grad is None else weight.grad.float()
         _exchange(optimizer, {weight: copy for weight, copy, _ in self.pairs})
@@ -142,29 +143,50 @@ class _Copies:
     @torch.no_grad()
     def _begin(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> torch.Tensor:
         """Find or make the copy of a weight, and give it the weight's state."""
-        if weight.is_cuda and COPY not in optimizer.state.get(weight, {}) and torch.cuda.is_current_stream_capturing():
+        state = optimizer.state.get(weight, {})
+        known = state.get(COPY)
+        if (
+            known is None
+            and weight.grad is not None  # without one the copy is not kept
+            and weight.is_cuda
+            and torch.cuda.is_current_stream_capturing()
+        ):
             raise RuntimeError(
                 "keep_float32: the first step of a weight is in a CUDA graph, each replay of which would make its copy "
                 "again: take a step before the capture"
             )
-        state = optimizer.state.pop(weight, {})
-        known = state.pop(COPY, None)
         copy = weight.detach().float() if known is None else known
         if known is not None:  # somebody may have written into the weight. In place, as in a CUDA graph
             known.copy_(torch.where(known.to(weight.dtype) == weight, known, weight.float()))
-        if state or known is not None:  # none for an optimizer that begins: it looks for an empty one
+        self.pairs.append((weight, copy, known is not None))  # behind what may run out of memory
+        optimizer.state.pop(weight, None)
+        if state.keys() - {COPY}:  # an optimizer that begins looks for none; a state_dict that is kept shares it
+            state.pop(COPY, None)
             optimizer.state[copy] = state
-        self.pairs.append((weight, copy, known is not None))
         return copy
 
     @torch.no_grad()
-    def _round(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor, bool | None]]) -> None:
-        for weight, copy, _ in pairs:
+    def _round(self) -> None:
+        for weight, copy, _ in self.pairs:
             weight.copy_(copy)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._round(pair for pair in self.pairs if pair[0].grad is not None)
+        self._round()  # also what has no gradient now: LBFGS moves it by earlier ones
         self.restore(optimizer)
+
+    def _refuse_none(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError where no step had gradients yet, and half weights that want them have none."""
+        first, self.first = self.first, False
+        weights = _weights(optimizer)
+        if (
+            first
+            and all(weight.grad is None for weight in weights)
+            and any(weight.dtype in HALF and weight.requires_grad for weight in weights)
+        ):
+            raise RuntimeError(
+                "keep_float32: no weight of the optimizer has a gradient in this step: make the optimizer of the "
+                "weights that the model has, after fully_shard and after what replaces them"
+            )
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the weights into the groups again, and the copies into their states."""
@@ -195,14 +217,3 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _exchange(optimizer: torch.optim.Optimizer, others: dict[torch.Tensor, torch.Tensor]) -> None:
     for group in optimizer.param_groups if others else ():  # in place: LBFGS keeps the list
         group["params"][:] = [others.get(weight, weight) for weight in group["params"]]
-
-
-def _refuse_none(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError where no step had gradients yet, and half weights that want them have none."""
-    weights = _weights(optimizer)
-    wanted = any(weight.dtype in HALF and weight.requires_grad for weight in weights)
-    if wanted and not optimizer.state and all(weight.grad is None for weight in weights):
-        raise RuntimeError(
-            "keep_float32: no weight of the optimizer has a gradient in this step: make the optimizer of the weights "
-            "that the model has, after fully_shard and after what replaces them"
-        )

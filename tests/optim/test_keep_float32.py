@@ -1,6 +1,8 @@
 """keep_float32: an optimizer of half weights steps as the same one on float32 weights with the same gradients."""
 
+import itertools
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -199,6 +201,57 @@ def test_closures(name, keyword, device):
         assert states[0]["func_evals"] == states[1]["func_evals"]
 
 
+def test_lbfgs_moves_weights_whose_last_gradient_is_none(device):
+    half, kept, full, reference = pair(device, lambda weights: torch.optim.LBFGS(weights, 0.1, max_iter=2, max_eval=9))
+
+    def closure_of(weights, calls):
+        def closure():
+            rounded = [weight.detach().bfloat16().to(weight.dtype) for weight in weights]
+            weights[0].grad, weights[1].grad = rounded[0], rounded[1] if next(calls) % 2 == 0 else None
+            return sum(each.float().square().sum() for each in rounded)
+
+        return closure
+
+    closures = closure_of(half, itertools.count()), closure_of(full, itertools.count())
+    for _ in range(3):
+        kept.step(closures[0]), reference.step(closures[1])
+        assert half[1].grad is None
+        assert all(map(torch.equal, copies_of(kept, half), full))
+        assert all(torch.equal(weight, wanted.bfloat16()) for weight, wanted in zip(half, full, strict=True))
+
+
+def test_an_optimizer_that_asks_whether_a_weight_has_a_state(device):
+    class Counting(torch.optim.Optimizer):
+        def step(self, closure):
+            closure()
+            for weight in self.param_groups[0]["params"]:
+                if weight not in self.state:
+                    self.state[weight] = {"steps": 0}
+                self.state[weight]["steps"] += 1
+
+    half, kept, full, _ = pair(device, lambda weights: Counting(weights, {}))
+    gradients(half, full, 0)
+    for _ in range(2):
+        kept.step(lambda: None)
+    assert [kept.state[weight]["steps"] for weight in half] == [2, 2]
+
+
+def test_a_closure_in_a_graph_may_leave_a_weight_without_gradient(device, monkeypatch):
+    half, kept, _, _ = pair(device, OPTIMIZERS["SGD"])
+
+    def closure():
+        half[0].grad = torch.ones_like(half[0])
+
+    kept.step(closure)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kept.step(closure)
+    assert half[1] not in kept.state
+    half[1].grad = torch.ones_like(half[1])
+    with pytest.raises(RuntimeError, match="the first step of a weight is in a CUDA graph"):
+        kept.step(closure)
+
+
 def test_a_closure_that_raises_leaves_the_weights_in_the_groups(device):
     half, kept, full, reference = pair(device)
     gradients(half, full, 0)
@@ -247,6 +300,7 @@ def test_gradients_of_copies_are_gone_while_a_closure_runs(device):
             with torch.enable_grad():
                 closure()
                 seen.extend(weakref.ref(weight.grad) for group in self.param_groups for weight in group["params"])
+                assert all(grad() is not None for grad in seen)
                 closure()
 
     half, kept, _, _ = pair(device, lambda weights: Twice(weights, lr=0.1))
@@ -266,6 +320,17 @@ def test_a_loss_of_before_the_step_is_an_error_of_torch(device):
     loss = squares(half)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.step(loss.backward)
+
+
+def test_a_step_that_runs_out_of_memory_loses_no_state(device):
+    half, kept, full, reference = pair(device)
+    gradients(half, full, 0)
+    kept.step(), reference.step()
+    with mock.patch("torch.where", side_effect=MemoryError), pytest.raises(MemoryError):
+        kept.step()
+    assert_equal(half, kept, full, reference)
+    kept.step(), reference.step()
+    assert_equal(half, kept, full, reference)
 
 
 def test_a_step_that_raised_is_followed_by_others(device):
@@ -429,6 +494,7 @@ def test_errors_say_what_to_do(device):
         keep_float32(of_a_library([weight]))
     kept = keep_float32(torch.optim.SGD([weight]))
     kept.step(), kept.zero_grad(), kept.step()  # the second one has no gradients
-    for step in ({}, {"closure": lambda: None}):
+    lbfgs = torch.optim.LBFGS  # counts in its state before it calls the closure
+    for make, step in ((torch.optim.SGD, {}), *((each, {"closure": lambda: 0.0}) for each in (torch.optim.SGD, lbfgs))):
         with pytest.raises(RuntimeError, match="no weight of the optimizer has a gradient"):
-            keep_float32(torch.optim.SGD([weight])).step(**step)
+            keep_float32(make([weight])).step(**step)

@@ -122,6 +122,20 @@ def test_a_first_step_in_a_graph_is_an_error(name):
     assert_equal(half, kept, full, reference)
 
 
+def test_a_closure_in_a_graph_may_leave_a_weight_without_gradient():
+    half, kept, full, reference = pair("SGD, momentum")
+    new_gradients(half, full, 0)
+    half[1].grad = full[1].grad = None
+    graph, _ = captured(lambda: kept.step(lambda: None))
+    reference.step()
+    for step in range(1, 4):
+        new_gradients(half[:1], full[:1], step)
+        graph.replay(), reference.step()
+    assert_equal(half[:1], kept, full[:1], reference)
+    assert torch.equal(half[1], full[1].bfloat16())
+    assert half[1] not in kept.state
+
+
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD, momentum"])
 def test_steps_do_not_synchronise(name):
     half, kept, full, reference = pair(name)
