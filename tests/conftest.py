@@ -58,8 +58,9 @@ def pytest_configure_node(node):
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):
-        fresh_process.join_server(config.workerinput["fork_server"])
+    shared = getattr(config, "workerinput", {}).get("fork_server")  # none where xdist's process has no such file
+    if shared:
+        fresh_process.join_server(shared)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed
-import torch.multiprocessing
 import torch.nn.functional as F
-from helpers import cu_seqlens_of, fresh_process
+from helpers import cu_seqlens_of
+from helpers.processes import spawn
 
 import packing_ops as po
 from packing_ops.data import (
@@ -287,15 +287,12 @@ def test_rows_of_packed_collator(device, model, kind, examples, expected, sizes,
     assert_equal_loss(loss_and_gradients(model, shares), expected, precision(device)[1])
 
 
-def rank_of(rank, world_size, store):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", store, rank=rank, world_size=world_size)
+def check_a_rank():
     torch.manual_seed(0)
     model, examples = TinyLM("cpu"), make_examples("cpu")
     expected = each_alone(model, "token_mean", examples)
-    actual = data_parallel_loss_and_gradients(model, examples, rank, world_size)
+    actual = data_parallel_loss_and_gradients(model, examples, torch.distributed.get_rank(), 2)
     assert_equal_loss(actual, expected, 1e-6)
-    torch.distributed.destroy_process_group()
 
 
 def data_parallel_loss_and_gradients(model, examples, rank, world_size):
@@ -317,10 +314,7 @@ def data_parallel_loss_and_gradients(model, examples, rank, world_size):
 
 
 def test_two_processes_and_distributed_data_parallel(tmp_path):
-    # forkserver: its processes end without torch's teardown, in which a spawned one aborts now and then.
-    arguments = 2, f"file://{tmp_path}/store"
-    fresh_process.start_server()
-    torch.multiprocessing.start_processes(rank_of, arguments, nprocs=2, start_method="forkserver")
+    spawn(check_a_rank, 2, tmp_path)
 
 
 # --- the functions themselves ---

@@ -30,20 +30,22 @@ IMPORTED = [  # what is not installed is left out
     "transformers.trainer",
     "trl.trainer.sft_trainer",
 ]
+ENVIRONMENT = dict(os.environ)  # of before any test
 # What libraries read when they are imported. Some ask for GPUs then, which forks could not use.
 SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def start_server() -> None:
     """Before any use of the start method "forkserver"; what runs already stays."""
-    kept = {name: os.environ.get(name) for name in SETTINGS}
-    os.environ.update(SETTINGS)
+    kept = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT | SETTINGS)
     try:
         multiprocessing.set_forkserver_preload(IMPORTED)
         forkserver.ensure_running()
     finally:
-        for name, value in kept.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        os.environ.clear()
+        os.environ.update(kept)
 
 
 def shared_server() -> dict:
@@ -54,10 +56,24 @@ def shared_server() -> dict:
 
 
 def join_server(shared: dict) -> None:
-    """Take processes from the server of a process that outlives this one."""
+    """Take processes from the server of a process that outlives this one, and from a new server once it has died."""
     server = forkserver._forkserver
-    vars(server).update(shared, ensure_running=lambda: None)  # by itself it would start a separate server
-    forkserver.ensure_running = server.ensure_running
+    connect = server.connect_to_new_process
+
+    def connect_or_start(fds):
+        try:
+            return connect(fds)
+        except (ConnectionError, FileNotFoundError):  # a look in advance would end the server, which expects fds
+            del server.ensure_running
+            vars(server).update(_forkserver_address=None, _forkserver_alive_fd=None)
+            forkserver.ensure_running = server.ensure_running
+            forkserver.connect_to_new_process = connect
+            start_server()
+            return connect(fds)
+
+    # by itself it would start a separate server
+    vars(server).update(shared, ensure_running=lambda: None)
+    forkserver.ensure_running, forkserver.connect_to_new_process = server.ensure_running, connect_or_start
     if server._forkserver_alive_fd is None:  # processes of the server get one; it keeps no server alive
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
 
@@ -106,21 +122,33 @@ def run_ranks(world_size: int, *command, folder: Path, **options) -> list[str]:
         process.join(1200)  # a machine may be busy
         if process.is_alive():
             process.kill()
+            process.join()
     for rank, process in enumerate(processes):
-        out, err = ((folder / f"{name}_{rank}").read_text() for name in ("stdout", "stderr"))
+        out, err = printed_by(folder, rank)
         assert process.exitcode == 0, f"exit code {process.exitcode}\n{out}\n{err}"
         printed.append(out)
     return printed
+
+
+def print_into(folder: Path, rank: int) -> None:
+    """What this process prints goes to files: its server's output may go nowhere."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with open(folder / f"{name}_{rank}", "wb") as file:
+            os.dup2(file.fileno(), number)
+        setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
+
+
+def printed_by(folder: Path, rank: int) -> list[str]:
+    """What a process with print_into has written to stdout and to stderr; empty if it did not come so far."""
+    files = [folder / f"{name}_{rank}" for name in ("stdout", "stderr")]
+    return [file.read_text(errors="replace") if file.exists() else "" for file in files]
 
 
 def _main(command, rank, folder, shared, options):
     """In the process: becomes what ``python *command`` would be."""
     gc.freeze()  # a collection need not visit, and so copy, what the server has imported
     join_server(shared)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        with open(folder / f"{name}_{rank}", "wb") as file:
-            os.dup2(file.fileno(), number)
-        setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
+    print_into(folder, rank)
     os.chdir(options.get("cwd", ROOT))
     os.environ.update(options.get("environment", {}))
     with contextlib.suppress(ImportError):

@@ -13,10 +13,19 @@ from helpers import fresh_process
 
 
 def spawn(worker, world_size, folder):
-    """What ``worker()`` returns in each of that many processes of one group; its exception is raised here."""
+    """What ``worker()`` returns in each of that many processes of one group; its exception is raised here, behind what
+    the processes have printed.
+
+    They end without torch's teardown, in which a process of the start method "spawn" aborts now and then.
+    """
     fresh_process.start_server()
     arguments = world_size, folder, worker
-    torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
+    try:
+        torch.multiprocessing.start_processes(_process, arguments, nprocs=world_size, start_method="forkserver")
+    except Exception:
+        for rank in range(world_size):
+            print(f"--- rank {rank} ---", *fresh_process.printed_by(folder, rank), sep="\n")
+        raise
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
@@ -50,6 +59,7 @@ def _gpu_process(rank, world_size, folder, worker):
 
 
 def _process(rank, world_size, folder, worker):
+    fresh_process.print_into(folder, rank)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
     torch.save(worker(), folder / f"{rank}.pt")

@@ -5,8 +5,9 @@ them.
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_same, captured, cu_seqlens_of, fresh_process, lengths_strategy, non_contiguous
+from helpers import assert_same, captured, cu_seqlens_of, lengths_strategy, non_contiguous
 from helpers.logps_case import LOW, assert_outputs_and_gradients, batch, leaves
+from helpers.processes import spawn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -263,20 +264,16 @@ def of_shard(hidden, weight, bias, labels, cu_seqlens, sets, group=None):
     return [*(each.detach() for each in found), *(t.grad for t in tensors)]
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+def of_a_rank():
     hidden, weight, bias, *others = shards_case()
-    shard = slice(rank * 40, (rank + 1) * 40)
-    torch.save(of_shard(hidden, weight[shard], bias[shard], *others, dist.group.WORLD), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    start = dist.get_rank() * 40
+    shard = slice(start, start + 40)
+    return of_shard(hidden, weight[shard], bias[shard], *others, dist.group.WORLD)
 
 
 def test_shards_of_the_vocabulary(tmp_path):
-    fresh_process.start_server()
-    torch.multiprocessing.start_processes(worker, (tmp_path,), nprocs=2, start_method="forkserver")
+    ranks = spawn(of_a_rank, 2, tmp_path)
     expected = of_shard(*shards_case())
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for actual in ranks:
         torch.testing.assert_close(actual[:6], expected[:6])
     for shards, whole in zip(zip(*(rank[6:] for rank in ranks), strict=True), expected[6:], strict=True):

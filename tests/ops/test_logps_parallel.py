@@ -1,9 +1,12 @@
 """token_logps where each rank has a shard of the vocabulary: results and gradients of the whole."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import cu_seqlens_of, fresh_process
+from helpers import cu_seqlens_of
+from helpers.processes import message_of, spawn
 
 import packing_ops as po
 
@@ -30,35 +33,29 @@ def results(hidden, weight, bias, labels, cu_seqlens, group=None):
     return [logps.detach(), entropy.detach(), loss.detach(), *(t.grad for t in leaves)]
 
 
-def worker(rank, folder, shut):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+def of_a_rank(shut):
+    """Its results, what labels of the whole vocabulary raise, and what shards of other sizes raise."""
     hidden, weight, bias, labels, cu_seqlens = batch(shut)
+    rank, group = dist.get_rank(), dist.group.WORLD
     shard = slice(rank * VOCAB // 2, (rank + 1) * VOCAB // 2)
-    torch.save(results(hidden, weight[shard], bias[shard], labels, cu_seqlens, dist.group.WORLD), f"{folder}/{rank}.pt")
-    try:  # of the whole vocabulary, not of the shard
-        po.token_logps(hidden, weight[shard], labels + VOCAB, cu_seqlens, group=dist.group.WORLD)
-    except ValueError as error:
-        torch.save(str(error), f"{folder}/{rank}.error.pt")
-    try:
-        shard = slice(14 * rank, 14 + 12 * rank)
-        po.token_logps(hidden, weight[shard], labels.clamp(max=20), cu_seqlens, group=dist.group.WORLD)
-    except ValueError as error:
-        torch.save(str(error), f"{folder}/{rank}.uneven.pt")
-    dist.destroy_process_group()
+    uneven = slice(14 * rank, 14 + 12 * rank)
+    return (
+        results(hidden, weight[shard], bias[shard], labels, cu_seqlens, group),
+        message_of(lambda: po.token_logps(hidden, weight[shard], labels + VOCAB, cu_seqlens, group=group)),
+        message_of(lambda: po.token_logps(hidden, weight[uneven], labels.clamp(max=20), cu_seqlens, group=group)),
+    )
 
 
 @pytest.mark.parametrize("shut", [False, True], ids=["", "a shard that is all -inf"])
 def test_shards_of_the_vocabulary(tmp_path, shut):
-    fresh_process.start_server()
-    torch.multiprocessing.start_processes(worker, (tmp_path, shut), nprocs=2, start_method="forkserver")
     expected = results(*batch(shut))
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    found = spawn(functools.partial(of_a_rank, shut), 2, tmp_path)
+    ranks, outside, uneven = zip(*found, strict=True)
     for actual in ranks:  # hidden's gradient is whole on each
         torch.testing.assert_close(actual[:4], expected[:4])
     for shards, whole in zip(zip(*(rank[4:] for rank in ranks), strict=True), expected[4:], strict=True):
         torch.testing.assert_close(torch.cat(shards), whole)
-    assert "labels: expected 0 to 25 or ignore_index=-100" in torch.load(tmp_path / "1.error.pt")
+    assert "labels: expected 0 to 25 or ignore_index=-100" in outside[1]
     for rank, size in enumerate((14, 12)):
         expected = f"weight: expected as many entries on every rank of group, got 12 to 14, here {size}"
-        assert torch.load(tmp_path / f"{rank}.uneven.pt") == expected
+        assert uneven[rank] == f"ValueError: {expected}"
