@@ -59,7 +59,7 @@ def trained(folder, name, *more, ranks=2):
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {"PYTHONPATH": path}
         words = [str(each) for each in (*torchrun, *command, *SETTINGS, *more)]
-        subprocess.run(words, check=True, cwd=ROOT, env=environment)
+        subprocess.run(words, check=True, cwd=ROOT, env=environment, timeout=1200)
     else:
         fresh_process.run_ranks(ranks, *command, *SETTINGS, *more, folder=folder)
     steps = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]

@@ -252,6 +252,7 @@ def decoder_of_a_rank(sharded):
         exec(text, names)
         losses.append(names["loss"].detach())
     torch.testing.assert_close(losses[0], losses[1], rtol=0.01, atol=0)
+    assert losses[0] != losses[1]
     return [each.grad.full_tensor() for each in names["model"].parameters()]
 
 

@@ -323,8 +323,8 @@ def test_half_types(dtype):
 
 def test_autocast(device):
     model = model_of("llama", num_hidden_layers=1).to(device)
+    apply_packing_ops(model, invariant=True)
     with torch.autocast(device, torch.bfloat16):
-        apply_packing_ops(model, invariant=True)
         claimed(model)
 
 
