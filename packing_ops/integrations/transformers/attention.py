@@ -19,7 +19,6 @@ from packing_ops.integrations.transformers import (
     continuous_batching,
     fused_loss,
     layer_documents,
-    made_again,
     masks,
     positions,
     sequence_group,
@@ -27,7 +26,7 @@ from packing_ops.integrations.transformers import (
 )
 from packing_ops.integrations.transformers.call import NAMES, REQUESTS, call_of_layers, watched
 from packing_ops.integrations.transformers.documents import refuse_one_result, rows_of
-from packing_ops.integrations.transformers.other_attention import OtherCall, guard
+from packing_ops.integrations.transformers.other_attention import OtherCall, guard, patches_of_trainer
 from packing_ops.integrations.transformers.states import cached, linear_attention, stateful
 from packing_ops.integrations.transformers.versions import (
     CACHE,
@@ -57,10 +56,11 @@ def register(name: str = "packing_ops") -> None:
 
     What this adds to transformers and torch stays until revert_registration(name): the name in its two tables, and
     wrappers around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, around
-    the preparation of masks, around Trainer.call_model_init, which may not replace a model with this attention by one
-    without, and around both forms of torch.utils.checkpoint, which take the documents along; in models, the forward of
-    layers that carry a state. The wrappers in transformers leave models with another attn_implementation as they are.
-    A process that unpickles a model with this attention under another name must call register(name) first.
+    the preparation of masks, around Trainer.call_model_init, whose new model refuses rows of several documents if the
+    one before had this attention, and around both forms of torch.utils.checkpoint, which take the documents along; in
+    models, the forward of layers that carry a state. The wrappers in transformers leave models with another
+    attn_implementation as they are. A process that unpickles a model with this attention under another name must call
+    register(name) first.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats specially.
@@ -89,7 +89,7 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *checkpoints.PATCHES, *made_again.patches()):
+    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *checkpoints.PATCHES, *patches_of_trainer()):
         patch.pin()
     NAMES.add(name)
     for patch in continuous_batching.PATCHES:
@@ -119,7 +119,7 @@ def revert_registration(name: str = "packing_ops") -> None:
             table._global_mapping.pop(name, None)
     if not NAMES:
         single = masks.PATCH, OWN_ATTENTION, CALLS, _additions.WHEN_MADE, _additions.patch_of_peft()
-        for patch in (*single, *made_again.patches(), *continuous_batching.PATCHES, *checkpoints.PATCHES):
+        for patch in (*single, *patches_of_trainer(), *continuous_batching.PATCHES, *checkpoints.PATCHES):
             patch.revert()
         stateful.revert()
 

@@ -1,10 +1,14 @@
 """A model that apply_packing_ops or register() has seen, while its attention is another one than ours.
 
-It was set later, was written into the config, came back with the revert of a model of the same config, or is kept by
-layers that no attn_implementation of ours reaches. Rows of several documents are then an error, unless something else
-keeps the documents apart: see OtherCall.
+It was set later, was written into the config, came back with the revert of a model of the same config, is kept by
+layers that no attn_implementation of ours reaches, or is that of a model which a Trainer has made anew. Rows of several
+documents are then an error, unless something else keeps the documents apart: see OtherCall.
 """
 
+import functools
+import sys
+
+from packing_ops.integrations._patching import Patch
 from packing_ops.integrations._walks import kept_with_model
 from packing_ops.integrations.transformers import versions
 from packing_ops.integrations.transformers.call import GUARD, NAMES, PackedCall, mixes_tokens
@@ -37,6 +41,8 @@ def guard(model, register, keeps="") -> bool:
     found = [module for module in versions.models_in(model) if versions.reads_text(type(module))]
     for module in found:
         module.__dict__[GUARD] = Kept(register, keeps)
+    for patch in patches_of_trainer():  # here too, as the Trainer may be imported after register() is called
+        patch.pin()
     return bool(found)
 
 
@@ -85,3 +91,39 @@ def _beside_attention(model) -> tuple[bool, bool]:
     layers = stateful.layers_of(model)
     has_state = stateful.StateKind.RECURRENT in layers.values() and not stateful.calls_attention_inside(model)
     return has_state, bool(layers) or mixes_tokens(model.config)
+
+
+# --- a Trainer with model_init: train() makes a new model, which is guarded if the one before was ---
+
+
+def patches_of_trainer() -> list[Patch]:
+    """Return what watches model_init, once the Trainer is imported: before that there is none."""
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    return [_patch(trainer)] if trainer else []
+
+
+@functools.cache
+def _patch(cls) -> Patch:
+    return Patch(cls, "call_model_init", _watched)
+
+
+def _watched(stock):
+    """Guard the new model instead of an error: an override or a callback may still apply to it, before it is called."""
+
+    @functools.wraps(stock)
+    def call_model_init(trainer, *args, **kwargs):
+        before, model = getattr(trainer, "model", None), stock(trainer, *args, **kwargs)
+        if before is not None and (kept := _guards_in(before)) and not _guards_in(model):
+            guard(
+                model,
+                kept[0].register,
+                "was made by model_init without packing_ops, which trainer.model had: call apply_packing_ops in "
+                "model_init, before it returns",
+            )
+        return model
+
+    return call_model_init
+
+
+def _guards_in(model) -> list[Kept]:
+    return [vars(each)[GUARD] for each in versions.models_in(model) if GUARD in vars(each)]

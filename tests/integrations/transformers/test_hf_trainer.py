@@ -137,37 +137,6 @@ def test_label_smoothing_counts_the_targets_of_padded_rows(tmp_path):
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("where", ["trainer.model", "model_init", "reverted", "nowhere"])
-def test_a_model_that_train_makes_again(where, tmp_path):
-    """Trainer.train() calls model_init once more: what was applied to the model before is not in the new one."""
-    made = []
-
-    def model_init():
-        made.append(tiny_model("qwen3", vocab_size=258))
-        if where == "model_init":
-            apply_packing_ops(made[-1])
-        return made[-1]
-
-    settings = transformers.TrainingArguments(
-        str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
-    )
-    examples = [{"input_ids": [5, 6, 7]}] * 2
-    trainer = transformers.Trainer(
-        args=settings, model_init=model_init, data_collator=PaddingFreeCollator(), train_dataset=examples
-    )
-    if where in ("trainer.model", "reverted"):
-        apply_packing_ops(trainer.model)
-    if where == "reverted":
-        revert_packing_ops(trainer.model)
-    if where == "trainer.model":
-        with pytest.raises(RuntimeError, match=r"call apply_packing_ops in model_init"):
-            trainer.train()
-        return
-    trainer.train()
-    assert trainer.model is made[-1] is not made[0]
-    assert (trainer.model.config._attn_implementation == "packing_ops") == (where == "model_init")
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_layers_that_are_compiled_before_training(checkpointing, tmp_path, fresh_compile):
     models = [tiny_model("qwen3", vocab_size=258, num_hidden_layers=2) for _ in range(2)]

@@ -1,0 +1,157 @@
+"""A Trainer with model_init: train() calls it once more, and what was applied to the model before is not in the new."""
+
+import inspect
+import sys
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import causal_families  # noqa: E402
+from helpers.hf_models import tiny_model  # noqa: E402
+
+from packing_ops.data import PaddingFreeCollator  # noqa: E402
+from packing_ops.integrations.transformers import (  # noqa: E402
+    apply_packing_ops,
+    register,
+    revert_packing_ops,
+    revert_registration,
+)
+
+LOST = r"was made by model_init without packing_ops, .*: call apply_packing_ops in model_init, before it returns"
+
+
+def qwen3():
+    return tiny_model("qwen3", vocab_size=258, num_hidden_layers=1)
+
+
+@pytest.fixture
+def trainer_of(tmp_path):
+    """A function of model_init: its Trainer takes steps of two documents in a row."""
+
+    def make(model_init, cls=transformers.Trainer, callbacks=(), rows=2):
+        settings = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=rows,
+            max_steps=2,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        examples = [{"input_ids": [5, 6, 7]}] * 4
+        return cls(
+            args=settings,
+            model_init=model_init,
+            data_collator=PaddingFreeCollator(),
+            train_dataset=examples,
+            callbacks=[*callbacks],
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("where", ["trainer.model", "model_init", "reverted", "nowhere"])
+def test_a_model_that_train_makes_again(where, trainer_of):
+    made = []
+
+    def model_init():
+        made.append(qwen3())
+        if where == "model_init":
+            apply_packing_ops(made[-1])
+        return made[-1]
+
+    trainer = trainer_of(model_init)
+    if where in ("trainer.model", "reverted"):
+        apply_packing_ops(trainer.model)
+    if where == "reverted":
+        revert_packing_ops(trainer.model)
+    if where == "trainer.model":
+        with pytest.raises(ValueError, match=LOST):
+            trainer.train()
+    else:
+        trainer.train()
+    assert trainer.model is made[-1] is not made[0]
+    assert (trainer.model.config._attn_implementation == "packing_ops") == (where == "model_init")
+
+
+def test_rows_of_one_document_train(trainer_of):
+    trainer = trainer_of(qwen3, rows=1)
+    apply_packing_ops(trainer.model)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+class AppliesToEach(transformers.Trainer):
+    def call_model_init(self, trial=None):
+        model = super().call_model_init(trial)
+        apply_packing_ops(model)
+        return model
+
+
+class AppliesWhenItBegins(transformers.TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        apply_packing_ops(model)
+
+
+class SetsWhenItBegins(transformers.TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.set_attn_implementation("packing_ops")
+
+
+@pytest.mark.parametrize(
+    ("cls", "callbacks"),
+    [
+        (AppliesToEach, []),
+        (transformers.Trainer, [AppliesWhenItBegins]),
+        (transformers.Trainer, [SetsWhenItBegins]),
+    ],
+)
+def test_who_applies_to_each_model_trains(cls, callbacks, trainer_of):
+    """In an override, which gets the model of the stock method, or when training begins."""
+    trainer = trainer_of(qwen3, cls, callbacks)
+    apply_packing_ops(trainer.model)
+    for _ in range(2):
+        trainer.train()
+        assert trainer.model.config._attn_implementation == "packing_ops"
+
+
+@pytest.mark.filterwarnings("ignore:apply_packing_ops")
+def test_the_error_for_documents_that_mix_is_not_lost(trainer_of):
+    """GPT-J keeps its attention: rows of several documents were an error before."""
+    trainer = trainer_of(lambda: causal_families.model_of("gptj", None))
+    assert "attention" in apply_packing_ops(trainer.model).skipped
+    with pytest.raises(ValueError, match=LOST):
+        trainer.train()
+
+
+@pytest.mark.parametrize("ours", [apply_packing_ops, lambda model: model.set_attn_implementation("packing_ops")])
+def test_a_trainer_that_is_imported_after_register(ours, trainer_of, monkeypatch):
+    revert_registration()
+    with monkeypatch.context() as patched:
+        patched.delitem(sys.modules, "transformers.trainer")
+        register()
+    trainer = trainer_of(qwen3)
+    ours(trainer.model)
+    with pytest.raises(ValueError, match=LOST):
+        trainer.train()
+
+
+def test_call_model_init_looks_like_the_stock_method_and_is_reverted():
+    revert_registration()
+    stock = transformers.Trainer.call_model_init
+    register()
+    assert transformers.Trainer.call_model_init is not stock
+    assert transformers.Trainer.call_model_init.__doc__ == stock.__doc__
+    assert inspect.signature(transformers.Trainer.call_model_init) == inspect.signature(stock)
+    revert_registration()
+    assert transformers.Trainer.call_model_init is stock
+
+
+def test_a_trial_without_the_model_of_the_one_before(trainer_of):
+    """hyperparameter_search may free it."""
+    register()
+    trainer = trainer_of(qwen3)
+    trainer.model = None
+    trainer.train()
