@@ -110,15 +110,12 @@ def test_the_page_and_the_picture_say_how_far_losses_are_apart(tmp_path, monkeyp
     said = render.made("curve")
     table = [[cell.strip() for cell in line.split("|")[2:-1]] for line in said.splitlines() if line.startswith("| ")]
     assert table[1:] == [
-        ["4", "6.2500", "0.0017", "0.0040", "120.0k"],
-        ["4", "6.2521", "–", "–", "100.0k"],
-        ["4", "6.2531", "0.0008", "0.0020", "100.0k"],
-        ["2", "9.0008", "0.0023", "0.0030", "20.0k"],
+        ["4", "6.2500", "0.0017", "0.0040"],
+        ["4", "6.2521", "–", "–"],
+        ["4", "6.2531", "0.0008", "0.0020"],
+        ["2", "9.0008", "0.0023", "0.0030"],
     ]
-    said = " ".join(said.split())
-    assert "(loss of the first step: 12.00), 4 optimizer steps on real text" in said
-    assert "by up to 0.0040 (median 0.0017) against 0.0020 (0.0008)" in said
-    assert "in the same order. Ours is 1.20 times as fast." in said
+    assert "(loss of the first step: 12.00), compiled layers" in " ".join(said.split())
     block = render_pictures.PICTURES["lines"]["curve_cuda"]
     figure = lines(block, render_pictures.WIDTH, render_pictures.SMALL, render_pictures.LARGE)
     assert "differ by 0.0017 (median) and at most 0.0040; ours is 1.20 times as fast" in figure.get_suptitle()
