@@ -115,7 +115,9 @@ def kept(load: Callable[[str, list[str]], list[dict]]) -> Callable[[str, list[st
 
 
 def middle(rows: list[dict], column: str) -> list[dict]:
-    """Of the repeats of each case the row with the median of a column (of two the lower), and how far all reach."""
+    """Of the repeats of each case the row with the median of a column, of an even number the lower middle one. It has
+    cells more: how often the case ran, from the least to the most of several runs, and how far apart both are.
+    """
     cases: dict = {}
     for i, row in enumerate(rows):
         cases.setdefault(row["case"] if row.get("repeat") else i, []).append(row)

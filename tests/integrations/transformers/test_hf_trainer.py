@@ -260,6 +260,5 @@ def test_losses_on_gpus_are_those_of_padded_rows(kind, tmp_path):
         for setting, (wrapped, losses) in of_rank.items():
             wrapper, bf16, _ = setting
             assert wrapped.startswith("DistributedDataParallel" if wrapper == "DDP" else "FSDP"), setting
-            assert losses == pytest.approx(wanted, rel=1e-2 if bf16 else 1e-4), setting
-            if bf16:
-                assert losses != pytest.approx(wanted, rel=1e-5), setting
+            assert losses == pytest.approx(wanted, rel=1e-2 if bf16 else 1e-5), setting
+            assert (losses != pytest.approx(wanted, rel=1e-5)) == bf16, setting
