@@ -124,10 +124,8 @@ def middle(rows: list[dict], column: str) -> list[dict]:
     found = []
     for each in cases.values():
         runs = sorted((row for row in each if row[column]), key=lambda row: float(row[column])) or each
-        often, span, apart = "once", "", ""
-        if len(runs) > 1:
-            often, span = f"{len(runs)} times", Span(float(row[column]) for row in runs)
-            apart = str(max(span) / min(span) - 1)
+        span = Span(float(row[column]) for row in runs) if len(runs) > 1 else ""
+        often, apart = (f"{len(runs)} times", str(max(span) / min(span) - 1)) if span else ("once", "")
         of_all = {"lowest": runs[0][column], "highest": runs[-1][column], "often": Cell(often), "span": span}
         found.append(runs[(len(runs) - 1) // 2] | of_all | {"apart": Cell(apart)})
     return found
