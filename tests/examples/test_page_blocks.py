@@ -344,7 +344,7 @@ def test_every_block_is_run():
         "docs/memory.md": 2,
         "docs/ops.md": 3,
         "docs/pages.md": 2,
-        "docs/parallel.md": 10,
+        "docs/parallel.md": 15,
         "docs/performance-models.md": 1,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,

@@ -100,10 +100,14 @@ def in_place_of(line, block, text):
     return changed
 
 
-def parameters_of_a_rank(folder, wrapper, device):
-    """Parameters and the loss to log; as the page says it for DDP, with autocast, adapters, or a larger model."""
-    of_page = functools.partial(block_with, "docs/parallel.md")
-    model, training = of_page("starts NCCL"), of_page("PackedBatchSampler")
+of_page = functools.partial(block_with, "docs/parallel.md")
+
+
+def blocks_for(wrapper, device):
+    """(those until the optimizer is made, the loop) of the page, as it says them for DDP, with autocast, adapters, or a
+    larger model.
+    """
+    model = of_page("starts NCCL")
     if "DDP" in wrapper:
         wrapped = of_page("DistributedDataParallel").replace('"cuda"', f'"{device}"')
         wrapped = wrapped.replace("torch.bfloat16", f"torch.bfloat16, enabled={'autocast' in wrapper}")
@@ -116,26 +120,40 @@ def parameters_of_a_rank(folder, wrapper, device):
         model = "from peft import LoraConfig, get_peft_model\n" + model
     if "larger" in wrapper:
         model = of_page("init_empty_weights")
-        wrapped += "\n" + of_page("set_model_state_dict")
+        wrapped += "\n" + of_page("HuggingFaceStorageReader" if "parts" in wrapper else "set_model_state_dict")
     if "prefetch" in wrapper:
         wrapped += "\n" + of_page("set_modules_to_forward_prefetch")
-    more = ('int(os.environ["WORLD_SIZE"])', "2"), ("model.parameters(), 1.0)", "model.parameters(), 1e6)")
     if "checkpointing" in wrapper:
         model = in_place_of("# model.gradient_checkpointing", "model.gradient_checkpointing_enable()", model + "\n")
-    block = for_two_ranks("\n".join([model, wrapped, training]), device, *more)
-    names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 1}
-    names["rows_per_step"] = 2 if "two rows" in wrapper else 1
-    exec(block, names)
-    if wrapper in SAVED:
-        exec(of_page("save_pretrained").replace('"out"', repr(str(folder / "out"))), names)
+    made = "\n".join([model, wrapped, of_page("PackedBatchSampler")])
+    made = made.replace('"cuda"', f'"{device}"').replace('int(os.environ["WORLD_SIZE"])', "2")
+    loop = of_page("done += len(step)")
+    loop = loop.replace('"cuda"', f'"{device}"').replace("model.parameters(), 1.0)", "model.parameters(), 1e6)")
+    return made, loop
+
+
+def parameters_of(names, wrapper):
     parameters = [each.detach() for each in names["model"].parameters()]
-    whole = [(each if "DDP" in wrapper else each.full_tensor()).cpu() for each in parameters]
-    return whole, names["mean"].item()
+    return [(each if "DDP" in wrapper else each.full_tensor()).cpu() for each in parameters]
+
+
+def parameters_of_a_rank(folder, wrapper, device):
+    """Parameters and the loss to log."""
+    made, loop = blocks_for(wrapper, device)
+    names = {"name": folder / "model", "folder": str(folder / "model"), "dataset": ROWS, "capacity": 64, "epochs": 1}
+    names["rows_per_step"] = 2 if "two rows" in wrapper else 1
+    exec(made.replace("AdamW(model.parameters(), lr=1e-5", "SGD(model.parameters(), lr=0.1"), names)
+    exec(loop, names)
+    for saved in ("full_state_dict=True, cpu_offload", "HuggingFaceStorageWriter")[: SAVED.get(wrapper, 0)]:
+        out = "joined" if "Hugging" in saved else "out"
+        exec(of_page(saved).replace('"out"', repr(str(folder / out))), names)
+    return parameters_of(names, wrapper), names["mean"].item()
 
 
 WRAPPERS = ["FSDP2", "DDP", "DDP, autocast", "FSDP2, LoRA", "DDP, LoRA", "FSDP2, a larger model", "FSDP2, larger, tied"]
+WRAPPERS += ["FSDP2, larger, in parts", "FSDP2, larger, in parts, tied"]
 WRAPPERS += ["FSDP2, two rows, prefetch", "DDP, two rows", "FSDP2, mixed, checkpointing"]
-SAVED = ["FSDP2", "DDP", "FSDP2, LoRA", "DDP, LoRA"]
+SAVED = {"FSDP2": 2, "DDP": 1, "FSDP2, LoRA": 1, "DDP, LoRA": 1, "FSDP2, larger, in parts, tied": 2}  # ways
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -146,6 +164,9 @@ def test_rows_of_each_rank_on_two_ranks(wrapper, device, tmp_path):
 
     model = tiny_llama("eager", tie_word_embeddings="tied" in wrapper)
     model.save_pretrained(tmp_path / "model")
+    if "parts" in wrapper:  # of files in bfloat16, as most are
+        model.bfloat16().save_pretrained(tmp_path / "model")
+        model = type(model).from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
     if "LoRA" in wrapper:
         peft = pytest.importorskip("peft")
         torch.manual_seed(7)
@@ -174,12 +195,91 @@ def test_rows_of_each_rank_on_two_ranks(wrapper, device, tmp_path):
         assert all(each.dtype == torch.float32 for each in found)
         torch.testing.assert_close(found, wanted, **limits)
         assert in_bf16 == (max((a - b).abs().max() for a, b in zip(found, wanted, strict=True)) > 1e-4)
-    if wrapper in SAVED:
+    for out in ("out", "joined")[: SAVED.get(wrapper, 0)]:
         if "LoRA" in wrapper:
-            saved = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "out")
+            saved = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / out)
         else:
-            saved = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32)
+            saved = type(model).from_pretrained(tmp_path / out, dtype=torch.float32)
         torch.testing.assert_close([each.detach() for each in saved.parameters()], wanted, **limits)
+
+
+def resumed_rank(folder, wrapper):
+    """Parameters of a run that saves as it goes, and of one that begins at one of its checkpoints."""
+    made, loop = blocks_for(wrapper, "cpu")
+    loop = in_place_of("# save(", 'save(f"{folder}/{epoch}-{done}")', loop + "\n")
+    found = []
+    for resume in (False, True):
+        names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 2, "rows_per_step": 2}
+        names["folder"] = folder / f"checkpoints {resume}"
+        exec("\n".join([made.replace("lr=1e-5", "lr=1e-2"), of_page("def load")]), names)
+        if resume:
+            names["load"](folder / "checkpoints False" / "1-2")
+        exec(loop, names)
+        found.append(parameters_of(names, wrapper))
+    steps = [len(list((folder / f"checkpoints {resume}").iterdir())) for resume in (False, True)]
+    return found, steps
+
+
+@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP", "FSDP2, LoRA"])
+def test_a_resumed_run_has_the_bits_of_the_run_that_went_on(wrapper, tmp_path):
+    if "LoRA" in wrapper:
+        pytest.importorskip("peft")
+    tiny_llama().save_pretrained(tmp_path / "model")
+    for (went_on, resumed), (steps, later) in processes.spawn(
+        functools.partial(resumed_rank, tmp_path, wrapper), 2, tmp_path
+    ):
+        assert later == steps // 2 - 1 > 1  # of the second epoch all but the first
+        assert all(map(torch.equal, went_on, resumed))
+
+
+def sample_of(prompt, answer, advantage):
+    tokens = [3 + (7 * prompt + answer * j) % 250 for j in range(answer)]
+    return {"input_ids": [9] * prompt + tokens, "labels": [-100] * prompt + tokens, "advantage": advantage}
+
+
+SAMPLES = [sample_of(3, 4, 1.0), sample_of(3, 9, -1.0), sample_of(12, 20, 0.5)]
+SAMPLES += [sample_of(12, 11, -0.5), sample_of(5, 30, 2.0), sample_of(5, 20, -2.0)]
+
+
+def policy_of_a_rank(folder):
+    """Parameters after the updates; rows of the rank, and those among them without a sample."""
+    block = "\n".join([of_page("starts NCCL"), of_page("cast_forward_inputs"), of_page("register_fsdp_forward_method")])
+    block = block.replace("param_dtype=torch.bfloat16", "param_dtype=torch.float32")
+    more = ('int(os.environ["WORLD_SIZE"])', "2"), ("model.parameters(), 1.0)", "model.parameters(), 1e6)")
+    block = block.replace("lr=1e-6", "lr=1e-5")
+    names = {"name": folder / "model", "rollouts": [SAMPLES[:3], SAMPLES[3:]], "capacity": 36, "updates": 2}
+    exec(for_two_ranks(block, "cpu", *more), names)
+    return parameters_of(names, "FSDP2"), not all(names["mine"])
+
+
+def test_grpo_on_two_ranks(tmp_path):
+    """Two updates for each list of samples give the parameters of samples one by one."""
+    model = tiny_llama("eager")
+    model.save_pretrained(tmp_path / "model")
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+
+    def logps(sample):
+        ids, start = torch.tensor(sample["input_ids"]), sample["labels"].count(-100)
+        return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[start - 1 :, 0]
+
+    ratios = []
+    for samples in (SAMPLES[:3], SAMPLES[3:]):
+        old = [logps(sample).detach() for sample in samples]
+        for _ in range(2):
+            losses = []
+            for sample, before in zip(samples, old, strict=True):
+                ratio = (logps(sample) - before).exp()
+                ratios.append(ratio.detach())
+                gain = torch.minimum(ratio * sample["advantage"], ratio.clamp(0.8, 1.2) * sample["advantage"])
+                losses.append(-gain)
+            torch.cat(losses).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (torch.cat(ratios) - 1).abs().max() > 0.2  # some are clipped
+    ranks = processes.spawn(functools.partial(policy_of_a_rank, tmp_path), 2, tmp_path)
+    for found, _ in ranks:
+        torch.testing.assert_close(found, [each.detach() for each in model.parameters()], **LIMITS["cpu"])
+    assert any(without for _, without in ranks)
 
 
 def tensor_parallel_rank(folder, device):
