@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -293,7 +294,9 @@ def tensor_parallel_rank(folder, device):
     names = {"name": folder, "torch": torch, "rows": [packed_row(device)] * STEPS[device]}
     names["init_device_mesh"] = torch.distributed.device_mesh.init_device_mesh
     names |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "apply_packing_ops": apply_packing_ops}
-    exec(block, names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # transformers gives it for arguments that go
+        exec(block, names)
     model, weight = names["model"], names["model"].lm_head.weight
     found = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
     found = [each.detach().cpu() for each in found]

@@ -17,6 +17,7 @@ from helpers.processes import message_of, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers.distributed import DistributedConfig
 
 import packing_ops as po
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops
@@ -328,8 +329,8 @@ def test_calls_that_would_be_wrong_are_refused(case, by_rank):
 def tensor_parallel_step(folder):
     """By transformers' plan: the loss of a packed row, the gradient of the first norm, and what was not swapped."""
     os.environ.update({"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": "2"})
-    mesh = init_device_mesh("cpu", (2,))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh).train()
+    options = {"distributed_config": DistributedConfig(tp_plan="auto"), "device_mesh": init_device_mesh("cpu", (2,))}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).train()
     sharded = model.lm_head.weight.to_local().shape != model.lm_head.weight.shape
     skipped = apply_packing_ops(model, fused_loss=True).skipped
     loss = model(**batch_of(), use_cache=False).loss
