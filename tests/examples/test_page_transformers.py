@@ -5,7 +5,6 @@ what their tables say of models that are copied and loaded holds.
 import copy
 import functools
 import inspect
-import json
 import pickle
 import re
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, processes
-from helpers.pages import ROWS, block_with, blocks_of, tiny_llama
+from helpers.pages import ROWS, block_for, block_with, blocks_of, in_place_of, tiny_llama
 
 import packing_ops as po
 
@@ -92,7 +91,7 @@ def test_a_model_that_is_there():
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
+def test_checkpointing_block_for(inside, capsys, fresh_compile):
     """Compiled layers keep products, with put_checkpoint and with the line for newer versions."""
     transformers = pytest.importorskip("transformers")
     if not inside and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
@@ -117,11 +116,6 @@ def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
     assert model.get_decoder().layers[0].self_attn.q_proj.weight.grad is not None
 
 
-def in_place_of(there, here, block):
-    assert block.count(there) == 1
-    return block.replace(there, here)
-
-
 def test_put_checkpoint_of_the_page_is_the_examples(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     from common.training import put_checkpoint
@@ -135,11 +129,6 @@ def test_the_alias_of_the_page_and_its_undo():
     q, k, v, ends = (names[name] for name in ("q", "k", "v", "ends"))
     assert torch.equal(names["out"], po.varlen_attention(q, k, v, ends))
     assert "flash_attn" not in sys.modules
-
-
-def of_the_page(text, model):
-    """The block of the page with this text, with the model of a folder."""
-    return block_with("docs/transformers.md", text).replace("Qwen/Qwen3-0.6B", str(model))
 
 
 def trainer_of(folder, **options):
@@ -189,7 +178,7 @@ def test_examples_of_a_trainer_are_one_packed_row(tmp_path, monkeypatch):
     fixed |= {"dataloader_pin_memory": False}
     monkeypatch.setattr(transformers, "TrainingArguments", lambda _, **given: of_page(str(tmp_path), **given, **fixed))
     tiny_llama().save_pretrained(tmp_path / "model")
-    exec(of_the_page("TrainingArguments(", tmp_path / "model"), names := {})
+    exec(block_for("docs/transformers.md", "TrainingArguments(", tmp_path / "model"), names := {})
     said = info(names["trainer"].model)
     assert "1 row, 16 documents" in said
     assert "loss: packing_ops" in said
@@ -205,57 +194,6 @@ def test_stock_documents_are_apart_only_without_a_cache(tmp_path):
     assert (model(ids, **call).logits[:, 4:] - wanted).abs().max() > 1e-2
     names["Trainer"](model, names["args"])
     assert not model.config.use_cache, "the Trainer makes none"
-
-
-def sft_of(folder):
-    """Names of SFTTrainer's blocks, for a step on the CPU."""
-    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
-    from common.hf_setup import byte_tokenizer
-
-    tiny_llama().save_pretrained(folder / "model")
-    fixed = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
-    fixed |= {"bf16": False, "max_length": 64, "eval_steps": 1}
-    return {
-        "dataset": datasets.Dataset.from_list(ROWS),
-        "SFTConfig": lambda out, **given: trl.SFTConfig(str(folder / out), **given | fixed),
-        "SFTTrainer": functools.partial(trl.SFTTrainer, processing_class=byte_tokenizer()),
-    }
-
-
-def test_sft_of_the_page(tmp_path, monkeypatch, capsys):
-    names = sft_of(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    lines = (json.dumps({"text": "word " * (1 + i % 5)}) for i in range(30))
-    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    block = of_the_page("load_dataset", tmp_path / "model")
-    exec(in_place_of("from trl import SFTConfig, SFTTrainer\n", "", block), names)
-    assert int(re.search(r"1 row, (\d+) documents", capsys.readouterr().out)[1]) > 1
-
-
-@pytest.mark.parametrize("packed", [None, False])
-def test_an_evaluation_of_the_page(packed, tmp_path):
-    """The loss of documents alone, without logits: the mean over rows, each the mean over its targets."""
-    from packing_ops.integrations.transformers import apply_packing_ops
-
-    names = sft_of(tmp_path) | {"apply_packing_ops": apply_packing_ops}
-    names["held_out"] = names["dataset"].select(range(6))
-    config, found = names["SFTConfig"], []
-    names["SFTConfig"] = lambda *args, **given: config(*args, **given, learning_rate=0.0, eval_packing=packed)
-    block = in_place_of("trainer.train()", "trainer.model.register_forward_hook(note)\ntrainer.train()",
-                        of_the_page("eval_dataset=held_out", tmp_path / "model"))  # fmt: skip
-    names["note"] = lambda model, _, out: found.append((model.training, out.get("logits")))
-    exec(block, names)
-    (loss,) = (entry["eval_loss"] for entry in names["trainer"].state.log_history if "eval_loss" in entry)
-    stock, means = tiny_llama().eval(), []
-    for row in names["trainer"].eval_dataset:
-        ends = row.get("seq_lengths") or [len(row["input_ids"])]
-        documents = torch.tensor(row["input_ids"]).split(ends)
-        sums = [stock(ids[None], labels=ids[None]).loss.item() * (ids.numel() - 1) for ids in documents]
-        means.append(sum(sums) / sum(ids.numel() - 1 for ids in documents))
-    assert len(means) == (6 if packed is False else 2)
-    assert {training for training, _ in found} == {True, False}
-    assert [logits for _, logits in found if logits is not None] == []
-    assert loss == pytest.approx(sum(means) / len(means), rel=1e-4)
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -287,7 +225,7 @@ def test_adapters_of_the_page_and_compiled_layers(fresh_compile):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_weights_of_four_bits_of_the_page(tmp_path, autocast):
+def test_weights_of_four_bits_block_for(tmp_path, autocast):
     """Attention computes in float32 unless there is autocast, as the page says."""
     transformers = pytest.importorskip("transformers")
     for library in ("peft", "bitsandbytes"):
@@ -297,7 +235,7 @@ def test_weights_of_four_bits_of_the_page(tmp_path, autocast):
     tiny_llama().save_pretrained(tmp_path)
     names = {"torch": torch, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
     names["apply_packing_ops"] = apply_packing_ops
-    exec(of_the_page("prepare_model_for_kbit_training", tmp_path), names)
+    exec(block_for("docs/transformers.md", "prepare_model_for_kbit_training", tmp_path), names)
     exec(block_with("docs/transformers.md", "get_peft_model"), names)
     model, ids = names["model"].train(), torch.arange(9)[None]
     assert model.get_decoder().layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
@@ -313,39 +251,7 @@ def test_weights_of_four_bits_of_the_page(tmp_path, autocast):
     assert learnt == {"lora_A", "lora_B"}
 
 
-@pytest.mark.parametrize("bits", [4, 16])
-def test_adapters_that_trl_adds(tmp_path, bits):
-    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    from common.hf_setup import byte_tokenizer
-
-    from packing_ops.integrations.transformers import apply_packing_ops, info
-
-    tiny_llama().save_pretrained(tmp_path / "model")
-    options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
-    names = {
-        "dataset": datasets.Dataset.from_list(ROWS),
-        "LoraConfig": peft.LoraConfig,
-    }
-    names |= {"settings": trl.SFTConfig(str(tmp_path), packing=True, max_length=64, **options)}
-    names |= {"SFTTrainer": functools.partial(trl.SFTTrainer, processing_class=byte_tokenizer())}
-    names |= {"apply_packing_ops": apply_packing_ops}
-    block = of_the_page("quantization_config=four_bits,   ", tmp_path / "model")
-    if bits == 4:
-        pytest.importorskip("bitsandbytes")
-        names["four_bits"] = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    else:
-        block = re.sub(" *quantization_config=.*\n", "", block)
-    exec(block, names)
-    model = names["trainer"].model
-    assert (model.get_decoder().layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8) == (bits == 4)
-    learnt = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    assert {name.split(".")[-3] for name in learnt} == {"lora_A", "lora_B"}
-    assert all(weight.any() for name, weight in learnt.items() if "v_proj.lora_B" in name)
-    assert int(re.search(r"1 row, (\d+) documents", info(model))[1]) > 1
-
-
-def test_undo_of_the_page():
+def test_undo_block_for():
     pytest.importorskip("transformers")
     from packing_ops.integrations.transformers import apply_packing_ops
 
@@ -393,7 +299,7 @@ def test_undo_of_a_wrapped_model(how, tmp_path):
     assert processes.spawn(functools.partial(undone, how), 1, tmp_path) == [True]
 
 
-def test_an_encoder_of_the_page():
+def test_an_encoder_block_for():
     """The loss of the packed row is the mean over the tokens of separate documents, those of first tokens too."""
     transformers = pytest.importorskip("transformers")
     from packing_ops.integrations.transformers import apply_packing_ops

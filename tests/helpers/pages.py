@@ -28,6 +28,16 @@ def block_with(page, text):
     return found
 
 
+def block_for(page, text, model):
+    """The block with this text, with the model of a folder."""
+    return block_with(page, text).replace("Qwen/Qwen3-0.6B", str(model))
+
+
+def in_place_of(there, here, block):
+    assert block.count(there) == 1
+    return block.replace(there, here)
+
+
 # Examples for a collator, which a model of 258 tokens takes
 ROWS = [{"input_ids": [3 + i] * (2 + 7 * i % 29), "labels": [3 + i] * (2 + 7 * i % 29)} for i in range(40)]
 
