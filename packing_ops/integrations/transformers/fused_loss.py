@@ -69,8 +69,12 @@ def refusal(model: PreTrainedModel) -> str | None:
         return "its lm_head is no plain torch.nn.Linear"
     if head._forward_hooks or head._forward_pre_hooks:
         return "its lm_head has hooks, which would see hidden states"
-    if _in_front(model):
-        return "its forward is wrapped already"
+    if front := _in_front(model):
+        return (
+            "TRL's fused LM head is in front, which computes the loss from hidden states itself"
+            if "fused_lm_head" in getattr(getattr(front, "__code__", None), "co_varnames", ())
+            else "its forward is wrapped already"
+        )
     if getattr(_stock_loss(model), "__name__", None) != "ForCausalLMLoss":
         return "its loss_function is not transformers' ForCausalLMLoss"
     if not _logits_feed_only_the_loss(type(model), _is_capped(model)):
