@@ -285,7 +285,7 @@ PATCHES = {
     "integrations.transformers.fused_loss": {"importlib.import_module(module_name)._BALANCE"},
     "integrations.transformers.checkpoints": {"vars(checkpoint)[owner].method"},
     "integrations.transformers.states.linear_attention": {"module.name"},
-    "integrations.transformers.masks": {"owner._preprocess_mask_arguments"},
+    "integrations.transformers.masks": {"masking_utils._preprocess_mask_arguments"},
     "integrations.transformers.other_attention": {"cls.call_model_init"},
     "integrations.transformers.rope": {"module.name"},
     "integrations.trl.fused_logps": {"utils._ChunkedLogProbFunction"},

@@ -439,15 +439,14 @@ def _apply_invariant(model: torch.nn.Module, sequence_group: object) -> str | No
             failed = f"{type(error).__name__}: {str(error)[:200]}"
             held.unclaimed = f"it could not be run on random text ({failed}): {by_hand}"
         else:
-            if found.packs:
-                held.unclaimed = linear_attention_patch.why_by_place(model) or ""
-                return held.unclaimed or None
-            mode.release(vars(model).pop(HELD))
-            for module in model.modules():
-                for ours in (_by_blocks, _in_enough_rows):
-                    take_out_function(module, ours)
-            return found.why_not()[0]
-    return held.unclaimed
+            if not found.packs:
+                mode.release(vars(model).pop(HELD))
+                for module in model.modules():
+                    for ours in (_by_blocks, _in_enough_rows):
+                        take_out_function(module, ours)
+                return found.why_not()[0]
+            held.unclaimed = linear_attention_patch.why_by_place(model) or ""
+    return held.unclaimed or None
 
 
 def _by_blocks(module: torch.nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:

@@ -211,8 +211,9 @@ def packing_ops_attention(
         refused = refused or ("" if blocks is None else "a mask with blocks that see ahead")
         return sequence.attend_over_ranks(heads, mask, cu_seq_lens_q, options, refused), None
     else:
-        given = query, key, attention_mask, pattern, cu_seqlens, position_ids
-        found, visible_end, none = layer_documents.find(module, *given, options)
+        found, visible_end, none = layer_documents.find(
+            module, query, key, attention_mask, pattern, cu_seqlens, position_ids, options
+        )
         options = options if visible_end is None else options._replace(visible_end=visible_end)
         reason = reason or none or refused
         if not reason and found.has_interior_padding and window != (-1, -1):

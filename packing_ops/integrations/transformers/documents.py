@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from packing_ops._runtime import gate
 from packing_ops._runtime.arguments import check_cu_seqlens, int32_cu_seqlens
 from packing_ops._runtime.batch_cache import dense_cu_seqlens, is_captured, kept_with
-from packing_ops.integrations.transformers.versions import code_has, constant, parameters_of
+from packing_ops.integrations.transformers.versions import code_has, constant, masking_utils, parameters_of
 
 ROW_EACH = "give each document a row of its own (no packing, padding on the right)"  # what an error advises
 LONGEST_ASSERTION = 254  # bytes of the message of an assertion on CUDA
@@ -330,20 +330,17 @@ def each_document_alone(mask_function, kwargs, prepared, batch, q_length, q_offs
     def query_index(slot):
         return (slot - q_offset).clamp(0, last)
 
-    def together(row, q, k):
+    def together(row, head, q, k):
         same = documents[row, query_index(q)] == documents[row, query_index(k)]
         if runs is None:
             return same
         q, k = (slot.clamp(max=runs.shape[1] - 1) for slot in (q, k))  # a cache of fixed length is longer than the mask
         return same & (runs[row, q] == runs[row, k])
 
-    def same_document(row, head, q, k):
-        return mask_function(row, head, q, k) & together(row, q, k)
-
     chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
     plain = getattr(mask_function, "__name__", "") == "and_mask" and not kwargs.get("use_vmap")
     if chunk is None or kwargs.get("local_size") != chunk or not plain:
-        return same_document
+        return masking_utils.and_masks(mask_function, together)
     # Chunks are counted from where a document starts: the first one after the padding on the left.
     origins = (slots * starts).cummax(1).values + q_offset
     left = 0 if prepared.padding is None else (prepared.padding.cumsum(1) == 0).sum(1, keepdim=True)
@@ -351,7 +348,7 @@ def each_document_alone(mask_function, kwargs, prepared, batch, q_length, q_offs
 
     def chunks_of_document(row, head, q, k):
         chunk_q, chunk_k = ((slot - origins[row, query_index(slot)]) // chunk for slot in (q, k))
-        return (k <= q) & (chunk_q == chunk_k) & together(row, q, k)
+        return (k <= q) & (chunk_q == chunk_k) & together(row, head, q, k)
 
     return chunks_of_document
 
@@ -441,8 +438,12 @@ def refuse_one_result(model, call, kwargs, position_ids, batch) -> None:
     has = f"takes one {targets[0]} for each row" if targets else _one_result(type(model))
     if call.outer is not None or not has:
         return
-    inside = "the model inside of it, and its head with the hidden states at last_token_indices(cu_seqlens)"
-    message = one_each(call.named_by(), f"{call.name} {has}", f"{ROW_EACH}, or call {inside}")
+    message = one_each(
+        call.named_by(),
+        f"{call.name} {has}",
+        f"{ROW_EACH}, or call the model inside of it, and its head with the hidden states at "
+        "last_token_indices(cu_seqlens)",
+    )
     if position_ids is None and call.cu_seqlens is None:  # attention finds the numbers' documents: the host then knows
         call.where_several = batch, message
     else:

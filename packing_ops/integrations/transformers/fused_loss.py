@@ -337,8 +337,9 @@ def _of_documents(stock):
         else:
             counts = (documents.indices >= 0).long()
             probabilities = [layer[documents.indices.clamp(min=0)] for layer in probabilities]
-        options = {"top_k": top_k, "copies": counts, "by_document": call.balance.by_document}
-        losses = load_balancing_loss(probabilities, documents.cu_seqlens, **options)
+        losses = load_balancing_loss(
+            probabilities, documents.cu_seqlens, top_k=top_k, copies=counts, by_document=call.balance.by_document
+        )
         if not call.balance.by_document:
             return losses
         return losses.sum() / (segment_sum(counts.float(), documents.cu_seqlens) > 0).sum().clamp(min=1)

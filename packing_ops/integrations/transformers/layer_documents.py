@@ -74,8 +74,9 @@ def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):
     # Ulysses of other libraries: the mask was made for this rank's slots, position_ids are gathered as the heads are.
     gathered = seqlen == key.shape[2] and length > 0 and seqlen % length == 0
     if not gathered or position_ids is None or tuple(position_ids.shape) != (query.shape[0], seqlen):
-        lengths = f"{seqlen} queries and {key.shape[2]} keys"
-        raise ValueError(f"key: expected the {length} slots that the mask was made for, got {lengths}")
+        raise ValueError(
+            f"key: expected the {length} slots that the mask was made for, got {seqlen} queries and {key.shape[2]} keys"
+        )
     _refuse_parts(length, seqlen, cu_seqlens, pattern.padding)
     return documents_of_layer(query, None, (None, None), position_ids), None, ""
 
@@ -88,8 +89,10 @@ def refuse_other_sequence(module, query) -> None:
     if call is None or all(shape != (query.shape[0], query.shape[2]) for shape, _, _ in call.answers):
         return  # of a resampler, which has other queries
     outermost = (call, *call.outers)[-1]
-    without = "without a mask that says which part is whose (cross_attention_mask)"
-    why = f"{class_name(module)} attends to another sequence (of images, say) {without}"
+    why = (
+        f"{class_name(module)} attends to another sequence (of images, say) without a mask that says which part is "
+        "whose (cross_attention_mask)"
+    )
     message = one_each(outermost.named_by(), why, f"give one, or {ROW_EACH}")
     outermost.where_several = outermost.where_several or (query.shape[0], message)
 

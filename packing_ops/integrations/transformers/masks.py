@@ -377,11 +377,7 @@ def _layer_that_counts(cache, layer_idx):
     )
 
 
-def patch_of(owner) -> Patch:
-    return Patch(owner, "_preprocess_mask_arguments", _with_positions)
-
-
-PATCH = patch_of(masking_utils)
+PATCH = Patch(masking_utils, "_preprocess_mask_arguments", _with_positions)
 
 
 def _row_positions(call, position_ids, slots, of_others):

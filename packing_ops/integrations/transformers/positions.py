@@ -306,11 +306,10 @@ def _axes_one_by_one(model, given):
 
 def _why_no_axes(model, call, given) -> str:
     """Return why get_rope_index cannot be asked here, or an empty string."""
-    parameters = inspect.signature(type(model).get_rope_index).parameters.values()
-    known = (*parameters_of(type(model).forward), *_OF_TEXT)
-    made = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("self", *known)]
-    missing = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name != "self"]
-    missing = [name for name in missing if name not in given]
+    of_method = [*inspect.signature(type(model).get_rope_index).parameters.values()][1:]
+    named = [p for p in of_method if p.kind is not p.VAR_KEYWORD]
+    made = [p.name for p in named if p.name not in (*parameters_of(type(model).forward), *_OF_TEXT)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in given]
     if made:
         return f" (its forward makes {made[0]} itself)"
     if missing or "input_ids" not in given:

@@ -5,6 +5,7 @@ invariant=True they have the attribute ANY_ORDER: torch.compile picks the order 
 then take sums that no order changes.
 """
 
+import copy
 import functools
 import inspect
 
@@ -220,9 +221,9 @@ def _agrees(probe, forward, ours, width, dtype, weight_dtype) -> bool:
     if ours is not _no_weight:
         probe.weight = torch.nn.Parameter((3.0 * numbers(width, start=5.0)).to(weight_dtype))
     probe.train(dtype != torch.float16)  # one of the dtypes in evaluation
-    copy = x.clone()
+    before = x.clone()
     wanted = attempt(forward, probe, x)
-    if not torch.equal(x, copy):
+    if not torch.equal(x, before):
         return False  # it writes into its input
     found = attempt(ours, probe, x)
     rounded = {dtype, weight_dtype} & _HALF  # up to three times in a stock module
@@ -249,12 +250,7 @@ def _is_as_near(probe, forward, x, found, wanted) -> bool:
     """Return whether ours is at least as near to the stock formula in float64, with the same weights, as the stock
     module is.
     """
-    weight = getattr(probe, "weight", None)
-    if weight is not None:
-        probe.weight = torch.nn.Parameter(weight.detach().double())
-    exact = attempt(forward, probe, x.double())
-    if weight is not None:
-        probe.weight = weight
+    exact = attempt(forward, copy.deepcopy(probe).double(), x.double())
     if not isinstance(exact, torch.Tensor):
         return False
     ours, stock = ((each.double() - exact.double()).norm() for each in (found, wanted))

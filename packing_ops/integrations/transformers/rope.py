@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -193,20 +194,18 @@ def find(model: torch.nn.Module) -> tuple[list[Rotating], list[str]]:
     return found, list(dict.fromkeys(reasons))
 
 
-def _pairs(model) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+def _pairs(model) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
     """Yield (owner, rotary embedding), not of the patches of an image. An owner may hold a list of them, one for
     each base of the angles.
     """
     lists = torch.nn.ModuleList, torch.nn.ModuleDict
-    found = []
     for owner in model.modules():
         children = [] if isinstance(owner, lists) else list(owner.children())
         children += [inner for child in children if isinstance(child, lists) for inner in child.children()]
         for child in children:
             name = type(child).__name__
             if type(child).__module__.startswith(HOSTS) and "RotaryEmbedding" in name and "Vision" not in name:
-                found.append((owner, child))
-    return found
+                yield owner, child
 
 
 def why_not(model: torch.nn.Module) -> str | None:

@@ -10,7 +10,10 @@ from helpers import ROOT
 
 transformers = pytest.importorskip("transformers")
 
+from packing_ops.integrations._patching import Patch  # noqa: E402
 from packing_ops.integrations.transformers import masks, register, versions  # noqa: E402
+
+OF_MASKS = masks.PATCH.name, masks.PATCH.make
 
 
 @pytest.mark.parametrize("cache", ["cache", "past_key_values"])
@@ -25,7 +28,7 @@ def test_the_name_of_the_cache(cache):
 """
     fake = types.SimpleNamespace()
     exec(code, {"seen": seen}, vars(fake))
-    masks.patch_of(fake).apply()
+    Patch(fake, *OF_MASKS).apply()
     config = types.SimpleNamespace(_attn_implementation="packing_ops", model_type="llama")
     kept = transformers.DynamicCache()
     given = {"attention_mask": None, cache: kept, "position_ids": torch.arange(5)[None], "layer_idx": 0}
@@ -41,7 +44,7 @@ def test_the_name_of_the_cache(cache):
 
 
 def test_another_way_to_prepare_masks_is_refused(monkeypatch):
-    monkeypatch.setattr(masks, "PATCH", masks.patch_of(types.SimpleNamespace()))
+    monkeypatch.setattr(masks, "PATCH", Patch(types.SimpleNamespace(), *OF_MASKS))
     with pytest.raises(
         ImportError, match=r"^transformers: packing_ops.* serves 5\.17 and later .*, transformers \d.* is"
     ):
