@@ -56,11 +56,11 @@ def register(name: str = "packing_ops") -> None:
 
     What this adds to transformers and torch stays until revert_registration(name): the name in its two tables, and
     wrappers around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, around
-    the preparation of masks, around Trainer.call_model_init, whose new model refuses rows of several documents if the
-    one before had this attention, and around both forms of torch.utils.checkpoint, which take the documents along; in
-    models, the forward of layers that carry a state. The wrappers in transformers leave models with another
-    attn_implementation as they are. A process that unpickles a model with this attention under another name must call
-    register(name) first.
+    the preparation of masks, and around both forms of torch.utils.checkpoint, which take the documents along; from the
+    first model with this attention on also around Trainer.call_model_init, whose new model refuses rows of several
+    documents if the one before had this attention; in models, the forward of layers that carry a state. The wrappers in
+    transformers leave models with another attn_implementation as they are. A process that unpickles a model with this
+    attention under another name must call register(name) first.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats specially.
@@ -89,7 +89,7 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *checkpoints.PATCHES, *patches_of_trainer()):
+    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *checkpoints.PATCHES):
         patch.pin()
     NAMES.add(name)
     for patch in continuous_batching.PATCHES:
@@ -118,8 +118,16 @@ def revert_registration(name: str = "packing_ops") -> None:
         for table in (AttentionInterface, AttentionMaskInterface):
             table._global_mapping.pop(name, None)
     if not NAMES:
-        single = masks.PATCH, OWN_ATTENTION, CALLS, _additions.WHEN_MADE, _additions.patch_of_peft()
-        for patch in (*single, *patches_of_trainer(), *continuous_batching.PATCHES, *checkpoints.PATCHES):
+        for patch in (
+            masks.PATCH,
+            OWN_ATTENTION,
+            CALLS,
+            _additions.WHEN_MADE,
+            _additions.patch_of_peft(),
+            *patches_of_trainer(),
+            *continuous_batching.PATCHES,
+            *checkpoints.PATCHES,
+        ):
             patch.revert()
         stateful.revert()
 

@@ -28,6 +28,8 @@ class Kept:
         self.register, self.value = register, value
         if not NAMES:
             register()
+        for patch in patches_of_trainer():  # here: a Trainer has its model after both are imported, or unpickled
+            patch.pin()
 
     def __deepcopy__(self, memo):
         return self
@@ -41,8 +43,6 @@ def guard(model, register, keeps="") -> bool:
     found = [module for module in versions.models_in(model) if versions.reads_text(type(module))]
     for module in found:
         module.__dict__[GUARD] = Kept(register, keeps)
-    for patch in patches_of_trainer():  # here too, as the Trainer may be imported after register() is called
-        patch.pin()
     return bool(found)
 
 

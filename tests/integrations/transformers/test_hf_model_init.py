@@ -1,14 +1,21 @@
 """A Trainer with model_init: train() calls it once more, and what was applied to the model before is not in the new."""
 
+import copy
 import inspect
+import pickle
+import re
 import sys
+import types
 
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import causal_families  # noqa: E402
+import stateful_models  # noqa: E402
+from accelerate.state import GradientState  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
 
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
@@ -118,6 +125,26 @@ def test_who_applies_to_each_model_trains(cls, callbacks, trainer_of):
 
 
 @pytest.mark.filterwarnings("ignore:apply_packing_ops")
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "lfm2"])
+def test_layers_with_a_state(family, trainer_of):
+    """A model without attention keeps documents apart as before; one with attention, beside convolutions or scans,
+    does not.
+    """
+    trainer = trainer_of(lambda: stateful_models.stateful_model(family, attn_implementation="eager", vocab_size=258))
+    apply_packing_ops(trainer.model)
+    if family != "mamba2":
+        with pytest.raises(ValueError, match=LOST):
+            trainer.train()
+        return
+    trainer.train()
+    model, document = trainer.model.eval(), torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        packed = model(document.repeat(1, 2), position_ids=torch.arange(3).repeat(2)[None], use_cache=False).logits
+        alone = model(document, use_cache=False).logits
+    torch.testing.assert_close(packed, alone.repeat(1, 2, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:apply_packing_ops")
 def test_the_error_for_documents_that_mix_is_not_lost(trainer_of):
     """GPT-J keeps its attention: rows of several documents were an error before."""
     trainer = trainer_of(lambda: causal_families.model_of("gptj", None))
@@ -142,6 +169,8 @@ def test_call_model_init_looks_like_the_stock_method_and_is_reverted():
     revert_registration()
     before = transformers.Trainer.call_model_init  # the stock method, unless models of other tests are alive
     register()
+    assert transformers.Trainer.call_model_init is before
+    qwen3().set_attn_implementation("packing_ops")
     ours = transformers.Trainer.call_model_init
     stock = inspect.unwrap(ours)
     assert ours is not stock
@@ -150,6 +179,70 @@ def test_call_model_init_looks_like_the_stock_method_and_is_reverted():
     assert inspect.signature(ours) == inspect.signature(stock)
     revert_registration()
     assert transformers.Trainer.call_model_init is before
+
+
+class TwoTrials:
+    """A backend that needs no package. Like Optuna's with catch=(ValueError,), a trial that fails does not end it."""
+
+    def ensure_available(self):
+        pass
+
+    def default_hp_space(self, trial):
+        return trial.params
+
+    def run(self, trainer, n_trials, direction):
+        results = []
+        for number in range(n_trials):
+            try:
+                trainer.train(trial=types.SimpleNamespace(number=number, params={"learning_rate": 1e-3}))
+                results.append(trainer.model)
+            except ValueError as error:
+                results.append(str(error))
+        return results
+
+
+@pytest.mark.parametrize("where", ["trainer.model", "model_init"])
+def test_hyperparameter_search(where, trainer_of, monkeypatch):
+    backends = sys.modules["transformers.trainer"].ALL_HYPERPARAMETER_SEARCH_BACKENDS
+    monkeypatch.setitem(backends, next(key for key in backends if key.value == "optuna"), TwoTrials)
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
+
+    def model_init():
+        model = qwen3()
+        if where == "model_init":
+            apply_packing_ops(model)
+        return model
+
+    trainer = trainer_of(model_init)
+    apply_packing_ops(trainer.model)
+    first, second = trainer.hyperparameter_search(backend="optuna", n_trials=2)
+    if where == "trainer.model":
+        assert re.search(LOST, first)
+        assert re.search(LOST, second)
+    else:
+        assert first is not second
+        assert {each.config._attn_implementation for each in (first, second)} == {"packing_ops"}
+
+
+def test_a_copy_of_a_trainer(trainer_of):
+    trainer = trainer_of(qwen3)
+    apply_packing_ops(trainer.model)
+    with pytest.raises(ValueError, match=LOST):
+        copy.deepcopy(trainer).train()
+
+
+def test_a_trainer_from_a_pickle(trainer_of):
+    """Its process may have no model with this attention but that one."""
+    GradientState._reset_state()  # a training that failed leaves a weak reference to its data here
+    trainer = trainer_of(qwen3)
+    apply_packing_ops(trainer.model)
+    data = pickle.dumps(trainer)
+    revert_registration()
+    stock = transformers.Trainer.call_model_init
+    unpickled = pickle.loads(data)
+    assert transformers.Trainer.call_model_init is not stock
+    with pytest.raises(ValueError, match=LOST):
+        unpickled.train()
 
 
 def test_a_trial_without_the_model_of_the_one_before(trainer_of):
