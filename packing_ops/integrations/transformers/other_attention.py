@@ -52,6 +52,12 @@ _NOT_OURS = (
 )
 
 
+_MADE_ANEW = (
+    "was made by model_init without packing_ops, which trainer.model had: call apply_packing_ops in model_init, before "
+    "it returns"
+)
+
+
 class OtherCall(PackedCall):
     """One call of a guarded model, whose attention is another one than ours.
 
@@ -64,6 +70,8 @@ class OtherCall(PackedCall):
         super().__init__(model, args, kwargs, outer, None)
         keeps = model.__dict__[GUARD].value
         self.why = f"{self.name} {keeps or _NOT_OURS}"
+        if keeps == _MADE_ANEW:  # also for fused_loss, invariant and the others, without which any row trains
+            versions.log_once(self.why)
         refuse_shard(sequence, self.cu_seqlens, self.why)
         self.by_states, mixes = _beside_attention(self, model)
         is_set = not (keeps or self.by_states)
@@ -114,12 +122,7 @@ def _watched(stock):
     def call_model_init(trainer, *args, **kwargs):
         before, model = getattr(trainer, "model", None), stock(trainer, *args, **kwargs)
         if before is not None and (kept := _guards_in(before)) and not _guards_in(model):
-            guard(
-                model,
-                kept[0].register,
-                "was made by model_init without packing_ops, which trainer.model had: call apply_packing_ops in "
-                "model_init, before it returns",
-            )
+            guard(model, kept[0].register, _MADE_ANEW)
         return model
 
     return call_model_init

@@ -24,6 +24,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     register,
     revert_packing_ops,
     revert_registration,
+    versions,
 )
 
 LOST = r"was made by model_init without packing_ops, .*: call apply_packing_ops in model_init, before it returns"
@@ -83,11 +84,23 @@ def test_a_model_that_train_makes_again(where, trainer_of):
     assert (trainer.model.config._attn_implementation == "packing_ops") == (where == "model_init")
 
 
-def test_rows_of_one_document_train(trainer_of):
+@pytest.fixture
+def told(monkeypatch):
+    """What is logged of a model that has lost packing_ops."""
+    messages = []
+    monkeypatch.setattr(versions, "log_once", lambda message: messages.append(message))
+    return lambda: [message for message in messages if re.search(LOST, message)]
+
+
+@pytest.mark.parametrize("option", ["attention", "fused_loss", "invariant"])
+def test_rows_of_one_document_train_after_a_warning(option, trainer_of, told):
     trainer = trainer_of(qwen3, rows=1)
-    apply_packing_ops(trainer.model)
+    apply_packing_ops(trainer.model, **{option: True})
+    trainer.model(torch.arange(3)[None])
+    assert not told()
     trainer.train()
     assert trainer.state.global_step == 2
+    assert told()
 
 
 class AppliesToEach(transformers.Trainer):
@@ -115,13 +128,14 @@ class SetsWhenItBegins(transformers.TrainerCallback):
         (transformers.Trainer, [SetsWhenItBegins]),
     ],
 )
-def test_who_applies_to_each_model_trains(cls, callbacks, trainer_of):
+def test_who_applies_to_each_model_trains(cls, callbacks, trainer_of, told):
     """In an override, which gets the model of the stock method, or when training begins."""
     trainer = trainer_of(qwen3, cls, callbacks)
     apply_packing_ops(trainer.model)
     for _ in range(2):
         trainer.train()
         assert trainer.model.config._attn_implementation == "packing_ops"
+    assert not told()
 
 
 @pytest.mark.filterwarnings("ignore:apply_packing_ops")
