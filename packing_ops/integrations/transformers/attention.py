@@ -215,8 +215,9 @@ def packing_ops_attention(
     elif batched:
         heads, documents, keys = continuous_batching.with_keys(module, heads, cu_seqlens, refused, kwargs)
     elif sequence is not None:  # rows spread over several ranks
-        mask, blocks = (attention_mask, None) if pattern is None else (None, pattern.blocks)
-        refused = refused or ("" if blocks is None else "a mask with blocks that see ahead")
+        if pattern is not None and pattern.blocks is not None:
+            refused = refused or "a mask with blocks that see ahead"
+        mask = None if pattern is not None else attention_mask
         return sequence.attend_over_ranks(heads, mask, cu_seq_lens_q, options, refused), None
     else:
         found, visible_end, none = layer_documents.find(
@@ -389,7 +390,8 @@ def _by_sdpa(module, heads, mask, options, dropout, given):
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
-    return (F.dropout(weights, dropout, module.training) @ value).transpose(1, 2).contiguous(), None
+    out = F.dropout(weights, dropout, module.training) @ value
+    return out.transpose(1, 2).contiguous(), None
 
 
 # --- models with special attention classes, which no attn_implementation of ours reaches (Falcon, GPT-J) ---

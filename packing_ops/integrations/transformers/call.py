@@ -77,8 +77,9 @@ class PackedCall:
     def __init__(self, model, args, kwargs, outer, sequence):
         self.name, self.outer = type(model).__name__, outer
         self.outers = () if outer is None else (outer, *outer.outers)
-        traits = _traits_of(type(model), type(model.config))
-        self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = traits
+        self.mask_form, self.indices, model_type, self.first_axis, self.shifts, reads = _traits_of(
+            type(model), type(model.config)
+        )
         positions, mask = self.given("position_ids", args, kwargs), self.given("attention_mask", args, kwargs)
         if outer is None and reads:
             check_form(positions, mask)
@@ -256,8 +257,9 @@ class PackedCall:
 
     def checked_positions(self, position_ids, batch):
         """Return position_ids of a tensor mask. Raises ValueError if cu_seq_lens_q, unseen by layers, disagree."""
-        is_tree = self.segment_parents is not None  # depths, which attention refuses with such a mask
-        if is_tree or position_ids is None or self.cu_seqlens is None or position_ids.shape[0] not in (1, batch):
+        if position_ids is None or self.cu_seqlens is None or position_ids.shape[0] not in (1, batch):
+            return position_ids
+        if self.segment_parents is not None:  # depths in a tree, which attention refuses with such a mask
             return position_ids
         if self.checked is None or self.checked[0] is not position_ids:  # masks of other layers have the same ones
             cu_seqlens = self.cu_seqlens, self.cu_seqlens_k
@@ -483,7 +485,7 @@ def check_keywords(cls: type, kwargs: dict) -> None:
 @constant
 def _near_misses(cls, names):
     """Return near misses among ``names`` that a language model's forward does not declare."""
-    near = [name for name in names if name not in _CU_SEQLENS and _NEAR.fullmatch(name.lower())]
-    if not near or not reads_text(cls):
+    if not reads_text(cls):
         return ()
-    return tuple(name for name in near if name not in inspect.signature(cls.forward).parameters)
+    known = {*_CU_SEQLENS, *parameters_of(cls.forward)}
+    return tuple(name for name in names if name not in known and _NEAR.fullmatch(name.lower()))

@@ -132,7 +132,8 @@ def _patches() -> list[Patch]:
         config = importlib.import_module("transformers.generation.configuration_utils").ContinuousBatchingConfig
     except (ImportError, AttributeError):
         return []
-    return patches if hasattr(config, "page_size") and all(hasattr(each.owner, each.name) for each in patches) else []
+    served = hasattr(config, "page_size") and all(hasattr(patch.owner, patch.name) for patch in patches)
+    return patches if served else []
 
 
 PATCHES = _patches()

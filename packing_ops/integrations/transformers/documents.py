@@ -34,12 +34,12 @@ class BatchDocuments:
     """
 
     def __init__(self, cu_seqlens, indices=None, has_interior_padding=False, several=None):
-        self.cu_seqlens, self.indices, self.device = cu_seqlens, indices, cu_seqlens.device
+        self.cu_seqlens, self.indices = cu_seqlens, indices
         self.has_interior_padding, self.several = has_interior_padding, several
 
     def on(self, device):
         """Return the same documents on another device, for models with layers on several."""
-        if self.device == device:
+        if self.cu_seqlens.device == device:
             return self
 
         def moved():

@@ -226,9 +226,10 @@ def without_first_labels(model, call, args, kwargs):
     may_have_documents = any(each is not None for each in (call.position_ids, call.cu_seqlens, call.numbers))
     if not may_have_documents or not is_tensor(labels, 2) or kwargs.get("shift_labels") is not None or not call.shifts:
         return args, kwargs
+    if model.config.is_encoder_decoder or not _loss_shifts(model):
+        return args, kwargs
     (batch, seqlen), padding = labels.shape, call.mask
-    is_other = padding is not None and (not is_tensor(padding, 2) or padding.shape != labels.shape)
-    if is_other or model.config.is_encoder_decoder or not _loss_shifts(model):
+    if padding is not None and (not is_tensor(padding, 2) or padding.shape != labels.shape):
         return args, kwargs
     position_ids = call.row_positions(batch, seqlen)
     if position_ids is not None and (position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch)):
@@ -238,7 +239,8 @@ def without_first_labels(model, call, args, kwargs):
         if padding is not None:
             starts[:, 1:] |= (padding[:, :-1] == 0).to(labels.device)
         return call.put("labels", labels.masked_fill(starts, -100), args, kwargs)
-    masked = mask_boundary_labels(labels.flatten(), call.documents_of_tokens(labels, position_ids).cu_seqlens)
+    documents = call.documents_of_tokens(labels, position_ids)
+    masked = mask_boundary_labels(labels.flatten(), documents.cu_seqlens)
     return call.put("labels", masked.view_as(labels), args, kwargs)
 
 

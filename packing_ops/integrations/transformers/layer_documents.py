@@ -63,7 +63,8 @@ def has_documents_of(cu_seqlens, mask) -> bool:
 def documents_of_layer(query, mask, cu_seqlens, position_ids):
     """Return the documents by what the layer is given."""
     numbers = numbers_of(mask, current())
-    return documents_of(query, cu_seqlens, mask if numbers is None else numbers, position_ids).on(query.device)
+    padding = mask if numbers is None else numbers
+    return documents_of(query, cu_seqlens, padding, position_ids).on(query.device)
 
 
 def documents_of_pattern(module, pattern, query, key, cu_seqlens, position_ids):

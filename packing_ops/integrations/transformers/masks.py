@@ -50,8 +50,9 @@ class MaskPattern:
 
     def __init__(self, causal, window, length, padding, position_ids, axes=False, blocks=None, batch=1):
         self.causal, self.window, self.length, self.axes = causal, window, length, axes
-        self.padding, self.position_ids, self.blocks, self.of_tree = padding, position_ids, blocks, False
-        self.shape, self.ndim, self.last, self._found = torch.Size((batch, 1, length, length)), 4, None, None
+        self.padding, self.position_ids, self.blocks = padding, position_ids, blocks
+        self.shape, self.ndim, self.last = torch.Size((batch, 1, length, length)), 4, None
+        self._found, self.of_tree = None, False
 
     def dim(self):
         return self.ndim
@@ -65,8 +66,7 @@ class MaskPattern:
 
         slots: a tensor ``[batch, 1, length]`` on their device. cu_seqlens: of the model's call, (of queries, of keys).
         """
-        documents = documents_of(slots, cu_seqlens, self.padding, self.position_ids)
-        self._found = cu_seqlens, documents, self._ends(documents)
+        self._found = cu_seqlens, *self._documents_and_ends(slots, cu_seqlens, self.position_ids)
 
     def documents(self, key, cu_seqlens, position_ids):
         """Return (the documents of key ``[batch, num_heads, length, head_dim]``, visible_end of varlen_attention for
@@ -81,13 +81,13 @@ class MaskPattern:
             documents, ends = found[1:]
         else:
             position_ids = position_ids if self.position_ids is None and not self.axes else self.position_ids
-            documents = documents_of(key, cu_seqlens, self.padding, position_ids)
-            ends = self._ends(documents)
+            documents, ends = self._documents_and_ends(key, cu_seqlens, position_ids)
         none = "" if self.blocks is None or ends is not None else "blocks of a mask that are no runs of neighbours"
         return documents.on(key.device), ends, none
 
-    def _ends(self, documents):
-        return None if self.blocks is None else ends_of_blocks(documents, self.blocks)
+    def _documents_and_ends(self, key, cu_seqlens, position_ids):
+        documents = documents_of(key, cu_seqlens, self.padding, position_ids)
+        return documents, None if self.blocks is None else ends_of_blocks(documents, self.blocks)
 
     def _refuse(self, *_):
         raise TypeError(_READ)
@@ -251,7 +251,7 @@ def ends_of_blocks(documents, blocks):
     """Return int32 [total] of the packed rows of ``documents``; None if a number returns in a document. One
     synchronisation.
     """
-    numbers = blocks.to(documents.device).flatten()
+    numbers = blocks.to(documents.cu_seqlens.device).flatten()
     if documents.indices is not None:
         numbers = numbers[documents.indices]
     numbers = numbers.long().clamp(min=-1) + 1
@@ -262,7 +262,8 @@ def ends_of_blocks(documents, blocks):
     of_documents = gate.seq_idx_from_cu_seqlens(documents.cu_seqlens, numbers.shape[0]) * (numbers.max() + 1)
     keys = of_documents + numbers
     starts = (keys[1:] != keys[:-1]) & (numbers[1:] != 0)
-    return None if bool((starts & (keys[1:] <= keys.cummax(0).values[:-1])).any()) else ends
+    comes_back = starts & (keys[1:] <= keys.cummax(0).values[:-1])
+    return None if bool(comes_back.any()) else ends
 
 
 # --- transformers' preparation of masks ---

@@ -145,7 +145,8 @@ def _raised(position_ids, padding, first):
     of_row = is_tensor(padding, 2) and padding.shape[1] == position_ids.shape[1]
     padding = padding.to(position_ids.device) if of_row else torch.ones_like(position_ids)
     positions = position_ids.expand(padding.shape[0], -1)
-    return positions + first * (positions.gather(1, _start_of(padding != 0, positions)) == 0)
+    of_start = positions.gather(1, _start_of(padding != 0, positions))
+    return positions + first * (of_start == 0)
 
 
 def _made(model, call, args, kwargs, needs, first):
@@ -190,7 +191,8 @@ def _positions_by(numbers):
         >>> _positions_by(torch.tensor([[3, 3, 7, 7, 7, 0]])).tolist()
         [[0, 1, 0, 1, 2, 0]]
     """
-    return (torch.arange(numbers.shape[1], device=numbers.device) - _start_of(numbers)) * (numbers != 0)
+    slots = torch.arange(numbers.shape[1], device=numbers.device)
+    return (slots - _start_of(numbers)) * (numbers != 0)
 
 
 def _start_of(padding, position_ids=None):

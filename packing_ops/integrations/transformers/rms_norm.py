@@ -73,9 +73,9 @@ FORWARDS = {
     "no_weight": _no_weight,
 }
 _EPS_NAMES = ("variance_epsilon", "eps")
-# Attributes that are no part of a formula: torch's, and those that FSDP and accelerate leave in a module.
-_OF_MODULE = frozenset(vars(torch.nn.Module()))
-_OF_WRAPPERS = frozenset(("weight", "forward", "_old_forward", "_hf_hook"))
+# Attributes that are tried otherwise, or are no part of a formula: torch's, and those that FSDP and accelerate leave in
+# a module.
+_LEFT_OUT = frozenset((*vars(torch.nn.Module()), *_EPS_NAMES, "weight", "forward", "_old_forward", "_hf_hook"))
 WIDTH = 8
 
 
@@ -153,8 +153,7 @@ def formula_of(stock: type, module: torch.nn.Module) -> tuple[str | None, str]:
     # The trial makes a module of the same class and attributes, without the weights, hooks and device of this one.
     if reason := _not_tried(stock, module):
         return None, f"{stock.__name__} {reason}"
-    skipped = _OF_MODULE | _OF_WRAPPERS | {*_EPS_NAMES}
-    attributes = {name: value for name, value in vars(module).items() if name not in skipped}
+    attributes = {name: value for name, value in vars(module).items() if name not in _LEFT_OUT}
     if any(not isinstance(value, (int, float, str, tuple, torch.dtype, type(None))) for value in attributes.values()):
         return None, f"{stock.__name__} has attributes beside numbers"
     key = tuple((name, type(value), value) for name, value in sorted(attributes.items()))

@@ -120,7 +120,8 @@ def new_patch(module, name: str) -> Patch:
 def functions_called(cls: type) -> tuple[str, ...]:
     """Return the names of the rotary functions that forward of this class calls."""
     forward = inspect.unwrap(cls.forward)
-    return tuple(filter(ROTARY.fullmatch, getattr(getattr(forward, "__code__", None), "co_names", ())))
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return tuple(filter(ROTARY.fullmatch, names))
 
 
 def _names(module) -> list[str]:

@@ -72,7 +72,8 @@ def _attention(model: Any, hosts: list[Any]) -> str:
     text = ", ".join(f"{implementation} in {_counted(count, 'module')}" for implementation, count in found.items())
     if found and found.keys() <= NAMES:
         return text
-    return (f"{text}, " if text else "") + (why_not_attention(model) or "swapped by apply_packing_ops(model)")
+    reason = why_not_attention(model)
+    return (f"{text}, " if text else "") + (reason or "swapped by apply_packing_ops(model)")
 
 
 def _swapped(patch: Any, model: Any) -> str:
@@ -108,8 +109,9 @@ def _counted(count: int, word: str) -> str:
 
 
 def _last_forward(last: LastForward) -> str:
-    found = f"{_counted(last.documents, 'document')}, found by {last.found_by}"
-    documents = "one document in each, as no argument said otherwise" if last.found_by == "rows" else found
+    documents = f"{_counted(last.documents, 'document')}, found by {last.found_by}"
+    if last.found_by == "rows":
+        documents = "one document in each, as no argument said otherwise"
     return f"last forward: {_counted(last.rows, 'row')}, {documents}"
 
 

@@ -28,8 +28,9 @@ def one_call(self, hidden_states, *args, **kwargs):
     cu_seqlens = given.get("cu_seqlens")  # None for one image, of which some blocks make a mask
     if cu_seqlens is None or not _fits_one_call(self, hidden_states, given.get("attention_mask")):
         return stock(self, hidden_states, *args, **kwargs)
-    given["cu_seqlens"] = torch.tensor([0, hidden_states.shape[-2]], device="cpu")
-    return stock(self, hidden_states, **{**given, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens})
+    row = torch.tensor([0, hidden_states.shape[-2]], device="cpu")
+    images = {"cu_seqlens": row, "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return stock(self, hidden_states, **{**given, **images})
 
 
 def _fits_one_call(module, x, mask=None) -> bool:
@@ -104,9 +105,8 @@ def _tried(stock, forward, attributes, children, config_class) -> str | None:
     if unknown := [name for name, _, width in children if width is None]:
         return f"holds {', '.join(unknown)}"
     register()  # the trial calls our attention by its name
-    ours = subclass_of(stock, one_call)
     projections = [(name, _Projection(*width) if width[0] else torch.nn.Identity()) for name, _, width in children]
-    probe = bare(ours, [*attributes, *projections])
+    probe = bare(subclass_of(stock, one_call), [*attributes, *projections])
     width = max(in_features for _, _, (in_features, _) in children) if children else 0
     needed = [
         name
