@@ -28,7 +28,7 @@ class Kept:
         self.register, self.value = register, value
         if not NAMES:
             register()
-        for patch in patches_of_trainer():  # here: a Trainer has its model after both are imported, or unpickled
+        for patch in patches_of_trainer():  # here: where a Trainer may have this model, it is imported
             patch.pin()
 
     def __deepcopy__(self, memo):
@@ -70,7 +70,7 @@ class OtherCall(PackedCall):
         super().__init__(model, args, kwargs, outer, None)
         keeps = model.__dict__[GUARD].value
         self.why = f"{self.name} {keeps or _NOT_OURS}"
-        if keeps == _MADE_ANEW:  # also for fused_loss, invariant and the others, without which any row trains
+        if keeps == _MADE_ANEW:  # rows of one document train on, without fused_loss, invariant and the rest
             versions.log_once(self.why)
         refuse_shard(sequence, self.cu_seqlens, self.why)
         self.by_states, mixes = _beside_attention(self, model)
