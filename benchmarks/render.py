@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, median
 
@@ -37,8 +37,8 @@ def loaded(name: str, keys: list[str]) -> list[dict]:
     else:
         whole = json.loads(path.read_text(), parse_float=Cell, parse_int=Cell)
         found = {key: value_of(whole, key) for key in keys} or {"": whole}
-        lists = {key: each if isinstance(each, list) else [each] for key, each in found.items()}
-        rows = [{**whole, "key": key, **row} for key, each in lists.items() for row in each]
+        lists = [(key, each if isinstance(each, list) else [each]) for key, each in found.items()]
+        rows = [{**whole, "key": key, **row} for key, each in lists for row in each]
     rows, cells = [{"file": name, "stem": path.stem, **row} for row in rows], SPEC["files"].get(name, {})
     return with_cells(rows, SPEC["files"][cells["like"]] if "like" in cells else cells)
 
@@ -71,19 +71,26 @@ def column_of(rows: list[dict], cell: dict | str) -> Iterator:
 
 
 def compared(rows: list[dict], cell: dict) -> Iterator:
-    """A value of the row ``at``, or of each itself, over that of the row ``over`` or its column ``per``."""
-    key = lambda row: tuple(row[column] for column in cell["same"])  # noqa: E731
-    ordered = in_order(rows, [cell["most"]] if "most" in cell else [])
-    at, over = (
-        {key(row): row for row in ordered if matches(row, cell[which])} if which in cell else None
-        for which in ("at", "over")
-    )
+    """A value of the row ``at``, or of each itself; over that of the row ``over``, or over its column ``per``."""
+    at, over = picked(rows, cell, "at"), picked(rows, cell, "over")
     for row in rows:
-        value = value_of(row if at is None else at.get(key(row), Case()), cell["of"])
-        if over is not None or "per" in cell:
-            base = row[cell["per"]] if "per" in cell else value_of(over.get(key(row), Case()), cell["of"])
+        value = value_of(at(row), cell["of"])
+        if "per" in cell or "over" in cell:
+            base = row[cell["per"]] if "per" in cell else value_of(over(row), cell["of"])
             value = float(value) / float(base) if float(value or 0) and base else ""
         yield value
+
+
+def picked(rows: list[dict], cell: dict, which: str) -> Callable[[dict], dict]:
+    """What gives, of the rows of the same key, the one that a filter finds: the only one, or the one with the most."""
+    if which not in cell:
+        return lambda row: row
+    key = lambda row: tuple(row[column] for column in cell["same"])  # noqa: E731
+    rows = [row for row in in_order(rows, [cell["most"]] if "most" in cell else []) if matches(row, cell[which])]
+    found = {key(row): row for row in rows}
+    if len(found) < len(rows) and "most" not in cell:
+        raise ValueError(f"regions.toml: {which} = {cell[which]} finds several rows of one {cell['same']}; add most")
+    return lambda row: found.get(key(row), Case())
 
 
 def selected(block: dict) -> list[dict]:
@@ -178,9 +185,7 @@ def figures_of(rows: list[dict], block: dict) -> dict:
 
 
 def said(pieces: list, names: dict, rows: list[dict]) -> str:
-    """Sentences, without those whose condition no row meets and those that name a figure without a value; "- " begins
-    a line.
-    """
+    """Sentences that have all figures, and a row that meets their condition; "- " begins a line."""
     lines = [""]
     for piece in pieces:
         text, condition = (piece["text"], piece["if"]) if isinstance(piece, dict) else (piece, {})
@@ -200,11 +205,8 @@ def text_of(block: dict) -> str:
     """A paragraph, a table with a caption and a note, or a table for each value of a column."""
     if "page" in block:
         sections = result_rows.sections((ROOT / block["page"]).read_text(), block.get("link", ""))
-        return result_rows.sources(
-            (link, row) for link, names in sections for name in names for row in rows_behind(name)
-        )
-    block = with_shape(block)
-    rows = selected(block)
+        return result_rows.sources((link, row) for link, each in sections for name in each for row in rows_behind(name))
+    rows = selected(block := with_shape(block))
     if not rows:
         return block.get("none", "")
     names, lines = figures_of(rows, block), cases_of(rows, block) if "case" in block else rows
@@ -240,9 +242,8 @@ def table_of(lines: list[dict], block: dict, names: dict) -> str:
     found = [[fill(cell, names) for cell in line] for line in block.get("written", [])] or [
         [fill(cell, names | line) or "".join(empty) for _, cell, *empty in block["columns"]] for line in lines
     ]
-    return result_rows.table(
-        [fill(head, names | lines[0]) for head, *_ in block["columns"]], found, block.get("empty", "")
-    )
+    heads = [fill(head, names | lines[0]) for head, *_ in block["columns"]]
+    return result_rows.table(heads, found, block.get("empty", ""))
 
 
 def rows_behind(name: str) -> Iterator[dict]:

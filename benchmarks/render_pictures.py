@@ -57,8 +57,7 @@ def styles_of(cases: list[dict]) -> dict[str, tuple[str, str]]:
 def picture(rows: list[dict], stem: str) -> plt.Figure | None:
     """A bar per case for the fastest other, in its colour, left of 1 where that one is ahead; marks for the rest.
 
-    Shows the device with the most rows. Ops that have the same shapes stand side by side. None where nobody
-    else was measured.
+    Shows the device with the most rows, ops of the same shapes side by side. None where nobody else was measured.
     """
     ((device, _),) = Counter(row["device"] for row in rows).most_common(1)
     cases = comparisons([row for row in rows if row["device"] == device])

@@ -193,7 +193,7 @@ def test_padding_of_batches(monkeypatch):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("stem", ["whole_cuda", "parallel_cuda"])
+@pytest.mark.parametrize("stem", ["whole_cuda", "parallel_cuda", "trl_cuda"])
 def test_a_picture_of_bars(stem, results):
     pytest.importorskip("matplotlib")
     from render_pictures import DPI, PICTURES, bars
@@ -261,3 +261,14 @@ def test_a_case_that_a_provider_did_not_run_has_a_dash(results):
 def test_a_table_that_nobody_measured_names_its_command(results):
     assert made("scan_mamba") == "Not run yet: `benchmarks/bench_scan_mamba.py`."
     assert made("hybrid_bamba") == "Not run yet: `benchmarks/bench_hybrid.py --model bamba`."
+
+
+@pytest.mark.parametrize("most", [None, "rate"])
+def test_a_second_row_of_the_same_key_is_an_error_or_chosen(most):
+    rows = [{"model": "a", "who": who, "rate": rate} for who, rate in (("ours", "4"), ("ours", "2"), ("other", "2"))]
+    cell = {"of": "rate", "at": {"who": "ours"}, "per": "rate", "same": ["model"]} | ({"most": most} if most else {})
+    if most:
+        assert [*render.compared(rows, cell)] == [1, 2, 2]
+    else:
+        with pytest.raises(ValueError, match=r"at = .* finds several rows of one .*; add most"):
+            [*render.compared(rows, cell)]
