@@ -242,45 +242,63 @@ SAMPLES = [sample_of(3, 4, 1.0), sample_of(3, 9, -1.0), sample_of(12, 20, 0.5)]
 SAMPLES += [sample_of(12, 11, -0.5), sample_of(5, 30, 2.0), sample_of(5, 20, -2.0)]
 
 
-def policy_of_a_rank(folder):
-    """Parameters after the updates; rows of the rank, and those among them without a sample."""
+def policy_of_a_rank(folder, dtype, rollouts, updates):
+    """Parameters after the updates; whether the rank has a row without a sample."""
     block = "\n".join([of_page("starts NCCL"), of_page("cast_forward_inputs"), of_page("register_fsdp_forward_method")])
-    block = block.replace("param_dtype=torch.bfloat16", "param_dtype=torch.float32")
+    block = block.replace("param_dtype=torch.bfloat16", f"param_dtype={dtype}").replace("lr=1e-6", "lr=1e-5")
     more = ('int(os.environ["WORLD_SIZE"])', "2"), ("model.parameters(), 1.0)", "model.parameters(), 1e6)")
-    block = block.replace("lr=1e-6", "lr=1e-5")
-    names = {"name": folder / "model", "rollouts": [SAMPLES[:3], SAMPLES[3:]], "capacity": 36, "updates": 2}
+    names = {"name": folder / "model", "rollouts": rollouts, "capacity": 36, "updates": updates}
     exec(for_two_ranks(block, "cpu", *more), names)
     return parameters_of(names, "FSDP2"), not all(names["mine"])
 
 
-def test_grpo_on_two_ranks(tmp_path):
-    """Two updates for each list of samples give the parameters of samples one by one."""
-    model = tiny_llama("eager")
-    model.save_pretrained(tmp_path / "model")
-    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.1)
+def policy_alone(dtype, rollouts, updates):
+    """Parameters and ratios of samples one by one, in stock code."""
+    model = tiny_llama("eager").train()
+    optimizer, ratios = torch.optim.SGD(model.parameters(), lr=0.1), []
 
     def logps(sample):
         ids, start = torch.tensor(sample["input_ids"]), sample["labels"].count(-100)
-        return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[start - 1 :, 0]
+        parameters = {name: each.to(dtype) for name, each in model.named_parameters()}
+        logits = torch.func.functional_call(model, parameters, (ids[None],)).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, ids[1:, None])[start - 1 :, 0]
 
-    ratios = []
-    for samples in (SAMPLES[:3], SAMPLES[3:]):
+    for samples in rollouts:
         old = [logps(sample).detach() for sample in samples]
-        for _ in range(2):
+        for _ in range(updates):
             losses = []
             for sample, before in zip(samples, old, strict=True):
-                ratio = (logps(sample) - before).exp()
-                ratios.append(ratio.detach())
-                gain = torch.minimum(ratio * sample["advantage"], ratio.clamp(0.8, 1.2) * sample["advantage"])
-                losses.append(-gain)
+                ratios.append(ratio := (logps(sample) - before).exp())
+                losses.append(-torch.minimum(ratio * sample["advantage"], ratio.clamp(0.8, 1.2) * sample["advantage"]))
             torch.cat(losses).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert (torch.cat(ratios) - 1).abs().max() > 0.2  # some are clipped
-    ranks = processes.spawn(functools.partial(policy_of_a_rank, tmp_path), 2, tmp_path)
+    return [each.detach() for each in model.parameters()], torch.cat(ratios).detach()
+
+
+def test_grpo_on_two_ranks(tmp_path):
+    """Two updates for each list of samples give the parameters of samples one by one."""
+    tiny_llama().save_pretrained(tmp_path / "model")
+    setting = torch.float32, [SAMPLES[:3], SAMPLES[3:]], 2
+    wanted, ratios = policy_alone(*setting)
+    assert (ratios - 1).abs().max() > 0.2  # some are clipped
+    ranks = processes.spawn(functools.partial(policy_of_a_rank, tmp_path, *setting), 2, tmp_path)
     for found, _ in ranks:
-        torch.testing.assert_close(found, [each.detach() for each in model.parameters()], **LIMITS["cpu"])
+        torch.testing.assert_close(found, wanted, **LIMITS["cpu"])
     assert any(without for _, without in ranks)
+
+
+def test_grpo_in_mixed_precision_on_two_ranks(tmp_path):
+    """A step's error is at most twice the one of stock code in bfloat16."""
+    tiny_llama().save_pretrained(tmp_path / "model")
+    exact, stock = (policy_alone(dtype, [SAMPLES[:3]], 1)[0] for dtype in (torch.float32, torch.bfloat16))
+
+    def error(found):
+        return sum((a - b).square().sum() for a, b in zip(found, exact, strict=True)).sqrt()
+
+    setting = torch.bfloat16, [SAMPLES[:3]], 1
+    for found, _ in processes.spawn(functools.partial(policy_of_a_rank, tmp_path, *setting), 2, tmp_path):
+        assert 0 < error(found) <= 2 * error(stock)
 
 
 def tensor_parallel_rank(folder, device):
