@@ -24,10 +24,23 @@ def quick() -> None:
     replace(inside + "bytecode_transformation", cleaned, lambda stock: functools.cache(stock.__wrapped__))
     replace(inside + "trace_rules", "_as_posix_path", functools.cache)
     replace(inside + "symbolic_convert", "get_funcname", lambda stock: lambda file, line: None)  # it reads whole files
+    # The lines of user code that a node, a guard and what is written to an object come from: for messages.
+    of_nodes = "InstructionTranslatorBase.is_co_filename_from_nn_modules"
+    replace(inside + "symbolic_convert", of_nodes, lambda stock: lambda self: True)
+    replace(inside + "side_effects", "SideEffects._capture_user_stack", lambda stock: lambda self, key: None)
+    replace("torch._guards", "GuardsSet.add", guard_of_no_line)
     # Graphs as text, which are made even where they are not logged.
     aot = "torch._functorch._aot_autograd.graph_compile"
     for name, text in (("_log_inference_graph", None), ("_log_joint_graph", None), ("_log_fw_bw_graphs", (None, None))):
         replace(aot, name, lambda stock, text=text: lambda *given: text)
+
+
+def guard_of_no_line(stock):
+    def add(self, guard, **options):
+        guard.user_stack = guard.user_stack or traceback.StackSummary()
+        return stock(self, guard, **options)
+
+    return add
 
 
 def listen_at_root() -> None:
@@ -45,9 +58,12 @@ def read_at_once(config, *names):
 
 
 def replace(module, name, by):
-    module = sys.modules.get(module)
-    if hasattr(module, name):
-        setattr(module, name, by(getattr(module, name)))
+    owner = sys.modules.get(module)
+    *classes, name = name.split(".")
+    for each in classes:
+        owner = getattr(owner, each, None)
+    if hasattr(owner, name):
+        setattr(owner, name, by(getattr(owner, name)))
 
 
 def run_as_they_are(monkeypatch):
