@@ -386,8 +386,11 @@ def _row_positions(call, position_ids, slots, of_others):
     axis of an image).
     """
     # Several axes and no text positions in front, which such a model takes apart itself.
-    axes = call is not None and is_tensor(call.position_ids, 3)
-    axes = axes and (call.position_ids.shape[0] == 3 or call.first_axis == SEQUENCE)
+    axes = (
+        call is not None
+        and is_tensor(call.position_ids, 3)
+        and (call.position_ids.shape[0] == 3 or call.first_axis == SEQUENCE)
+    )
     if axes or (position_ids is None and call is not None):  # of several axes, or the model does not pass them on
         position_ids = call.row_positions(*slots)
     if of_others or not is_tensor(position_ids, 2) or position_ids.shape[1] != slots[1]:
@@ -428,10 +431,31 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
                 )
             setattr(cache, _SEVERAL, False)
     if length > 1:
-        if padding is not None and padding.dim() == 2:  # of the keys; these are the last ones
-            padding = padding[:, -length:]
+        padding = padding[:, -length:] if is_tensor(padding, 2) else None  # of the keys; these are the last ones
         cu_seqlens = None if call is None else call.cu_seqlens
-        setattr(cache, _SEVERAL, several_in(position_ids, padding, cu_seqlens, numbers, batch))
+        # With cu_seq_lens_q alone a model counts along the row.
+        position_ids = None if cu_seqlens is not None and call.position_ids is None else position_ids
+        several = several_in(position_ids, padding, cu_seqlens, numbers, batch)
+        if several is not None and (isinstance(cached, torch.Tensor) or cached > 0):
+            # A first document that does not start at position 0 goes on with the cached tokens.
+            _refuse_behind(
+                several if position_ids is None else several & (position_ids[:, 0] == 0).any(),
+                cached,
+                numbers,
+                f"{CACHE}: expected an empty cache, got a filled one beside several documents in a row, the first of "
+                "which would see the cached tokens; give them without the cache, or number the cached tokens' "
+                "documents and these in attention_mask",
+            )
+        setattr(cache, _SEVERAL, several)
+
+
+def _refuse_behind(several, cached, numbers, message):
+    """Raise ValueError where a row has several documents beside cached tokens, unless a mask has their numbers."""
+    if isinstance(cached, torch.Tensor):  # of a cache of fixed length, which may have been reset
+        several = several & (cached > 0).to(several.device)
+    if numbers is not None:  # of all tokens: masks are made by them
+        several = several & ~(numbers > 1).any().to(several.device)
+    refuse_where(several, message)
 
 
 def is_marked(cache) -> bool:
@@ -449,10 +473,6 @@ def refuse_several(cache, cached, numbers=None):
     if can_read(several) and not bool(several):
         setattr(cache, _SEVERAL, None)
         return
-    if isinstance(cached, torch.Tensor):  # of a cache of fixed length, which may have been reset
-        several = several & (cached > 0).to(several.device)
-    if numbers is not None:  # of all tokens: masks are made by them
-        several = several & ~(numbers > 1).any().to(several.device)
-    refuse_where(several, _REFUSAL)
+    _refuse_behind(several, cached, numbers, _REFUSAL)
     if numbers is None and not torch.compiler.is_compiling():
         setattr(cache, _SEVERAL, None)

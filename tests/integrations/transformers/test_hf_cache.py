@@ -136,6 +136,23 @@ def test_masks_of_several_kinds_in_one_forward(device):
         model(ids, **{CACHE: kept}, **given)
 
 
+@pytest.mark.parametrize("kind", ["positions", "cu_seqlens", "cu_seqlens alone", "positions and a mask"])
+@pytest.mark.parametrize(("family", "cache"), [("llama", "dynamic"), ("llama", "static"), ("gemma3", "dynamic")])
+@torch.no_grad()
+def test_documents_that_start_behind_cached_tokens_are_refused(kind, family, cache, device):
+    """The first of them would see the cached tokens, and count its positions from 0."""
+    model = tiny_model(family, attn_implementation="packing_ops", device=device)
+    kept, given = filled(model, "one document", cache, device), prompts(kind.split()[0], device)
+    if kind == "cu_seqlens alone":
+        del given["position_ids"]
+    if kind == "positions and a mask":
+        given["attention_mask"] = torch.ones(1, 32, dtype=torch.long, device=device)
+    with pytest.raises(
+        ValueError, match=f"{CACHE}: expected an empty cache, got a filled one beside several documents"
+    ):
+        model(**given, **{CACHE: kept}, use_cache=True)
+
+
 @pytest.fixture
 def reads(monkeypatch):
     """An entry for each value that packing_ops asked a tensor for."""
