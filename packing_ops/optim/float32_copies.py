@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 COPY = "float32_copy"
+NEW = "new"
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -28,10 +29,10 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     the state_dict begins at the weight. So does an element whose copy does not round to its weight, which somebody
     wrote. A copy or a pickle of the optimizer itself does not keep float32: make a new one and load the state_dict.
 
-    Step pre-hooks registered after this call, and post-hooks registered before it, find the copies and their gradients
-    in the groups; what they write into the weights and their gradients is lost. A closure computes its loss: a
-    backward of an earlier one may raise torch's "modified by an inplace operation". Steps inside torch.compile were
-    not tested.
+    Step pre-hooks registered after this call find the copies and their gradients in the groups. What they write into
+    the weights' gradients is lost. Writes into weights are an error, and so are states that they save or load. A
+    closure computes its loss: a backward of an earlier one may raise torch's "modified by an inplace operation". Steps
+    inside torch.compile were not tested.
 
     Args:
         optimizer: any torch.optim.Optimizer before its first step and before load_state_dict. A second call
@@ -58,7 +59,9 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             loads states by a method of its class (bitsandbytes).
         ValueError: an optimizer with state, which Adagrad has from the start; a weight that is in the groups twice.
         RuntimeError: in the first step, where no weight has a gradient: the model has other weights by now. In a CUDA
-            graph, where a weight has its first step: take one before the capture.
+            graph, where a weight has its first step: take one before the capture. In a pre-hook of step that saves or
+            loads states: register it before this call. In a step that writes into weights, not into what is in the
+            groups, which shows unless it writes by ``.data``.
 
     Determinism: bitwise, if the optimizer is.
     Synchronises: no.
@@ -87,35 +90,44 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     copies = _Copies()
     optimizer.register_step_pre_hook(copies.before_step)
     optimizer.register_step_post_hook(copies.after_step)
+    hooks = optimizer._optimizer_step_post_hooks
+    hooks.update({key: hooks.pop(key) for key in [*hooks][:-1]})  # behind it, where they find the weights again
     optimizer.register_load_state_dict_pre_hook(copies.before_load)
-    optimizer.register_load_state_dict_post_hook(copies.restore)
-    optimizer.register_state_dict_pre_hook(copies.restore)
+    optimizer.register_load_state_dict_post_hook(copies.restore, prepend=True)
+    optimizer.register_state_dict_pre_hook(copies.before_save)
+    for name in ("step", "load_state_dict"):
+        _restore_behind(optimizer, name, copies)
+    return optimizer
 
-    @functools.wraps(type(optimizer).step)
-    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+
+def _restore_behind(optimizer: torch.optim.Optimizer, name: str, copies: "_Copies") -> None:
+    """Put the weights into the groups behind a method, also if it raises: no hook runs then."""
+    stock = getattr(optimizer, name)  # of the class, or what a scheduler has put over it
+
+    @functools.wraps(stock)
+    def method(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         try:
-            return type(self).step(self, *args, **kwargs)
-        finally:  # also of a step that raises, behind which no hook runs
+            return stock(*args, **kwargs)
+        finally:
             copies.restore(self)
 
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-    return optimizer
+    setattr(optimizer, name, types.MethodType(method, optimizer))
 
 
 class _Copies:
     """What the hooks of one optimizer share."""
 
     def __init__(self) -> None:
-        # While a step or a load runs: (weight, what is in the groups for it, whether its state had a copy; None of a
-        # load, which brings the copies).
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor, bool | None]] = []
+        # While a step or a load runs: (weight, what is in the groups for it, its state's copy or NEW; None of a load,
+        # which brings the copies; the weight's version).
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | str | None, int]] = []
+        self.first = True  # no step had gradients yet
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Put the copies of weights with gradients into the groups."""
         self.restore(optimizer)  # of a load that raised
-        self.first = not optimizer.state  # here, as LBFGS counts in its state before its closure
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._refuse_none(optimizer)
@@ -135,10 +147,13 @@ class _Copies:
 
     def _take(self, optimizer: torch.optim.Optimizer, also_without_gradients: bool) -> None:
         for weight in _weights(optimizer):
-            if weight.dtype in HALF and (weight.grad is not None or (also_without_gradients and weight.requires_grad)):
+            # LBFGS moves what is frozen now by earlier gradients.
+            moves = also_without_gradients and (weight.requires_grad or COPY in optimizer.state.get(weight, ()))
+            if weight.dtype in HALF and (weight.grad is not None or moves):
                 copy = self._begin(optimizer, weight)
                 copy.grad = None if weight.grad is None else weight.grad.float()
-        _exchange(optimizer, {weight: copy for weight, copy, _ in self.pairs})
+                vars(copy).update(vars(weight))  # marks of a loop, which its optimizer reads
+        _exchange(optimizer, {weight: copy for weight, copy, *_ in self.pairs})
 
     @torch.no_grad()
     def _begin(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> torch.Tensor:
@@ -155,10 +170,11 @@ class _Copies:
                 "keep_float32: the first step of a weight is in a CUDA graph, each replay of which would make its copy "
                 "again: take a step before the capture"
             )
-        copy = weight.detach().float() if known is None else known
+        copy = (weight.detach().float() if known is None else known.detach()).requires_grad_(weight.requires_grad)
         if known is not None:  # somebody may have written into the weight. In place, as in a CUDA graph
             known.copy_(torch.where(known.to(weight.dtype) == weight, known, weight.float()))
-        self.pairs.append((weight, copy, known is not None))  # behind what may run out of memory
+        # Behind what may run out of memory.
+        self.pairs.append((weight, copy, NEW if known is None else known, weight._version))
         optimizer.state.pop(weight, None)
         if state.keys() - {COPY}:  # an optimizer that begins looks for none; a state_dict that is kept shares it
             state.pop(COPY, None)
@@ -167,19 +183,23 @@ class _Copies:
 
     @torch.no_grad()
     def _round(self) -> None:
-        for weight, copy, _ in self.pairs:
+        for weight, copy, *_ in self.pairs:
             weight.copy_(copy)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(weight._version != version for weight, _, _, version in self.pairs):  # not of writes by .data
+            raise RuntimeError(
+                f"keep_float32: {type(optimizer).__name__}, or a hook of it, wrote into weights in place of what is in "
+                "the groups in a step, so that it would be lost"
+            )
         self._round()  # also what has no gradient now: LBFGS moves it by earlier ones
         self.restore(optimizer)
 
     def _refuse_none(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError where no step had gradients yet, and half weights that want them have none."""
-        first, self.first = self.first, False
         weights = _weights(optimizer)
         if (
-            first
+            self.first
             and all(weight.grad is None for weight in weights)
             and any(weight.dtype in HALF and weight.requires_grad for weight in weights)
         ):
@@ -187,27 +207,35 @@ class _Copies:
                 "keep_float32: no weight of the optimizer has a gradient in this step: make the optimizer of the "
                 "weights that the model has, after fully_shard and after what replaces them"
             )
+        self.first = False
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the weights into the groups again, and the copies into their states."""
-        _exchange(optimizer, {copy: weight for weight, copy, _ in self.pairs})
-        for weight, copy, known in self.pairs:
+        _exchange(optimizer, {copy: weight for weight, copy, *_ in self.pairs})
+        for weight, copy, known, _ in self.pairs:
             state = optimizer.state.pop(copy, {})
             # A copy that was never stepped is its weight; some optimizers refuse states that only have others' entries.
-            if known or (known is not None and weight.grad is not None):
-                state[COPY] = copy
+            if known is not None and (known is not NEW or weight.grad is not None):
+                state[COPY] = copy.detach() if known is NEW else known
             if state:
                 optimizer.state[weight] = state
-            copy.grad = None
         self.pairs = []
+
+    def before_save(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse states inside a step: their weights would be in the groups for the rest of it."""
+        if any(known is not None for _, _, known, _ in self.pairs):
+            raise RuntimeError(
+                "keep_float32: states are saved or loaded inside a step: register the pre-hook before keep_float32"
+            )
+        self.restore(optimizer)
 
     def before_load(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
         """Put float32 tensors into the groups: load_state_dict rounds states to the type of what it finds there."""
-        self.restore(optimizer)
+        self.before_save(optimizer)
         for weight in _weights(optimizer):
             if weight.dtype in HALF:
-                self.pairs.append((weight, torch.empty(0, dtype=torch.float32, device=weight.device), None))
-        _exchange(optimizer, {weight: stand_in for weight, stand_in, _ in self.pairs})
+                self.pairs.append((weight, torch.empty(0, dtype=torch.float32, device=weight.device), None, 0))
+        _exchange(optimizer, {weight: stand_in for weight, stand_in, *_ in self.pairs})
 
 
 def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

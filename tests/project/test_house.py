@@ -316,7 +316,7 @@ STATEMENTS = {
     "integrations/transformers/states": 875,  # calls that go on with a cache came
     "invariance": 703,  # rollouts came, what is none, and rows of narrow products
     "losses": 582,
-    "optim": 105,
+    "optim": 119,
     "parallel": 994,  # states over ranks came
     "reference": 722,
     "report": 888,
