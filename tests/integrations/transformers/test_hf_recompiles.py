@@ -6,6 +6,7 @@ from helpers.hf_models import tiny_model
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import packing_ops as po
+from packing_ops.data import PaddingFreeCollator
 from packing_ops.integrations.transformers import apply_packing_ops
 
 BATCHES = [[40, 20, 5], [10, 30, 33, 7, 9], [5, 70], [50, 1]]  # other totals and other numbers of documents
@@ -42,6 +43,23 @@ def test_model_with_marked_sizes(model, fresh_compile):
     counter = CompileCounterWithBackend("eager")
     call = torch.compile(model, fullgraph=True, backend=counter)
     assert compilations(call, counter, marked=True) == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("fused_loss", "expected"), [(False, [1, 0, 0, 0]), (True, [1, 1, 0, 0])])
+def test_model_with_marked_sizes_of_a_collator(fused_loss, expected, model, fresh_compile):
+    """As docs/ops.md says: seq_idx is marked too, and the fused loss reads num_targets, a number."""
+    apply_packing_ops(model, fused_loss=fused_loss)
+    counter = CompileCounterWithBackend("eager")
+    call, counts = torch.compile(model, fullgraph=True, backend=counter), []
+    for lengths in BATCHES:
+        row = PaddingFreeCollator()([{"input_ids": torch.randint(3, 60, (length,))} for length in lengths])
+        for name in ("input_ids", "position_ids", "labels", "seq_idx"):
+            torch._dynamo.mark_dynamic(row[name], 1)
+        torch._dynamo.mark_dynamic(row["cu_seq_lens_q"], 0)
+        before = counter.frame_count
+        call(**row, use_cache=False).loss.backward()
+        counts.append(counter.frame_count - before)
+    assert counts == expected
 
 
 def test_dynamic_layers(model, fresh_compile):
