@@ -248,7 +248,7 @@ def test_the_batches_of_the_page_are_made():
 
 def test_a_model_in_plain_torch_enters_the_mode_of_the_page(capsys):
     torch.manual_seed(0)
-    exec(blocks("same-bits.md")[2], names := {})
+    exec(blocks("same-bits.md")[1], names := {})
     assert capsys.readouterr().out == "True\n"
     assert names["model"].head.weight.grad.any()
     weights = [parameter for parameter in names["model"].parameters() if parameter.dim() > 1]
@@ -280,8 +280,11 @@ def test_a_rollout_of_the_page_has_the_bits_of_the_update(capsys, tmp_path):
 
 
 def test_a_loop_steps_float32_copies_of_the_weights():
+    from packing_ops.optim import keep_float32
+
     model = torch.nn.Linear(4, 4).bfloat16()
-    exec(blocks("same-bits.md")[1], names := {"model": model})
+    (line,) = re.findall(r"^optimizer = .*$", blocks("same-bits.md")[0], re.M)
+    exec(line, names := {"model": model, "torch": torch, "keep_float32": keep_float32})
     model(torch.ones(2, 4).bfloat16()).sum().backward()
     names["optimizer"].step()
     assert {names["optimizer"].state[weight]["float32_copy"].dtype for weight in model.parameters()} == {torch.float32}
