@@ -59,9 +59,9 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             loads states by a method of its class (bitsandbytes).
         ValueError: an optimizer with state, which Adagrad has from the start; a weight that is in the groups twice.
         RuntimeError: in the first step, where no weight has a gradient: the model has other weights by now. In a CUDA
-            graph, where a weight has its first step: take one before the capture. In a pre-hook of step that saves or
-            loads states: register it before this call. In a step that writes into weights, not into what is in the
-            groups, which shows unless it writes by ``.data``.
+            graph, where a weight has its first step: take one before the capture. In a pre-hook of step or
+            load_state_dict that saves or loads states: register it before this call. In a step that writes into
+            weights, not into what is in the groups, which shows unless it writes by ``.data``.
 
     Determinism: bitwise, if the optimizer is.
     Synchronises: no.
@@ -221,17 +221,17 @@ class _Copies:
                 optimizer.state[weight] = state
         self.pairs = []
 
-    def before_save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse states inside a step: their weights would be in the groups for the rest of it."""
-        if any(known is not None for _, _, known, _ in self.pairs):
+    def before_save(self, *_: Any) -> None:
+        """Refuse states inside a step or a load, whose weights would be in the groups for the rest of it."""
+        if self.pairs:
+            inside = "load" if self.pairs[0][2] is None else "step"
             raise RuntimeError(
-                "keep_float32: states are saved or loaded inside a step: register the pre-hook before keep_float32"
+                f"keep_float32: states are saved or loaded inside a {inside}: register the pre-hook before keep_float32"
             )
-        self.restore(optimizer)
 
     def before_load(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
         """Put float32 tensors into the groups: load_state_dict rounds states to the type of what it finds there."""
-        self.before_save(optimizer)
+        self.before_save()
         for weight in _weights(optimizer):
             if weight.dtype in HALF:
                 self.pairs.append((weight, torch.empty(0, dtype=torch.float32, device=weight.device), None, 0))

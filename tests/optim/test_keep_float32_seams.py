@@ -67,6 +67,20 @@ def test_states_in_a_later_pre_hook_are_an_error(call, device):
     assert torch.equal(weight, stepped(device, sgd))
 
 
+def test_states_in_a_later_hook_of_a_load_are_an_error(device):
+    """They would take away what keeps the loaded copies in float32."""
+    weight = weight_of(device)
+    optimizer = keep_float32(sgd([weight]))
+    steps(optimizer, weight)
+    states = copy.deepcopy(optimizer.state_dict())
+    hook = optimizer.register_load_state_dict_pre_hook(lambda optimizer, _: optimizer.state_dict() and None)
+    with pytest.raises(RuntimeError, match="inside a load: register the pre-hook before keep_float32"):
+        optimizer.load_state_dict(states)
+    hook.remove()
+    optimizer.load_state_dict(states)
+    assert optimizer.state[weight]["float32_copy"].dtype == torch.float32
+
+
 def test_a_load_that_raised_leaves_the_weights_in_the_groups(device):
     weight = weight_of(device)
     optimizer = keep_float32(sgd([weight]))
