@@ -199,3 +199,42 @@ def test_loss_of_other_batches(way, tmp_path):
     assert loss == pytest.approx(sum(sums) / sum(ids.numel() - 1 for ids in documents), rel=1e-5)
     rows = {"padded": "last forward: 2 rows", "streamed": "last forward: 1 row, 2 documents"}
     assert rows[way] in info(trainer.model)
+
+
+def test_documents_of_a_wrapped_row_see_each_other(tmp_path):
+    """The loss is that of one document, and info counts one."""
+    datasets, _ = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    from packing_ops.integrations.transformers import apply_packing_ops, info
+
+    names = sft_of(tmp_path)
+    data = datasets.Dataset.from_list([{"text": text} for text in ("hello", "no")])
+    settings = names["SFTConfig"]("out", packing=True, packing_strategy="wrapped", learning_rate=0.0)
+    trainer = names["SFTTrainer"](str(tmp_path / "model"), settings, train_dataset=data)
+    apply_packing_ops(trainer.model)
+    (ids,) = trainer.train_dataset["input_ids"]
+    trainer.train()
+    (loss,) = (entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry)
+    whole = torch.tensor([ids])
+    assert loss == pytest.approx(tiny_llama()(whole, labels=whole).loss.item(), rel=1e-5)
+    assert "last forward: 1 row, 1 document, found by attention_mask" in info(trainer.model)
+
+
+@pytest.mark.parametrize("way", ["target_modules", "modules_to_save"])
+def test_a_head_with_adapters_in_trl(way, tmp_path):
+    """TRL refuses LoRA on it, and trains a head of modules_to_save."""
+    peft, names = pytest.importorskip("peft"), sft_of(tmp_path)
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    lora = peft.LoraConfig(**{"target_modules": ["q_proj"]} | {way: ["lm_head"]})
+    given = {"train_dataset": names["dataset"], "peft_config": lora}
+    make = functools.partial(names["SFTTrainer"], str(tmp_path / "model"), names["SFTConfig"]("out", packing=True))
+    if way == "target_modules":
+        with pytest.raises(ValueError, match="lm_head"):
+            make(**given)
+        return
+    trainer = make(**given)
+    apply_packing_ops(trainer.model)
+    head = trainer.model.get_output_embeddings().weight
+    before = head.detach().clone()
+    trainer.train()
+    assert not head.equal(before)
