@@ -436,7 +436,11 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         # With cu_seq_lens_q alone a model counts along the row.
         position_ids = None if cu_seqlens is not None and call.position_ids is None else position_ids
         several = several_in(position_ids, padding, cu_seqlens, numbers, batch)
-        if several is not None and (isinstance(cached, torch.Tensor) or cached > 0):
+        if (
+            several is not None
+            and (isinstance(cached, torch.Tensor) or cached > 0)
+            and (call is None or call.segment_parents is None)  # attention refuses a tree
+        ):
             # A first document that does not start at position 0 goes on with the cached tokens.
             _refuse_behind(
                 several if position_ids is None else several & (position_ids[:, 0] == 0).any(),
