@@ -72,7 +72,7 @@ def refusal(model: PreTrainedModel) -> str | None:
     if front := _in_front(model):
         return (
             "TRL's fused LM head is in front, which computes the loss from hidden states itself"
-            if "fused_lm_head" in getattr(getattr(front, "__code__", None), "co_varnames", ())
+            if _is_of_trl(front)
             else "its forward is wrapped already"
         )
     if getattr(_stock_loss(model), "__name__", None) != "ForCausalLMLoss":
@@ -147,12 +147,16 @@ def _in_front(module):
     return None if is_of(function, __package__) else function or module.__dict__.get("forward")
 
 
+def _is_of_trl(forward) -> bool:
+    return "fused_lm_head" in getattr(getattr(forward, "__code__", None), "co_varnames", ())
+
+
 def runs_in(model) -> str:
     """Return where the loss of a fused model runs, which others may have put a forward in front of."""
     front = _in_front(model)
-    code, where = getattr(front, "__code__", None), getattr(front, "__globals__", {}).get("__name__", "another library")
-    if "fused_lm_head" in getattr(code, "co_varnames", ()):
+    if _is_of_trl(front):
         return "TRL's, whose fused LM head is in front: it computes the loss from hidden states itself"
+    where = getattr(front, "__globals__", {}).get("__name__", "another library")
     behind = (
         "" if front is None or where.startswith("packing_ops.") else f", in calls that {where} in front of it passes on"
     )

@@ -135,9 +135,8 @@ def with_positions(model, call, args, kwargs):
 
 def _takes_positions(model, needs) -> bool:
     parameters = inspect.signature(type(model).forward).parameters
-    if "position_ids" in parameters:
-        return True
-    return bool(needs) and any(p.kind is p.VAR_KEYWORD for p in parameters.values())  # Whisper's decoder
+    # Whisper's decoder passes keywords on.
+    return "position_ids" in parameters or (bool(needs) and any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
 
 
 def _raised(position_ids, padding, first):
