@@ -91,7 +91,7 @@ def test_a_model_that_is_there():
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_checkpointing_block_for(inside, capsys, fresh_compile):
+def test_checkpointing_of_the_page(inside, capsys, fresh_compile):
     """Compiled layers keep products, with put_checkpoint and with the line for newer versions."""
     transformers = pytest.importorskip("transformers")
     if not inside and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):

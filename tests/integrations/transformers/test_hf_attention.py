@@ -16,7 +16,7 @@ import packing_ops  # noqa: E402
 from packing_ops._runtime import arguments  # noqa: E402
 from packing_ops.integrations import transformers as integration  # noqa: E402
 from packing_ops.integrations.transformers import documents as batch_documents  # noqa: E402
-from packing_ops.integrations.transformers import masks, register, versions  # noqa: E402
+from packing_ops.integrations.transformers import masks, register, revert_registration, versions  # noqa: E402
 
 LENGTHS = [7, 1, 12, 4]
 SLIDING = ["mistral", "gemma2", "gemma3", "gpt_oss"]
@@ -463,7 +463,8 @@ def test_positions_of_padded_rows_do_not_contradict_the_kwargs(positions, length
 # --- registering ---
 
 
-def test_registering_again_and_under_another_name(device):
+def test_registering_again_and_under_another_name(device, request):
+    request.addfinalizer(lambda: revert_registration("packing_ops_other"))
     prepare = transformers.masking_utils._preprocess_mask_arguments
     register()
     register("packing_ops_other")
