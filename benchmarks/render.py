@@ -37,8 +37,8 @@ def loaded(name: str, keys: list[str]) -> list[dict]:
     else:
         whole = json.loads(path.read_text(), parse_float=Cell, parse_int=Cell)
         found = {key: value_of(whole, key) for key in keys} or {"": whole}
-        lists = [(key, each if isinstance(each, list) else [each]) for key, each in found.items()]
-        rows = [{**whole, "key": key, **row} for key, each in lists for row in each]
+        lists = {key: each if isinstance(each, list) else [each] for key, each in found.items()}
+        rows = [{**whole, "key": key, **row} for key, each in lists.items() for row in each]
     rows, cells = [{"file": name, "stem": path.stem, **row} for row in rows], SPEC["files"].get(name, {})
     return with_cells(rows, SPEC["files"][cells["like"]] if "like" in cells else cells)
 
