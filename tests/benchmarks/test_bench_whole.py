@@ -251,6 +251,7 @@ def test_a_program_that_ends_early_leaves_the_rest_without_an_error(tmp_path):
 
 
 def test_the_limit_ends_what_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # of two, on any machine
     monkeypatch.setattr(sys, "argv", ["", "--device", "cpu", "--tiny", "--limit", "0.5", "--out", str(tmp_path)])
     bench_whole.main()
     said = capsys.readouterr().out

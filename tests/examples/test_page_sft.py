@@ -99,7 +99,10 @@ def test_adapters_that_trl_adds(tmp_path, bits):
 def test_summary_of_the_page(tmp_path, monkeypatch, capsys):
     """The lines that the page shows are those of its SFTTrainer, of a Qwen3 with two layers."""
     names = sft_of(tmp_path)
+    from packing_ops.integrations.transformers import versions
+
     tiny_model("qwen3", vocab_size=258).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(versions, "warned", set())  # other tests' reasons for SDPA
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"text": "word " * i}) for i in (1, 2, 3)))
     block = block_for(PAGE, "load_dataset", tmp_path / "model")

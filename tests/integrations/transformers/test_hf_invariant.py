@@ -322,7 +322,7 @@ def test_half_types(dtype):
 
 
 def test_autocast(device):
-    model = model_of("llama", num_hidden_layers=1).to(device)
+    model = on(device, model_of("llama", num_hidden_layers=1))
     apply_packing_ops(model, invariant=True)
     with torch.autocast(device, torch.bfloat16):
         claimed(model)

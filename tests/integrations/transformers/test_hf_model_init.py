@@ -92,6 +92,7 @@ def told(monkeypatch):
     return lambda: [message for message in messages if re.search(LOST, message)]
 
 
+@pytest.mark.usefixtures("one_thread")  # the mode claims no activations over several
 @pytest.mark.parametrize("option", ["attention", "fused_loss", "invariant"])
 def test_rows_of_one_document_train_after_a_warning(option, trainer_of, told):
     trainer = trainer_of(qwen3, rows=1)
