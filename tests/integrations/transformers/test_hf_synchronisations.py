@@ -49,8 +49,24 @@ def batch_of(kind):
     return {name: value.cuda() if torch.is_tensor(value) else value for name, value in batch.items()}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: the CPU waits for nothing")
+def of_second_call(model, first, second):
+    """Where second() waits, after first(). Puts the stock model back."""
+    try:
+        first()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("warn")
+        return synchronisations(second)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        revert_packing_ops(model)
+
+
+def needs_gpu(test):
+    reason = "needs a CUDA GPU: the CPU waits for nothing"
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason=reason)(test))
+
+
+@needs_gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("kind", "most"), [("kwargs", 0), ("position_ids", 1), ("mask", 1)])
 def test_of_a_training_step(family, kind, most, monkeypatch):
@@ -62,14 +78,29 @@ def test_of_a_training_step(family, kind, most, monkeypatch):
     def step(batch=batch):
         model(**batch, num_items_in_batch=sum(LENGTHS) - len(LENGTHS)).loss.backward()
 
-    try:
-        step(warm_up)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("warn")
-        found = synchronisations(step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        revert_packing_ops(model)
+    found = of_second_call(model, lambda: step(warm_up), step)
+    assert len(found) <= most, found
+
+
+@needs_gpu
+@pytest.mark.parametrize(("tokens", "most"), [(1, 0), (4, 2)], ids=["a token", "a chunk"])
+def test_of_a_call_behind_a_filled_cache(tokens, most, monkeypatch):
+    """A chunk of a prompt waits for its documents and for the check that none of several is behind cached tokens."""
+    monkeypatch.setenv("PACKING_OPS_CHECK", "0")
+    model = tiny_model("llama", device="cuda").eval()
+    assert apply_packing_ops(model)
+    cache, ids = transformers.DynamicCache(config=model.config), torch.randint(3, 61, (1, 8 + 2 * tokens)).cuda()
+
+    def call(begin, end):
+        positions = torch.arange(begin, end, device="cuda")[None]
+        with torch.no_grad():
+            model(ids[:, begin:end], position_ids=positions, past_key_values=cache)
+
+    def first():
+        call(0, 8)
+        call(8, 8 + tokens)
+
+    found = of_second_call(model, first, lambda: call(8 + tokens, 8 + 2 * tokens))
     assert len(found) <= most, found
 
 
