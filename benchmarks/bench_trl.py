@@ -8,11 +8,12 @@ Qwen3's shapes. Weights are random and float32, as SFTTrainer loads a model that
 (autocast) and gradient checkpointing are TRL's defaults, and so is every setting that settings_of does not name. No
 case cuts a document. ours: patch_pack_dataset(), packing=True, then apply_packing_ops(trainer.model).
 
+sdpa: packed rows with the attention that a model has by default. The mask of its documents is made by transformers.
 sorted: padded batches of a data set that is sorted by length. transformers' "group_by_length" comes near it in large
 data sets, and sorts only 32 documents at a time of so few.
 
-A repeat trains a new model by trainer.train(). The first epoch warms up, and the others are timed, 3 of padded batches
-and of 8B, 10 of other rows: steps of the optimizer, the trainer's batches, all that it does beside. Tokens are those of
+A repeat trains a new model by trainer.train(). The first epoch warms up, and the others are timed, 3 of padded batches,
+of SDPA and of 8B, 10 of other rows: steps of the optimizer, the trainer's batches, all that it does beside. Tokens are those of
 an epoch's documents, without padding; peak memory is rank 0's.
 Cases take turns, so that the repeats of each are apart; each repeat is a row of the CSV, written as soon as it is
 measured. A case that fails has its error in the place of a time and is not repeated. After --limit seconds no repeat
@@ -52,6 +53,7 @@ CASES = [
     _case("padded", 0),
     _case("sorted", 0),
     *(_case(provider, 0, batch=32) for provider in ("padded", "sorted")),
+    *(_case("sdpa", checkpointing=kept) for kept in ("full", "")),
     _case("fa2"),
     _case("liger"),
     _case("ours"),
@@ -67,7 +69,7 @@ FIGURES = ("tokens_per_second_a_gpu", "peak_gib", "step_ms", "steps", "epochs", 
 
 def epochs_of(case: Case) -> int:
     """How many are trained. The first warms up."""
-    return 11 if case.row and case.model == "Qwen3-0.6B" else 4
+    return 11 if case.row and case.model == "Qwen3-0.6B" and case.provider != "sdpa" else 4
 
 
 class Clock(transformers.TrainerCallback):

@@ -25,14 +25,15 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "nu
 
 
 # Of each provider the attention of transformers: torch_fa2 is torch's FlashAttention-2. The first is ours. liger has
-# Liger's kernels beside attention, fa2_liger_loss of them only the fused linear cross-entropy. padded and sorted have
-# no packed rows: sorted pads documents of about equal length.
+# Liger's kernels beside attention, fa2_liger_loss of them only the fused linear cross-entropy. sdpa has packed rows too,
+# padded and sorted have none: sorted pads documents of about equal length.
 ATTENTION = {
     "ours": "sdpa",
     "fa2": "torch_fa2",
     "fa2_liger_loss": "torch_fa2",
     "liger": "torch_fa2",
     "liger_fa4": "flash_attention_4",
+    "sdpa": "sdpa",
     "padded": "sdpa",
     "sorted": "sdpa",
 }
