@@ -13,8 +13,8 @@ sorted: padded batches of a data set that is sorted by length. transformers' "gr
 data sets, and sorts only 32 documents at a time of so few.
 
 A repeat trains a new model by trainer.train(). The first epoch warms up, and the others are timed, 3 of padded batches,
-of SDPA and of 8B, 10 of other rows: steps of the optimizer, the trainer's batches, all that it does beside. Tokens are those of
-an epoch's documents, without padding; peak memory is rank 0's.
+of SDPA and of 8B, 10 of other rows: steps of the optimizer, the trainer's batches, all that it does beside. Tokens are
+those of an epoch's documents, without padding; peak memory is rank 0's.
 Cases take turns, so that the repeats of each are apart; each repeat is a row of the CSV, written as soon as it is
 measured. A case that fails has its error in the place of a time and is not repeated. After --limit seconds no repeat
 starts, and a case that none was started of keeps the CSV's rows.

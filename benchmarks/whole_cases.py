@@ -25,7 +25,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "nu
 
 
 # Of each provider the attention of transformers: torch_fa2 is torch's FlashAttention-2. The first is ours. liger has
-# Liger's kernels beside attention, fa2_liger_loss of them only the fused linear cross-entropy. sdpa has packed rows too,
+# Liger's kernels beside attention, fa2_liger_loss of them only the fused linear cross-entropy. sdpa has packed rows,
 # padded and sorted have none: sorted pads documents of about equal length.
 ATTENTION = {
     "ours": "sdpa",
