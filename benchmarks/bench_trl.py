@@ -21,11 +21,13 @@ starts, and a case that none was started of keeps the CSV's rows.
 Needs trl and datasets, and downloads nothing.
 """
 
+import argparse
 import contextlib
 import os
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from unittest import mock
 
 import datasets
@@ -146,17 +148,22 @@ def trainer_of(case: Case, device: str, tiny: bool):
 
 def measured(case: Case, device: str, tiny: bool) -> dict:
     """What the CSV has of a repeat beside its setting."""
-    clock, timed = Clock(device, epochs_of(case)), epochs_of(case) - 1
+    clock = Clock(device, epochs_of(case))
     with trainer_of(case, device, tiny) as trainer:
         trainer.add_callback(clock)
         loss = trainer.train().training_loss
         tokens = sum(map(len, trainer.train_dataset["input_ids"]))
+    return timed(clock, tokens, case.ranks) | {"loss": f"{loss:.4f}"}
+
+
+def timed(clock: Clock, tokens: int, ranks: int = 1) -> dict:
+    """The figures of a training that a clock has timed. tokens: of an epoch."""
     begin, warm, end = clock.times
-    epoch = (end - warm) / timed
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    epoch = (end - warm) / (clock.last - 1)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if clock.device == "cuda" else 0.0
     return {
-        "tokens_per_second_a_gpu": f"{tokens / epoch / case.ranks:.0f}", "peak_gib": f"{peak:.1f}",
-        "step_ms": f"{epoch / clock.steps * 1e3:.1f}", "steps": clock.steps, "epochs": timed, "loss": f"{loss:.4f}",
+        "tokens_per_second_a_gpu": f"{tokens / epoch / ranks:.0f}", "peak_gib": f"{peak:.1f}",
+        "step_ms": f"{epoch / clock.steps * 1e3:.1f}", "steps": clock.steps, "epochs": clock.last - 1,
         "warm_up_s": f"{warm - begin:.1f}", "tokens": tokens,
     }  # fmt: skip
 
@@ -173,15 +180,30 @@ def main():
     parser = bench_parser(__doc__)
     add_options(parser, repeats=3)
     arguments = parser.parse_args()
-    ranks, first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     named = chosen(parser, arguments, CASES)
     cases = [case for case in named if case.ranks == ranks]
     if named and not cases:
         parser.error(f"--only: expected a case of {ranks} ranks, got {named[0].name!r}: start it by torchrun")
-    device, deadline = arguments.device, time.perf_counter() + arguments.limit
-    if device == "cuda" and ranks > 1:
+    if arguments.device == "cuda" and ranks > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    path = arguments.out / (f"trl_{device}.csv" if ranks == 1 else f"trl_ranks_{device}.csv")
+    stem = "trl" if ranks == 1 else "trl_ranks"
+    take_turns(cases, arguments, stem, measured, FIGURES)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def take_turns(
+    cases: list[Case],
+    arguments: argparse.Namespace,
+    stem: str,
+    measured: Callable[[Case, str, bool], dict],
+    figures: tuple[str, ...],
+) -> None:
+    """Measure the repeats of cases in turns. Rank 0 writes the rows."""
+    device, deadline = arguments.device, time.perf_counter() + arguments.limit
+    ranks, first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    path = arguments.out / f"{stem}_{device}.csv"
     rows = rows_before(path)
     where = measured_on(device) | {"transformers": transformers.__version__, "trl": trl.__version__}
     datasets.disable_progress_bars()
@@ -201,12 +223,10 @@ def main():
                 failed.add(case)
             if first:
                 setting = setting_of(case) | {"fused_loss": "TRL", "weights": "float32", "repeat": repeat}
-                rows = with_row(rows, {**setting, **dict.fromkeys(FIGURES, ""), **found, **where})
+                rows = with_row(rows, {**setting, **dict.fromkeys(figures, ""), **found, **where})
                 print(f"{case.name}, repeat {repeat}: {found}", flush=True)
                 write_csv(path, rows, show=False)
             release(device)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
