@@ -125,7 +125,7 @@ test-gpu:  ## the tests on a GPU machine (TESTS="tests/ops -k cuda" for some)
 		--ignore-glob='*/test_install.py' --ignore-glob='*/test_emulated_*.py' --ignore-glob='*/test_*example*.py' $(TESTS)
 
 # FAMILIES="attention e2e" for some. One that fails leaves the others theirs.
-FAMILIES ?= boundaries padding packing rope attention pages attention_widths softcap conv scan scan_mamba logps kl megatron vision e2e whole curve trl hybrid generate invariance demo
+FAMILIES ?= boundaries padding packing rope attention pages attention_widths softcap conv scan scan_mamba logps kl megatron vision e2e whole curve trl trl_padded hybrid generate invariance demo
 bench-gpu:  ## measures every family on the GPU (FAMILIES="attention e2e" for some)
 	@failed=; \
 	for family in $(FAMILIES); do \
