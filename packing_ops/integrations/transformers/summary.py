@@ -38,7 +38,7 @@ def info(model: torch.nn.Module) -> str:
         attention: packing_ops in 2 modules
         rope: packing_ops in 2 modules
         rms_norm: packing_ops in 9 modules
-        loss: stock, swapped by apply_packing_ops(model, fused_loss=True)
+        loss: stock; apply_packing_ops(model, fused_loss=True) swaps it
         invariant: off; apply_packing_ops(model, invariant=True) turns it on
         documents: cu_seq_lens_q, else position_ids that restart and a 2-D attention_mask (0 is padding, above 1 the
           number of a document)...
@@ -72,8 +72,8 @@ def _attention(model: Any, hosts: list[Any]) -> str:
     text = ", ".join(f"{implementation} in {_counted(count, 'module')}" for implementation, count in found.items())
     if found and found.keys() <= NAMES:
         return text
-    reason = why_not_attention(model)
-    return (f"{text}, " if text else "") + (reason or "swapped by apply_packing_ops(model)")
+    swap = f"{text}; apply_packing_ops(model) swaps it" if text else "none: its layers carry a state"
+    return f"{text}, {reason}".removeprefix(", ") if (reason := why_not_attention(model)) else swap
 
 
 def _swapped(patch: Any, model: Any) -> str:
@@ -82,7 +82,7 @@ def _swapped(patch: Any, model: Any) -> str:
         return f"stock, {patch.why_not(model)}"
     parts = [f"packing_ops in {_counted(ours, 'module')}"] if ours else []
     if ours < every:
-        parts.append(f"stock in {_counted(every - ours, 'module')}, swapped by apply_packing_ops(model)")
+        parts.append(f"stock in {_counted(every - ours, 'module')}; apply_packing_ops(model) swaps it")
     return ", ".join(parts)
 
 
@@ -94,7 +94,7 @@ def _loss(hosts: list[Any]) -> str:
         return f"stock: {changed[0]}"
     reasons = [fused_loss_patch.refusal(host) for host in hosts]
     if None in reasons:
-        return "stock, swapped by apply_packing_ops(model, fused_loss=True)"
+        return "stock; apply_packing_ops(model, fused_loss=True) swaps it"
     return f"stock: {reasons[0]}" if reasons else "stock"
 
 

@@ -149,17 +149,17 @@ def test_nothing_is_said_of_supported_models():
 
 # --- info ---
 
-STOCK = "stock in {}, swapped by apply_packing_ops(model{})"
+STOCK = "stock in {}; apply_packing_ops(model{}) swaps it"
 
 
 def test_info_of_a_swapped_model(monkeypatch):
     _arguments.warned.clear()
     model = tiny("qwen3")
     version = transformers.__version__
-    swapped = "sdpa in 2 modules, swapped by apply_packing_ops(model)"
+    swapped = "sdpa in 2 modules; apply_packing_ops(model) swaps it"
     before = [f"Qwen3ForCausalLM, transformers {version}", f"attention: {swapped}"]
     before += ["rope: " + STOCK.format("2 modules", ""), "rms_norm: " + STOCK.format("9 modules", "")]
-    before += ["loss: stock, swapped by apply_packing_ops(model, fused_loss=True)"]
+    before += ["loss: stock; apply_packing_ops(model, fused_loss=True) swaps it"]
     before += ["invariant: off; apply_packing_ops(model, invariant=True) turns it on"]
     before += ["documents: found by transformers, for the attention above"]
     assert info(model).splitlines() == before
@@ -208,10 +208,15 @@ def test_info_of_the_last_forward():
 
 def test_info_of_others():
     lines = info(tiny_gpt2()).splitlines()
-    assert lines[1] == "attention: sdpa in 3 modules, swapped by apply_packing_ops(model)"
+    assert lines[1] == "attention: sdpa in 3 modules; apply_packing_ops(model) swaps it"
     assert lines[2] == "rope: stock, no rotary embedding was found in it"
     assert "attention of its own" in info(tiny_deberta()).splitlines()[1]
     assert "no transformers model" in info(torch.nn.Linear(1, 1)).splitlines()[1]
+    state = transformers.Mamba2Config(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8)
+    mamba = transformers.Mamba2ForCausalLM(state)
+    for _ in range(2):  # before and after
+        assert info(mamba).splitlines()[1] == "attention: none: its layers carry a state"
+        apply_packing_ops(mamba, rope=False)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     register()
     mixer = transformers.AutoModel.from_config(

@@ -266,7 +266,7 @@ def test_applied_and_reverted_with_the_rest(device):
     revert_packing_ops(model)
     again, _ = loss_and_gradients(model, inputs)
     torch.testing.assert_close(again.logits, wanted.logits, rtol=0, atol=0)
-    assert "loss: stock, swapped by" in info(model)
+    assert "loss: stock; apply_packing_ops(model, fused_loss=True) swaps it" in info(model)
 
 
 def test_what_cannot_have_it_is_told():
