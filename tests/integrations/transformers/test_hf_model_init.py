@@ -31,7 +31,7 @@ LOST = r"was made by model_init without packing_ops, .*: call apply_packing_ops 
 
 
 def qwen3():
-    return tiny_model("qwen3", vocab_size=258, num_hidden_layers=1)
+    return tiny_model("qwen3", vocab_size=258, num_hidden_layers=1, intermediate_size=64)  # of 32s, for the mode
 
 
 @pytest.fixture
