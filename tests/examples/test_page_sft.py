@@ -13,14 +13,17 @@ from helpers.pages import ROWS, block_for, in_place_of, tiny_llama
 PAGE = "docs/transformers.md"
 
 
-def sft_of(folder):
-    """Names of SFTTrainer's blocks, for a step on the CPU."""
+pytestmark = pytest.mark.usefixtures("one_gpu")
+
+
+def sft_of(folder, device):
+    """Names of SFTTrainer's blocks, for a step."""
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     from common.hf_setup import byte_tokenizer
 
     tiny_llama().save_pretrained(folder / "model")
-    fixed = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 1}
-    fixed |= {"bf16": False, "max_length": 64, "eval_steps": 1}
+    fixed = {"use_cpu": device == "cpu", "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    fixed |= {"bf16": False, "max_length": 64, "max_steps": 1, "eval_steps": 1}
     return {
         "dataset": datasets.Dataset.from_list(ROWS),
         "SFTConfig": lambda out, **given: trl.SFTConfig(str(folder / out), **given | fixed),
@@ -28,8 +31,8 @@ def sft_of(folder):
     }
 
 
-def test_sft_of_the_page(tmp_path, monkeypatch, capsys):
-    names = sft_of(tmp_path)
+def test_sft_of_the_page(device, tmp_path, monkeypatch, capsys):
+    names = sft_of(tmp_path, device)
     monkeypatch.chdir(tmp_path)
     lines = (json.dumps({"text": "word " * (1 + i % 5)}) for i in range(30))
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
@@ -39,11 +42,11 @@ def test_sft_of_the_page(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("packed", [None, False])
-def test_an_evaluation_of_the_page(packed, tmp_path):
+def test_an_evaluation_of_the_page(device, packed, tmp_path):
     """The loss of documents alone, without logits: the mean over rows, each the mean over its targets."""
     from packing_ops.integrations.transformers import apply_packing_ops
 
-    names = sft_of(tmp_path) | {"apply_packing_ops": apply_packing_ops}
+    names = sft_of(tmp_path, device) | {"apply_packing_ops": apply_packing_ops}
     names["held_out"] = names["dataset"].select(range(6))
     config, found = names["SFTConfig"], []
     names["SFTConfig"] = lambda *args, **given: config(*args, **given, learning_rate=0.0, eval_packing=packed)
@@ -65,7 +68,7 @@ def test_an_evaluation_of_the_page(packed, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [4, 16])
-def test_adapters_that_trl_adds(tmp_path, bits):
+def test_adapters_that_trl_adds(device, tmp_path, bits):
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     from common.hf_setup import byte_tokenizer
@@ -73,22 +76,27 @@ def test_adapters_that_trl_adds(tmp_path, bits):
     from packing_ops.integrations.transformers import apply_packing_ops, info
 
     tiny_llama().save_pretrained(tmp_path / "model")
-    options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
+    options = {"use_cpu": device == "cpu", "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    options |= {"max_steps": 2, "logging_steps": 1, "bf16": False}
     names = {
         "dataset": datasets.Dataset.from_list(ROWS),
         "LoraConfig": peft.LoraConfig,
     }
     names |= {"settings": trl.SFTConfig(str(tmp_path), packing=True, max_length=64, **options)}
     names |= {"SFTTrainer": functools.partial(trl.SFTTrainer, processing_class=byte_tokenizer())}
-    names |= {"apply_packing_ops": apply_packing_ops}
     block = block_for(PAGE, "quantization_config=four_bits,   ", tmp_path / "model")
     if bits == 4:
         pytest.importorskip("bitsandbytes")
         names["four_bits"] = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     else:
         block = re.sub(" *quantization_config=.*\n", "", block)
-    exec(block, names)
-    model = names["trainer"].model
+    losses = []
+    for apply in (lambda model: None, apply_packing_ops):  # first the stock model, on the same rows
+        torch.manual_seed(0)
+        exec(block, names | {"apply_packing_ops": apply}, made := {})
+        losses.append([entry["loss"] for entry in made["trainer"].state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if bits == 16 else 1e-2)
+    model = made["trainer"].model
     assert (model.get_decoder().layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8) == (bits == 4)
     learnt = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     assert {name.split(".")[-3] for name in learnt} == {"lora_A", "lora_B"}
@@ -96,9 +104,9 @@ def test_adapters_that_trl_adds(tmp_path, bits):
     assert int(re.search(r"1 row, (\d+) documents", info(model))[1]) > 1
 
 
-def test_summary_of_the_page(tmp_path, monkeypatch, capsys):
+def test_summary_of_the_page(device, tmp_path, monkeypatch, capsys):
     """The lines that the page shows are those of its SFTTrainer, of a Qwen3 with two layers."""
-    names = sft_of(tmp_path)
+    names = sft_of(tmp_path, device)
     from packing_ops.integrations.transformers import versions
 
     tiny_model("qwen3", vocab_size=258).save_pretrained(tmp_path / "model")
@@ -139,14 +147,14 @@ TEMPLATE = """{% for m in messages %}<{{ m.role[0] }}>{% if m.role == 'assistant
 
 
 @pytest.mark.parametrize(("example", "options", "parts"), MASKED)
-def test_tokens_that_the_page_calls_learnt(example, options, parts, tmp_path):
+def test_tokens_that_the_page_calls_learnt(device, example, options, parts, tmp_path):
     """Two documents of a row: the loss is the mean over their learnt tokens, each document by itself."""
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     from common.hf_setup import byte_tokenizer
 
     from packing_ops.integrations.transformers import apply_packing_ops
 
-    names, tokenizer = sft_of(tmp_path), byte_tokenizer()
+    names, tokenizer = sft_of(tmp_path, device), byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     settings = names["SFTConfig"]("out", packing=True, learning_rate=0.0, **options)
     trainer = trl.SFTTrainer(
@@ -170,9 +178,9 @@ def test_tokens_that_the_page_calls_learnt(example, options, parts, tmp_path):
     assert loss == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_a_chat_template_without_marks_is_an_error(tmp_path):
+def test_a_chat_template_without_marks_is_an_error(device, tmp_path):
     datasets, _ = pytest.importorskip("datasets"), pytest.importorskip("trl")
-    names = sft_of(tmp_path)
+    names = sft_of(tmp_path, device)
     settings = names["SFTConfig"]("out", packing=True, assistant_only_loss=True)
     chats = datasets.Dataset.from_list([{"messages": TURNS}])
     with pytest.raises(ValueError, match="generation"):
@@ -180,14 +188,14 @@ def test_a_chat_template_without_marks_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["padded", "streamed"])
-def test_loss_of_other_batches(way, tmp_path):
+def test_loss_of_other_batches(device, way, tmp_path):
     """packing=False, and a dataset that is streamed: the mean over the tokens of two documents by themselves."""
     datasets, _ = pytest.importorskip("datasets"), pytest.importorskip("trl")
     from common.hf_setup import byte_tokenizer
 
     from packing_ops.integrations.transformers import apply_packing_ops, info
 
-    names, texts = sft_of(tmp_path), ["hello", "no"]
+    names, texts = sft_of(tmp_path, device), ["hello", "no"]
     data = datasets.Dataset.from_list([{"text": text} for text in texts])
     options = {"packing": False, "per_device_train_batch_size": 2}
     if way == "streamed":
@@ -204,12 +212,12 @@ def test_loss_of_other_batches(way, tmp_path):
     assert rows[way] in info(trainer.model)
 
 
-def test_documents_of_a_wrapped_row_see_each_other(tmp_path):
+def test_documents_of_a_wrapped_row_see_each_other(device, tmp_path):
     """The loss is that of one document, and info counts one."""
     datasets, _ = pytest.importorskip("datasets"), pytest.importorskip("trl")
     from packing_ops.integrations.transformers import apply_packing_ops, info
 
-    names = sft_of(tmp_path)
+    names = sft_of(tmp_path, device)
     data = datasets.Dataset.from_list([{"text": text} for text in ("hello", "no")])
     settings = names["SFTConfig"]("out", packing=True, packing_strategy="wrapped", learning_rate=0.0)
     trainer = names["SFTTrainer"](str(tmp_path / "model"), settings, train_dataset=data)
@@ -223,9 +231,9 @@ def test_documents_of_a_wrapped_row_see_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["target_modules", "modules_to_save"])
-def test_a_head_with_adapters_in_trl(way, tmp_path):
+def test_a_head_with_adapters_in_trl(device, way, tmp_path):
     """TRL refuses LoRA on it, and trains a head of modules_to_save."""
-    peft, names = pytest.importorskip("peft"), sft_of(tmp_path)
+    peft, names = pytest.importorskip("peft"), sft_of(tmp_path, device)
     from packing_ops.integrations.transformers import apply_packing_ops
 
     lora = peft.LoraConfig(**{"target_modules": ["q_proj"]} | {way: ["lm_head"]})

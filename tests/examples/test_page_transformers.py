@@ -131,14 +131,14 @@ def test_the_alias_of_the_page_and_its_undo():
     assert "flash_attn" not in sys.modules
 
 
-def trainer_of(folder, **options):
+def trainer_of(folder, device, **options):
     """Of a model that does not know this package yet."""
     transformers = pytest.importorskip("transformers")
     from packing_ops.data import PaddingFreeCollator
 
     torch.manual_seed(0)
     args = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=2, save_steps=2, logging_steps=1, report_to="none", use_cpu=True,
+        str(folder), per_device_train_batch_size=2, save_steps=2, logging_steps=1, report_to="none", use_cpu=device == "cpu",
         disable_tqdm=True, dataloader_pin_memory=False, **options,
     )  # fmt: skip
     return {
@@ -151,10 +151,10 @@ def trainer_of(folder, **options):
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_a_trainer_resumes_with_what_was_applied(tmp_path, applied):
+def test_a_trainer_resumes_with_what_was_applied(device, one_gpu, tmp_path, applied):
     from packing_ops.integrations.transformers import apply_packing_ops
 
-    names = trainer_of(tmp_path, max_steps=4) | {
+    names = trainer_of(tmp_path, device, max_steps=4) | {
         "apply_packing_ops": apply_packing_ops if applied else lambda model, **options: None
     }
     block = block_with("docs/transformers.md", "resume_from_checkpoint")
@@ -162,20 +162,20 @@ def test_a_trainer_resumes_with_what_was_applied(tmp_path, applied):
     exec(first, names)
     whole = [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
     shutil.rmtree(tmp_path / "checkpoint-4")
-    names |= trainer_of(tmp_path, max_steps=4)
+    names |= trainer_of(tmp_path, device, max_steps=4)
     exec(block, names)
     resumed = [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
     assert resumed == pytest.approx(whole, abs=1e-5)
     assert (names["model"].config._attn_implementation == "packing_ops") == applied
 
 
-def test_examples_of_a_trainer_are_one_packed_row(tmp_path, monkeypatch):
+def test_examples_of_a_trainer_are_one_packed_row(device, one_gpu, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     from packing_ops.integrations.transformers import info
 
     of_page = transformers.TrainingArguments
-    fixed = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
-    fixed |= {"dataloader_pin_memory": False}
+    fixed = {"use_cpu": device == "cpu", "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    fixed |= {"max_steps": 2, "dataloader_pin_memory": False}
     monkeypatch.setattr(transformers, "TrainingArguments", lambda _, **given: of_page(str(tmp_path), **given, **fixed))
     tiny_llama().save_pretrained(tmp_path / "model")
     exec(block_for("docs/transformers.md", "TrainingArguments(", tmp_path / "model"), names := {})
@@ -185,7 +185,7 @@ def test_examples_of_a_trainer_are_one_packed_row(tmp_path, monkeypatch):
 
 
 def test_stock_documents_are_apart_only_without_a_cache(tmp_path):
-    names = trainer_of(tmp_path)
+    names = trainer_of(tmp_path, "cpu")
     model, ids = names["model"].eval(), torch.arange(3, 12)[None]
     model.config.use_cache = True
     call = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
@@ -197,8 +197,8 @@ def test_stock_documents_are_apart_only_without_a_cache(tmp_path):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_trainer_keeps_the_policy_unless_it_checkpoints(tmp_path, full):
-    names = trainer_of(tmp_path, max_steps=1, gradient_checkpointing=full)
+def test_a_trainer_keeps_the_policy_unless_it_checkpoints(device, one_gpu, tmp_path, full):
+    names = trainer_of(tmp_path, device, max_steps=1, gradient_checkpointing=full)
     trainer = names["Trainer"](names["model"], names["args"], names["PaddingFreeCollator"](), names["dataset"])
     policy = po.checkpoint_policy(trainer.model, budget=2**24)
     trainer.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})

@@ -112,7 +112,7 @@ def losses_of(model, collator, folder, rows, kind="Trainer", compiled=None, prep
     settings = of_settings(
         str(folder), per_device_train_batch_size=rows, train_sampling_strategy="sequential", learning_rate=1e-2,
         optim="sgd", max_steps=4, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
-        max_grad_norm=0.0, **{"use_cpu": True} | options,
+        max_grad_norm=0.0, use_cpu=model.device.type == "cpu", **options,
     )  # fmt: skip
     trainer = of_trainer(model, settings, collator, examples, **more)
     trainer.remove_callback(transformers.PrinterCallback)
@@ -126,9 +126,12 @@ def losses_of(model, collator, folder, rows, kind="Trainer", compiled=None, prep
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_label_smoothing_counts_the_targets_of_padded_rows(tmp_path):
+BACKENDS = {"cpu": "aot_eager", "cuda": "inductor"}
+
+
+def test_label_smoothing_counts_the_targets_of_padded_rows(device, tmp_path):
     """The Trainer computes this loss itself, from labels that the collator has cut at documents."""
-    models = [tiny_model("qwen3", vocab_size=258) for _ in range(2)]
+    models = [tiny_model("qwen3", device=device, vocab_size=258) for _ in range(2)]
     collators = padded(), PaddingFreeCollator()
     (_, wanted), (_, found) = (
         losses_of(model, collator, tmp_path, ROWS, label_smoothing_factor=0.1)
@@ -138,20 +141,20 @@ def test_label_smoothing_counts_the_targets_of_padded_rows(tmp_path):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_that_are_compiled_before_training(checkpointing, tmp_path, fresh_compile):
-    models = [tiny_model("qwen3", vocab_size=258, num_hidden_layers=2) for _ in range(2)]
+def test_layers_that_are_compiled_before_training(checkpointing, device, tmp_path, fresh_compile):
+    models = [tiny_model("qwen3", device=device, vocab_size=258, num_hidden_layers=2) for _ in range(2)]
     _, wanted = losses_of(models[0], padded(), tmp_path, ROWS)
-    options = {"compiled": "aot_eager", "gradient_checkpointing": checkpointing}
+    options = {"compiled": BACKENDS[device], "gradient_checkpointing": checkpointing}
     trainer, found = losses_of(models[1], PaddingFreeCollator(), tmp_path, ROWS, **options)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert all(layer._compiled_call_impl is not None for layer in trainer.model.get_decoder().layers)
 
 
-def test_a_model_that_the_trainer_compiles_beside_checkpointing(tmp_path, fresh_compile):
-    models = [tiny_model("qwen3", vocab_size=258, num_hidden_layers=1) for _ in range(2)]
+def test_a_model_that_the_trainer_compiles_beside_checkpointing(device, tmp_path, fresh_compile):
+    models = [tiny_model("qwen3", device=device, vocab_size=258, num_hidden_layers=1) for _ in range(2)]
     options = {
         "torch_compile": True,
-        "torch_compile_backend": "aot_eager",
+        "torch_compile_backend": BACKENDS[device],
         "gradient_checkpointing": True,
         "tf32": False,
     }
@@ -236,7 +239,7 @@ def on_gpus(folder, kind):
         wrapper, bf16, how = setting
         torch._dynamo.reset()
         AcceleratorState._reset_state()
-        options = {"bf16": bf16, "use_cpu": False, "compiled": "inductor" if how == "compiled" else None}
+        options = {"bf16": bf16, "compiled": "inductor" if how == "compiled" else None}
         if wrapper == "FSDP2":
             options |= {"fsdp": True, "fsdp_config": {"activation_checkpointing": how == "checkpointing"}}
         elif how == "checkpointing":
