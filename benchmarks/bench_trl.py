@@ -178,7 +178,7 @@ def late(deadline: float, device: str) -> bool:
 
 def main():
     parser = bench_parser(__doc__)
-    add_options(parser, repeats=3)
+    add_turns(parser)
     arguments = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     named = chosen(parser, arguments, CASES)
@@ -191,6 +191,12 @@ def main():
     take_turns(cases, arguments, stem, measured, FIGURES)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def add_turns(parser: argparse.ArgumentParser) -> None:
+    """The options of take_turns."""
+    add_options(parser, repeats=3)
+    parser.add_argument("--first", type=int, default=1, help="number of the first repeat: 4 keeps three of another run")
 
 
 def take_turns(
@@ -208,7 +214,7 @@ def take_turns(
     where = measured_on(device) | {"transformers": transformers.__version__, "trl": trl.__version__}
     datasets.disable_progress_bars()
     failed = set()
-    for repeat in range(1, arguments.repeats + 1):
+    for repeat in range(arguments.first, arguments.first + arguments.repeats):
         for case in cases:
             if case in failed or late(deadline, device):
                 print(f"{case.name}, repeat {repeat}: left out", flush=True)

@@ -34,7 +34,7 @@ import datasets
 import torch
 import transformers
 import trl
-from bench_trl import Clock, take_turns, timed
+from bench_trl import Clock, add_turns, take_turns, timed
 from e2e_providers import GROUPED
 from harness import bench_parser
 from result_rows import lengths_of
@@ -42,7 +42,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.attention import varlen
 from transformers import modeling_flash_attention_utils as stock_flash
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
-from whole_cases import Case, add_options, chosen
+from whole_cases import Case, chosen
 from whole_model import random_model, shape_of, stock_modules
 
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops, revert_registration
@@ -226,7 +226,7 @@ def measured(case: PaddedCase, device: str, tiny: bool) -> dict:
 
 def main():
     parser = bench_parser(__doc__)
-    add_options(parser, repeats=3)
+    add_turns(parser)
     arguments = parser.parse_args()
     take_turns(chosen(parser, arguments, CASES), arguments, "trl_padded", measured, FIGURES)
 

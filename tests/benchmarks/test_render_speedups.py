@@ -33,6 +33,13 @@ IN_DDP = [
     for row in IN_SFT_TRAINER
     if row["compiled"] == "1" and row["checkpointing"]
 ]
+PADDED = [
+    {
+        "case": f"{part}: {provider}, batches of 8", "part": part, "provider": provider, "documents": "rows", "repeat": "1",
+        "tokens_per_second_a_gpu": speed, "error": "", "slots": "2", "tokens": "1",
+    }
+    for part in ("DPO", "GRPO") for provider, speed in (("ours", "3000"), ("padded", "1500"), ("liger", "2000"))
+]  # fmt: skip
 OURS_ALONE = WHOLE | {"provider": "ours", "compiled": "1", "row": "8192", "checkpointing": "", "tokens_per_second_a_gpu": "1", "peak_gib": "9"}  # fmt: skip
 
 
@@ -73,6 +80,8 @@ def test_what_to_do_by_what_one_has(results):
     results("trl_cuda", IN_SFT_TRAINER)
     assert made("headline") == "Not run yet: `benchmarks/bench_trl.py`."
     results("trl_ranks_cuda", IN_DDP)
+    assert made("headline") == "Not run yet: `benchmarks/bench_trl_padded.py`."
+    results("trl_padded_cuda", PADDED)
     lines = [line.strip("| ").split(" | ") for line in made("headline").splitlines() if re.match(r"\| (pa|the)", line)]
     assert [line[1:] for line in lines] == [
         [
@@ -85,7 +94,8 @@ def test_what_to_do_by_what_one_has(results):
     ]
     said = " ".join(made("headline").split())
     assert "**Slower**: SFTTrainer in DDP over compiled FlashAttention-2 (0.80x)." in said
-    assert "**Level**, no reliable gain: SFTTrainer, Qwen3-8B, no checkpointing, over packed rows, Liger's" in said
+    assert "**Level**: SFTTrainer, Qwen3-8B, no checkpointing, over packed rows, Liger's" in said
+    assert "**TRL's DPO** 2.00x, **GRPO** 2.00x over padded batches, 1.50x and 1.50x over Liger's kernels" in said
     assert "**Memory**" not in said  # without a loop
     said = " ".join(made("fastest").split())
     assert "packed rows, FlashAttention-2, compiled layers | 1.10\\*, 9 GiB | 1.25\\*, 9 GiB |" in said
@@ -114,6 +124,7 @@ def test_less_than_2_percent_in_the_worst_pair_of_runs_is_level(fastest, sign, r
     (fa2,) = (row for row in IN_SFT_TRAINER if (row["provider"], row["tokens_per_second_a_gpu"]) == ("fa2", "3000"))
     results("trl_cuda", [*IN_SFT_TRAINER, fa2 | {"repeat": "3", "tokens_per_second_a_gpu": fastest}])
     results("trl_ranks_cuda", IN_DDP)
+    results("trl_padded_cuda", PADDED)
     results("whole_cuda", [OURS_ALONE])
     assert f"| packed rows, FlashAttention-2, compiled layers | 1.10{sign}\\*, 9 GiB |" in made("fastest")
     said = " ".join(made("headline").split())

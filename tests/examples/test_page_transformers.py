@@ -237,14 +237,18 @@ def test_weights_of_four_bits_block_for(tmp_path, autocast):
     names["apply_packing_ops"] = apply_packing_ops
     exec(block_for("docs/transformers.md", "prepare_model_for_kbit_training", tmp_path), names)
     exec(block_with("docs/transformers.md", "get_peft_model"), names)
-    model, ids = names["model"].train(), torch.arange(9)[None]
+    model = names["model"].train()  # on a GPU, if there is one
+    ids, positions = (
+        torch.arange(9)[None].to(model.device),
+        torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).to(model.device),
+    )
     assert model.get_decoder().layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
     dtypes = []
     model.get_decoder().layers[0].self_attn.o_proj.register_forward_pre_hook(
         lambda _, args: dtypes.append(args[0].dtype)
     )
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = model(input_ids=ids, labels=ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+        out = model(input_ids=ids, labels=ids, position_ids=positions)
     out.loss.backward()
     assert {*dtypes} == {torch.bfloat16 if autocast else torch.float32}
     learnt = {name.split(".")[-3] for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -150,7 +150,8 @@ def test_layers_that_are_compiled_before_training(checkpointing, device, tmp_pat
     assert all(layer._compiled_call_impl is not None for layer in trainer.model.get_decoder().layers)
 
 
-def test_a_model_that_the_trainer_compiles_beside_checkpointing(device, tmp_path, fresh_compile):
+def test_a_model_that_the_trainer_compiles_beside_checkpointing(device, tmp_path, fresh_compile, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)  # accelerate sets it for a compiled model
     models = [tiny_model("qwen3", device=device, vocab_size=258, num_hidden_layers=1) for _ in range(2)]
     options = {
         "torch_compile": True,
@@ -160,7 +161,7 @@ def test_a_model_that_the_trainer_compiles_beside_checkpointing(device, tmp_path
     }
     _, wanted = losses_of(models[0], padded(), tmp_path, ROWS)
     _, found = losses_of(models[1], PaddingFreeCollator(), tmp_path, ROWS, **options)
-    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found == pytest.approx(wanted, rel=1e-5 if device == "cpu" else 1e-3)
 
 
 # --- FSDP2, by the Trainer's arguments ---
