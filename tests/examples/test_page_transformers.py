@@ -233,8 +233,8 @@ def test_weights_of_four_bits_block_for(tmp_path, autocast):
     from packing_ops.integrations.transformers import apply_packing_ops
 
     tiny_llama().save_pretrained(tmp_path)
-    names = {"torch": torch, "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
-    names["apply_packing_ops"] = apply_packing_ops
+    four_bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    names = {"four_bits": four_bits, "apply_packing_ops": apply_packing_ops}
     exec(block_for("docs/transformers.md", "prepare_model_for_kbit_training", tmp_path), names)
     exec(block_with("docs/transformers.md", "get_peft_model"), names)
     model = names["model"].train()  # on a GPU, if there is one
