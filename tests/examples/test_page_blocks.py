@@ -126,40 +126,26 @@ SAMPLES = [
 ]
 
 
-def parameters_after_the_loop(world_size, capacity):
-    from torch.nn.parallel import DistributedDataParallel
-
-    from packing_ops.data import PaddingFreeCollator, masked_loss, token_budget_microbatches
-    from packing_ops.integrations.transformers import apply_packing_ops
-
-    apply_packing_ops(model := tiny_llama())
+def loop_of_a_rank(folder, autocast):
+    """Parameters and micro-batches, of the model of parallel.md's blocks."""
+    os.environ["WORLD_SIZE"] = "2"  # a process of the test
+    made = "\n".join(block_with("docs/parallel.md", text) for text in ("starts NCCL", "DistributedDataParallel"))
+    made = made.replace('"cuda"', '"cpu"').replace("torch.bfloat16)", f"torch.bfloat16, enabled={autocast})")
     keys = ("uid", "prompt", "answer", "reward")
-    names = {
-        "PaddingFreeCollator": PaddingFreeCollator,
-        "token_budget_microbatches": token_budget_microbatches,
-        "masked_loss": masked_loss,
-        "contextlib": contextlib,
-        "F": torch.nn.functional,
-        "torch": torch,
-        "po": packing_ops,
-        "model": DistributedDataParallel(model),
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "rollouts": [[dict(zip(keys, sample, strict=True)) for sample in samples] for samples in SAMPLES],
-        "rank": torch.distributed.get_rank(),
-        "world_size": world_size,
-        "capacity": capacity,
-    }
+    names = {"name": folder, "capacity": 8}
+    names["rollouts"] = [[dict(zip(keys, sample, strict=True)) for sample in samples] for samples in SAMPLES]
+    exec(made, names)
+    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+    names["rank"] = names["mesh"].get_rank()
     exec(blocks_of("docs/data.md")[4], names)
-    return [parameter.detach() for parameter in model.parameters()], names["steps"]
+    return [parameter.detach() for parameter in names["model"].parameters()], names["steps"]
 
 
-def loop_of_a_rank():
-    return parameters_after_the_loop(2, 8)
-
-
-def test_rl_loop_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_rl_loop_on_two_ranks(autocast, tmp_path):
     """Two optimizer steps give the parameters that the samples give one by one, by definition."""
     model = tiny_llama("eager")
+    model.save_pretrained(tmp_path)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for samples in SAMPLES:
         means = {uid: statistics.mean(r for u, *_, r in samples if u == uid) for uid, *_ in samples}
@@ -169,10 +155,11 @@ def test_rl_loop_on_two_ranks(tmp_path):
             (-(reward - means[uid]) * of_answer.sum() / sum(len(a) for _, _, a, _ in samples)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    ranks = processes.spawn(loop_of_a_rank, 2, tmp_path)
+    ranks = processes.spawn(functools.partial(loop_of_a_rank, tmp_path, autocast), 2, tmp_path)
+    limits = {"rtol": 0, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-6}
     assert [[] in steps for _, steps in ranks] == [True, False], "one of them waits with an empty micro-batch"
     for parameters, _ in ranks:
-        torch.testing.assert_close(parameters, [p.detach() for p in model.parameters()], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(parameters, [p.detach() for p in model.parameters()], **limits)
 
 
 def test_a_prefix_tree():
@@ -344,7 +331,7 @@ def test_every_block_is_run():
         "docs/memory.md": 2,
         "docs/ops.md": 3,
         "docs/pages.md": 2,
-        "docs/parallel.md": 15,
+        "docs/parallel.md": 16,
         "docs/performance-models.md": 1,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,

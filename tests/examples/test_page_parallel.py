@@ -207,7 +207,7 @@ def test_rows_of_each_rank_on_two_ranks(wrapper, device, tmp_path):
 def resumed_rank(folder, wrapper):
     """Parameters of a run that saves as it goes, and of one that begins at one of its checkpoints."""
     made, loop = blocks_for(wrapper, "cpu")
-    loop = in_place_of("# save(", 'save(f"{folder}/{epoch}-{done}")', loop + "\n")
+    loop = in_place_of("# if done", 'save(f"{folder}/{epoch}-{done}")', loop + "\n")
     found = []
     for resume in (False, True):
         names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 2, "rows_per_step": 2}
@@ -422,3 +422,51 @@ def test_tree_on_two_ranks(tmp_path):
     assert torch.equal(others, expected)
     assert whole.abs().max() > 0.1
     torch.testing.assert_close(first + second, whole)
+
+
+def sft_of_a_rank(folder, wrapper):
+    """What wraps the model, and the parameters, of a run that saves as it goes and of one that resumes it."""
+    import datasets
+    import trl
+    from common.hf_setup import byte_tokenizer
+
+    processes.as_launched()
+    os.chdir(folder)
+    block = re.sub("^from (datasets|trl) import.*\n", "", of_page("SFTConfig("), flags=re.M)
+    block = block.replace("Qwen/Qwen3-8B", str(folder / "model"))
+    if wrapper == "DDP":
+        block = re.sub(r"^wrapped = {.*?^}", "wrapped = {}", block, flags=re.S | re.M)
+    fixed = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "max_length": 64}
+    fixed |= {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2}
+    names = {
+        "load_dataset": lambda *_, **__: datasets.Dataset.from_list(ROWS),
+        "SFTConfig": lambda out, **given: trl.SFTConfig(out, **given | fixed),
+        "SFTTrainer": functools.partial(trl.SFTTrainer, processing_class=byte_tokenizer()),
+    }
+    found = []
+    for start, out in (("train()", "trained"), ('train(resume_from_checkpoint="out/checkpoint-2")', "resumed")):
+        exec(block.replace("train()   #", f"{start}   #").replace("out/trained", f"out/{out}"), names)
+        model = names["trainer"].model_wrapped
+        found.append((type(model).__name__, parameters_of({"model": model}, wrapper)))
+    return found
+
+
+@pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
+def test_sft_trainer_saves_and_resumes(wrapper, tmp_path):
+    """from_pretrained loads what the trainer saves, its checkpoints too; a resumed run has the bits of the first."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("trl")
+    tiny_llama().save_pretrained(tmp_path / "model")
+
+    def is_in(folder, parameters):
+        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32)
+        return all(map(torch.equal, parameters, saved.parameters()))
+
+    worker = functools.partial(sft_of_a_rank, tmp_path, wrapper)
+    for (name, wanted), (_, resumed) in processes.spawn(worker, 2, tmp_path):
+        assert name == {"FSDP2": "FSDPLlamaForCausalLM", "DDP": "DistributedDataParallel"}[wrapper]
+        assert all(map(torch.equal, wanted, resumed))
+        assert is_in("out/trained", wanted)
+        assert is_in("out/resumed", wanted)
+        assert is_in("out/checkpoint-4", wanted)
+        assert not is_in("out/checkpoint-2", wanted)

@@ -73,3 +73,21 @@ def message_of(call):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def as_launched(bf16=False):
+    """Sets what torchrun sets in a process of two. accelerate takes FSDP2's arguments then, as it does on GPUs."""
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+    rank, init = str(torch.distributed.get_rank()), AcceleratorState.__init__
+    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
+
+    def with_plugin(self, *args, fsdp_plugin=None, **options):
+        init(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            if bf16:
+                fsdp_plugin.set_mixed_precision("bf16")
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = with_plugin

@@ -1,17 +1,14 @@
 """keep_float32 with transformers: its Trainer, resumed, and by accelerate's FSDP2; adapters of PEFT."""
 
 import functools
-import os
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers.processes import spawn
+from helpers.processes import as_launched, spawn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from accelerate.state import AcceleratorState, DistributedType
 from helpers.hf_models import tiny_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -61,16 +58,7 @@ def test_a_resumed_trainer_has_the_bits_of_one_that_went_on(accumulation, tmp_pa
 
 
 def sharded(folder):
-    """accelerate takes FSDP2's arguments on GPUs alone, so its state is given them here."""
-    rank, init = str(dist.get_rank()), AcceleratorState.__init__
-    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
-
-    def with_plugin(self, *args, fsdp_plugin=None, **options):
-        init(self, *args, fsdp_plugin=fsdp_plugin, **options)
-        if fsdp_plugin is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-
-    AcceleratorState.__init__ = with_plugin
+    as_launched()
     config = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
     config |= {"state_dict_type": "SHARDED_STATE_DICT"}
     options = {"fsdp": "full_shard auto_wrap", "fsdp_config": config}

@@ -13,11 +13,10 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
 from common.hf_setup import byte_tokenizer  # noqa: E402
 from helpers.hf_models import tiny_model  # noqa: E402
 from helpers.pages import block_with  # noqa: E402
-from helpers.processes import spawn, spawn_on_gpus  # noqa: E402
+from helpers.processes import as_launched, spawn, spawn_on_gpus  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 
 from packing_ops.contrib.unsloth import enable_packing  # noqa: E402
@@ -174,18 +173,7 @@ def groups_of(model):
 
 
 def sharded(folder, kind, bf16, prepare=None):
-    """accelerate takes FSDP2's arguments on GPUs alone, so its state is given them here."""
-    rank, init = str(dist.get_rank()), AcceleratorState.__init__
-    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
-
-    def with_plugin(self, *args, fsdp_plugin=None, **options):
-        init(self, *args, fsdp_plugin=fsdp_plugin, **options)
-        if fsdp_plugin is not None:
-            if bf16:
-                fsdp_plugin.set_mixed_precision("bf16")
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-
-    AcceleratorState.__init__ = with_plugin
+    as_launched(bf16)
     found = []
     for checkpointing in (False, True):
         options = {"fsdp": True, "fsdp_config": {"activation_checkpointing": checkpointing}, "bf16": bf16}
