@@ -20,7 +20,7 @@ from packing_ops.integrations.transformers import (
     rms_norm,
     rope,
 )
-from packing_ops.integrations.transformers.states import linear_attention
+from packing_ops.integrations.transformers.states import linear_attention, stateful
 
 SIZES = {  # by the names that configs have for them
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "intermediate_size", "intermediate_size_mlp", "ffn_dim"), 32),
@@ -224,7 +224,7 @@ def row_of(model) -> Row:
         reason = applied.skipped.get(option, "")
         nothing = reason.startswith(("no rotary embedding", "it has no RMSNorm"))
         verdicts.append(NONE if nothing else (f"yes, but {reason}" if reason else "yes") if count else reason)
-    attends = "yes" if apply.attentions(model) else NONE
+    attends = "yes" if stateful.attentions(model) else NONE
     layers = linear_attention.layers_in(model)
     return Row(own or attends, *verdicts, state_of(layers.values(), map(type, layers)), loss or "yes")
 

@@ -211,7 +211,7 @@ def apply_packing_ops(
     if attends:
         vision_patch.apply_to_model(model)
     if sequence_group is not None:
-        sequence_patch.apply_to_model(model, attentions(model), sequence_group, sequence_scheme)
+        sequence_patch.apply_to_model(model, stateful.attentions(model), sequence_group, sequence_scheme)
     # RoPE, RMSNorm, loss
     if rope:
         rope_patch.apply_to_model(model, fp32_cos_sin)
@@ -300,15 +300,12 @@ def hosts(model: torch.nn.Module) -> list[PreTrainedModel]:
     return [host for child in model.children() for host in hosts(child)]
 
 
-def attentions(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that call the attention that attn_implementation names."""
-    return [module for module in model.modules() if stateful.calls_interface(type(module))]
-
-
 def names_in(hosts: list[PreTrainedModel]) -> list[str]:
     """Return the attn_implementation of each of these modules."""
     return [
-        getattr(module, "config", host.config)._attn_implementation for host in hosts for module in attentions(host)
+        getattr(module, "config", host.config)._attn_implementation
+        for host in hosts
+        for module in stateful.attentions(host)
     ]
 
 
@@ -320,7 +317,7 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
     for cls in {type(module) for host in found for module in host.modules()}:
         if options := sorted(unknown_options(cls)):
             return f"{cls.__name__} has attention with {', '.join(options)}"
-    served = any(attentions(host) or _has_state_alone(host) for host in found)
+    served = any(stateful.attentions(host) or _has_state_alone(host) for host in found)
     if not served or any(in_tables(type(module)) for module in models_in(model)):
         return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation of ours reaches"
     return None
@@ -370,7 +367,7 @@ def _set_implementation(host: PreTrainedModel, implementation: str | dict[str, A
     configs = [model.config for model in models_in(host)]
     known = {id(part) for each in configs for part in (each, *(getattr(each, key, None) for key in each.sub_configs))}
     for model in models_in(host):  # the inner ones last
-        for module in attentions(model):
+        for module in stateful.attentions(model):
             config = getattr(module, "config", None)
             if config is not None and hasattr(config, "_attn_implementation") and id(config) not in known:
                 config._attn_implementation = model.config._attn_implementation

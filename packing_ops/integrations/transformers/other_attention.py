@@ -97,7 +97,7 @@ class OtherCall(PackedCall):
 def _beside_attention(model) -> tuple[bool, bool]:
     """Return whether it has layers with a state and no attention, and whether any of its layers mix tokens."""
     layers = stateful.layers_of(model)
-    has_state = stateful.StateKind.RECURRENT in layers.values() and not stateful.calls_attention_inside(model)
+    has_state = stateful.StateKind.RECURRENT in layers.values() and not stateful.attentions(model)
     return has_state, bool(layers) or mixes_tokens(model.config)
 
 

@@ -2,10 +2,12 @@
 works.
 """
 
+import functools
 import re
 import subprocess
 import sys
 import textwrap
+import types
 import warnings
 
 import pytest
@@ -19,7 +21,7 @@ from helpers.hf_models import tiny_model  # noqa: E402
 from helpers.hf_patch_case import tiny, tiny_gpt2  # noqa: E402
 from helpers.hf_towers import tiny_tower_model  # noqa: E402
 
-from packing_ops.integrations.transformers import Applied, apply_packing_ops, revert_packing_ops  # noqa: E402
+from packing_ops.integrations.transformers import Applied, apply_packing_ops, info, revert_packing_ops  # noqa: E402
 
 
 @pytest.fixture
@@ -135,3 +137,48 @@ def test_a_torch_without_distributed_registers_and_applies():
 
 def test_applied_names_what_was_swapped():
     assert apply_packing_ops(tiny("llama"), strict=True) == Applied(attention=2, rope=2, rms_norm=5)
+
+
+def causal_attention(self, hidden_states, position_embeddings, attention_mask=None, **_):
+    """Attention that looks at no mask, as another library may put into a class of transformers."""
+    rows, length, _ = hidden_states.shape
+    q, k, v = (
+        projection(hidden_states).view(rows, length, -1, self.head_dim).transpose(1, 2)
+        for projection in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1)), None
+
+
+@pytest.mark.parametrize("when", ["before", "after", "after a call"])
+@pytest.mark.parametrize("where", ["class", "module"])
+def test_another_forward_in_the_place_of_attention(where, when, monkeypatch):
+    """It sees no documents, so rows of several are an error, and nothing says that ours runs."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    call = {"input_ids": torch.arange(3, 9)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    if when != "before":
+        assert apply_packing_ops(model).attention == 1
+    if when == "after a call":
+        model(**call)
+    (attention,) = (module for module in model.modules() if type(module).__name__ == "LlamaAttention")
+    if where == "class":
+        monkeypatch.setattr(type(attention), "forward", causal_attention)
+    else:
+        attention.forward = types.MethodType(causal_attention, attention)
+    if when == "before":
+        with pytest.warns(UserWarning, match="has an attention of its own, which no attn_implementation of ours"):
+            assert apply_packing_ops(model, rope=False).attention == 0
+    assert "attention: LlamaForCausalLM has an attention of its own" in info(model)
+    with pytest.raises(ValueError, match="position_ids: expected one document in each row, got several"):
+        model(**call)
+    revert_packing_ops(model)
+
+
+def test_a_wrapper_around_attention_is_none_of_another(monkeypatch):
+    model = tiny_model("llama", num_hidden_layers=1)
+    for module in model.modules():
+        if type(module).__name__ == "LlamaAttention":
+            module.forward = functools.wraps(module.forward)(functools.partial(module.forward))
+    assert apply_packing_ops(model).attention == 1
+    assert "attention: packing_ops in 1 module" in info(model)
+    revert_packing_ops(model)

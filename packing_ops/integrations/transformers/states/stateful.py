@@ -147,11 +147,11 @@ def layers_of(module: torch.nn.Module, judged: bool = True) -> dict[torch.nn.Mod
         inside = layers_of(child, judged and sees_inside and kind is not StateKind.RECURRENT)
         if kind is StateKind.UNKNOWN:
             # A block of attention and other layers: these count, its code passes tokens from one to the other.
-            is_block = calls_attention_inside(child) or any(each is not kind for each in inside.values())
+            is_block = attentions(child) or any(each is not kind for each in inside.values())
             found.update(inside if is_block or not judged else {child: kind})
         elif kind is not StateKind.TOKENWISE:
             # A decoder layer's code passes the state of what is inside on.
-            passes_on = kind is StateKind.RECURRENT and not _holds_state(child) and calls_attention_inside(child)
+            passes_on = kind is StateKind.RECURRENT and not _holds_state(child) and attentions(child)
             inside = (inside if passes_on else {}) or {child: kind}
             found.update(inside)
         else:
@@ -194,7 +194,11 @@ def _kind_of(layer) -> tuple[StateKind, bool]:
 def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
     """Return (its kind by declaration, else by its code; whether it is declared; whether it calls attention)."""
     # Kept by the forward of the class, too, which another library may replace.
-    mixes, attends, is_model = getattr(cls, MIXES, None), calls_interface(cls), issubclass(cls, PreTrainedModel)
+    mixes, attends, is_model = (
+        getattr(cls, MIXES, None),
+        calls_interface(cls, forward),
+        issubclass(cls, PreTrainedModel),
+    )
     if mixes is not None:
         return StateKind.MIXING if mixes else StateKind.TOKENWISE, True, attends
     if not is_model and code_has(cls, _STATE):
@@ -241,13 +245,18 @@ def _is_known_function(function) -> bool:
     return True
 
 
-def calls_attention_inside(module) -> bool:
-    return any(calls_interface(type(each)) for each in module.modules())
+def attentions(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules inside that call the attention that attn_implementation names."""
+    return [each for each in module.modules() if calls_interface(type(each), each.forward)]
 
 
-def calls_interface(cls: type) -> bool:
-    """Return whether its code calls the attention that attn_implementation names."""
-    return not issubclass(cls, PreTrainedModel) and code_has(cls, r"attention_interface\(|ALL_ATTENTION_FUNCTIONS")
+def calls_interface(cls: type, forward) -> bool:
+    """Return whether a forward, of the class or of one module, calls the attention that attn_implementation names."""
+    # Other libraries put functions in its place. A wrapper keeps its name.
+    names = tuple(f"{base.__qualname__}." for base in cls.__mro__ if not issubclass(base, PreTrainedModel))
+    return getattr(forward, "__qualname__", "").startswith(names) and code_has(
+        cls, r"attention_interface\(|ALL_ATTENTION_FUNCTIONS"
+    )
 
 
 # --- the documents of a model's call ---
@@ -383,7 +392,7 @@ def prepare(model, masked=False) -> tuple[bool, bool, str]:
     for layer in (each for each in stateful if not linear_attention.is_swapped(each)):
         put_around(layer, "forward", _forward, {})
         _prepared.setdefault(layer, False)
-    return bool(stateful), bool(stateful) and calls_attention_inside(model), ", ".join(unknown)
+    return bool(stateful), bool(stateful and attentions(model)), ", ".join(unknown)
 
 
 @kept_with_model
@@ -454,7 +463,7 @@ def _apart(layer, run, isolations, found, args, kwargs):
 
     # How the layer keeps them apart.
     if device.type not in isolations:
-        kind, inside = _kind_of(layer)[0], calls_attention_inside(layer)
+        kind, inside = _kind_of(layer)[0], attentions(layer)
         why = f"{kind.value} calls attention inside, whose documents are those of the whole batch" if inside else None
         with unseen():
             isolations[device.type] = why or isolation_of(layer, kind, run, named, documents, shape, axes)
