@@ -36,7 +36,7 @@ def test_sft_of_the_page(device, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = (json.dumps({"text": "word " * (1 + i % 5)}) for i in range(30))
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    block = block_for(PAGE, "load_dataset", tmp_path / "model")
+    block = in_place_of("compile()", 'compile(backend="eager")', block_for(PAGE, "load_dataset", tmp_path / "model"))
     exec(in_place_of("from trl import SFTConfig, SFTTrainer\n", "", block), names)
     assert int(re.search(r"1 row, (\d+) documents", capsys.readouterr().out)[1]) > 1
 
@@ -109,7 +109,7 @@ def test_summary_of_the_page(device, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(versions, "warned", set())  # other tests' reasons for SDPA
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"text": "word " * i}) for i in (1, 2, 3)))
-    block = block_for(PAGE, "load_dataset", tmp_path / "model")
+    block = in_place_of("compile()", 'compile(backend="eager")', block_for(PAGE, "load_dataset", tmp_path / "model"))
     exec(in_place_of("from trl import SFTConfig, SFTTrainer\n", "", block), names)
     _, lines = capsys.readouterr().out.split("Qwen3ForCausalLM, ")
     page = (ROOT / PAGE).read_text()

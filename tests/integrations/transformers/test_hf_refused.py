@@ -174,11 +174,16 @@ def test_another_forward_in_the_place_of_attention(where, when, monkeypatch):
     revert_packing_ops(model)
 
 
-def test_a_wrapper_around_attention_is_none_of_another(monkeypatch):
+@pytest.mark.parametrize("by", ["functools.wraps", "accelerate"])
+def test_a_wrapper_around_attention_is_no_other_one(by):
     model = tiny_model("llama", num_hidden_layers=1)
-    for module in model.modules():
-        if type(module).__name__ == "LlamaAttention":
-            module.forward = functools.wraps(module.forward)(functools.partial(module.forward))
+    (attention,) = (module for module in model.modules() if type(module).__name__ == "LlamaAttention")
+    if by == "accelerate":
+        hooks = pytest.importorskip("accelerate.hooks")
+        hooks.add_hook_to_module(attention, hooks.ModelHook())
+    else:
+        forward = attention.forward
+        attention.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
     assert apply_packing_ops(model).attention == 1
     assert "attention: packing_ops in 1 module" in info(model)
     revert_packing_ops(model)

@@ -17,7 +17,7 @@ import torch
 
 from packing_ops._runtime.batch_cache import unseen
 from packing_ops.boundaries import seq_idx_from_cu_seqlens
-from packing_ops.integrations._patching import calls, function_of, kept_with_class, put_around, take_out_function
+from packing_ops.integrations._patching import calls, function_of, is_of, kept_with_class, put_around, take_out_function
 from packing_ops.integrations._walks import DOCUMENTS, MIXES, kept_with_model
 from packing_ops.integrations.transformers import masks, sequence_group
 from packing_ops.integrations.transformers.call import now
@@ -252,11 +252,11 @@ def attentions(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 def calls_interface(cls: type, forward) -> bool:
     """Return whether a forward, of the class or of one module, calls the attention that attn_implementation names."""
-    # Other libraries put functions in its place. A wrapper keeps its name.
+    # Other libraries put functions in its place. A wrapper keeps its name, and ours call what they replace.
     names = tuple(f"{base.__qualname__}." for base in cls.__mro__ if not issubclass(base, PreTrainedModel))
-    return getattr(forward, "__qualname__", "").startswith(names) and code_has(
-        cls, r"attention_interface\(|ALL_ATTENTION_FUNCTIONS"
-    )
+    return (
+        getattr(forward, "__qualname__", "").startswith(names) or is_of(function_of(forward) or forward, "packing_ops")
+    ) and code_has(cls, r"attention_interface\(|ALL_ATTENTION_FUNCTIONS")
 
 
 # --- the documents of a model's call ---
