@@ -4,7 +4,7 @@
 Stock TRL 1.16 pads in both: DPOConfig's padding_free=True warns there and pads. ours: apply_packing_ops on each model,
 then enable_padding_free(trainer), as docs/trl.md has it. padded has SDPA. fa2 does what transformers' FlashAttention-2
 does in a padded batch: each layer takes the padding out and puts it back. It runs torch's kernel. liger: that, and
-use_liger_kernel=True, whose loss TRL leaves out here.
+use_liger_kernel=True, whose loss TRL leaves out here; liger_sdpa: with SDPA. sorted: padded, pairs sorted by length.
 
 Qwen3-0.6B's shape, one GPU. Weights are random and float32. bf16=True (autocast) and gradient checkpointing are TRL's
 defaults, and so is every setting that settings_of does not name.
@@ -14,8 +14,8 @@ rejected answer has 0.5 to 1.5 times the length of the chosen one. Rows end at 1
 reference model is another copy of the weights.
 
 GRPO: batches of 32 completions, 8 of each prompt, beta=0. Prompts have lengths of the short workload. Completions have
-those of the sft workload, cut at 512 (TRL's default) or at 2,048. A rollout_func gives them and no model generates: a
-step is log-probs, loss, backward and optimizer.
+those of the sft workload, cut at 512, TRL's default. A rollout_func gives them and no model generates: a step is
+log-probs, loss, backward and optimizer.
 
 A repeat trains a new model by trainer.train(). The first epoch warms up, and the others are timed. tokens: of an epoch,
 without padding. The tokens of a prompt count in each of its rows. slots: the same with padding. grad_norm: of the last
@@ -51,7 +51,8 @@ from packing_ops.integrations.trl import enable_padding_free, revert_padding_fre
 EPOCHS = 4  # The first warms up.
 FIGURES = ("tokens_per_second_a_gpu", "peak_gib", "step_ms", "steps", "epochs", "loss", "grad_norm", "warm_up_s", "tokens",
            "slots", "error")  # fmt: skip
-ATTENTION = {"padded": "sdpa", "fa2": "torch_padded_fa2", "liger": "torch_padded_fa2", "ours": "sdpa"}
+FA2 = "torch_padded_fa2"
+ATTENTION = {"padded": "sdpa", "sorted": "sdpa", "fa2": FA2, "liger": FA2, "liger_sdpa": "sdpa", "ours": "sdpa"}
 GROUP = 8  # completions of a prompt, GRPOConfig's default
 SHORTER = 32  # what --tiny divides lengths by
 
@@ -71,13 +72,13 @@ class PaddedCase(Case):
 
 def _cases(part: str, documents: str, **more) -> list[PaddedCase]:
     more = {"compiled": False, "checkpointing": "full", "float32": True, **more}
-    return [PaddedCase(part, "Qwen3-0.6B", provider, 0, documents=documents, **more) for provider in ATTENTION]
+    providers = [each for each in ATTENTION if each != "sorted" or part == "DPO"]  # GRPO's groups have an order
+    return [PaddedCase(part, "Qwen3-0.6B", provider, 0, documents=documents, **more) for provider in providers]
 
 
 CASES = [
     *_cases("DPO", "rows up to 1,024", longest=1024, batch=8, steps=8),
     *_cases("GRPO", "completions up to 512", longest=512, batch=32, steps=4),
-    *_cases("GRPO", "completions up to 2,048", longest=2048, batch=32, steps=4),
 ]
 
 
@@ -155,14 +156,19 @@ def settings_of(case: PaddedCase, device: str, folder: str) -> trl.DPOConfig | t
     longest = {"max_length" if case.part == "DPO" else "max_completion_length": case.longest}
     return {"DPO": trl.DPOConfig, "GRPO": trl.GRPOConfig}[case.part](
         folder, num_train_epochs=EPOCHS, per_device_train_batch_size=case.batch, **longest,
-        **({"use_liger_kernel": True} if case.provider == "liger" else {}),
+        **({"use_liger_kernel": True} if case.provider.startswith("liger") else {}),
+        **({"train_sampling_strategy": "sequential"} if case.provider == "sorted" else {}),
         save_strategy="no", logging_strategy="epoch", report_to="none", disable_tqdm=True, use_cpu=device == "cpu",
     )  # fmt: skip
 
 
 def dpo_trainer(case: PaddedCase, model: Callable, tiny: bool, count: Count, **given) -> trl.DPOTrainer:
-    rows = datasets.Dataset.from_list(preference_pairs(case, len(given["processing_class"]), tiny))
-    trainer = trl.DPOTrainer(model(), ref_model=model(), train_dataset=rows, **given)
+    rows = preference_pairs(case, len(given["processing_class"]), tiny)
+    if case.provider == "sorted":
+        rows.sort(
+            key=lambda row: len(row["prompt"].split()) + max(len(row[name].split()) for name in ("chosen", "rejected"))
+        )
+    trainer = trl.DPOTrainer(model(), ref_model=model(), train_dataset=datasets.Dataset.from_list(rows), **given)
     collate = trainer.data_collator
 
     def counted(examples):
@@ -191,8 +197,8 @@ def grpo_trainer(case: PaddedCase, model: Callable, tiny: bool, count: Count, **
 @contextlib.contextmanager
 def trainer_of(case: PaddedCase, device: str, tiny: bool, count: Count):
     """The trainer as a user sets it up; what was changed outside of its models is undone in the end."""
-    transformers.AttentionInterface.register("torch_padded_fa2", padded_fa2)
-    AttentionMaskInterface.register("torch_padded_fa2", flash_attention_mask)
+    transformers.AttentionInterface.register(FA2, padded_fa2)
+    AttentionMaskInterface.register(FA2, flash_attention_mask)
     shape = shape_of(case, tiny)
     with contextlib.ExitStack() as undo:
         undo.enter_context(stock_modules())

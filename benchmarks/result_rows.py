@@ -115,8 +115,8 @@ def kept(load: Callable[[str, list[str]], list[dict]]) -> Callable[[str, list[st
 
 
 def middle(rows: list[dict], column: str) -> list[dict]:
-    """Of the repeats of each case the row with the median of a column, of an even number the lower middle one. It has
-    cells more: how often the case ran, from the least to the most of several runs, and how far apart both are.
+    """Of the repeats of each case the row with the median of a column, of an even number the lower middle one with the
+    mean of both. It has cells more: how often the case ran, the least and the most of several runs, how far apart.
     """
     cases: dict = {}
     for i, row in enumerate(rows):
@@ -127,6 +127,7 @@ def middle(rows: list[dict], column: str) -> list[dict]:
         span = Span(float(row[column]) for row in runs) if len(runs) > 1 else ""
         often, apart = (f"{len(runs)} times", str(max(span) / min(span) - 1)) if span else ("once", "")
         of_all = {"lowest": runs[0][column], "highest": runs[-1][column], "often": Cell(often), "span": span}
+        of_all |= {column: Cell(median(span))} if span else {}
         found.append(runs[(len(runs) - 1) // 2] | of_all | {"apart": Cell(apart)})
     return found
 

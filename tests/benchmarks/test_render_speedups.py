@@ -123,9 +123,10 @@ def test_where_ours_is_faster_in_every_case_none_is_slower(results):
 
 @pytest.mark.parametrize(("fastest", "sign"), [("3280", " (level)"), ("3200", "")])
 def test_less_than_2_percent_in_the_worst_pair_of_runs_is_level(fastest, sign, results):
-    """Ours has 3300 tokens/s, FlashAttention-2 3000 and a run that is faster."""
+    """Ours has 3300 tokens/s, FlashAttention-2 3000 in two runs, and one that is faster."""
     (fa2,) = (row for row in IN_SFT_TRAINER if (row["provider"], row["tokens_per_second_a_gpu"]) == ("fa2", "3000"))
-    results("trl_cuda", [*IN_SFT_TRAINER, fa2 | {"repeat": "3", "tokens_per_second_a_gpu": fastest}])
+    more = [fa2 | {"repeat": repeat, "tokens_per_second_a_gpu": speed} for repeat, speed in (("3", fastest), ("4", "3000"))]
+    results("trl_cuda", [*IN_SFT_TRAINER, *more])
     results("trl_ranks_cuda", IN_DDP)
     results("trl_padded_cuda", PADDED)
     results("whole_cuda", [OURS_ALONE])
@@ -263,7 +264,7 @@ def test_repeats_of_a_loop_are_one_line_with_their_spread(results):
     lines = [line.strip("| ").split(" | ") for line in made("whole").splitlines() if "packed rows" in line]
     assert [(*line[2:4], line[-1]) for line in lines[:5]] == [
         ("100.0k", "90.0k to 110.0k", "–"),
-        ("80.0k", "80.0k to 81.0k", "1.25"),
+        ("80.5k", "80.0k to 81.0k", "1.24"),
         ("60.0k", "30.0k to 95.0k", "1.67"),
         ("50.0k", "–", "2.00"),
         ("fails", "–", "–"),
@@ -275,7 +276,7 @@ def test_repeats_of_a_loop_are_one_line_with_their_spread(results):
     assert [
         line.strip("| ").split(" | ")[-2:] for line in table.splitlines() if re.match(r"\| pac.*compiled l", line)
     ] == [
-        ["1.20\\*, 9 GiB", "1.25, 9 GiB"],
+        ["1.20\\*, 9 GiB", "1.24, 9 GiB"],
         ["1.50\\*, 9 GiB", "1.67 (level), 9 GiB"],
         ["–", "2.00\\*, 9 GiB"],
     ]
