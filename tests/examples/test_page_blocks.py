@@ -144,7 +144,7 @@ def loop_of_a_rank(folder, autocast):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_rl_loop_on_two_ranks(autocast, tmp_path):
     """Two optimizer steps give the parameters that the samples give one by one, by definition."""
-    model = tiny_llama("eager")
+    model, start = tiny_llama("eager"), tiny_llama("eager")
     model.save_pretrained(tmp_path)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for samples in SAMPLES:
@@ -156,6 +156,8 @@ def test_rl_loop_on_two_ranks(autocast, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     ranks = processes.spawn(functools.partial(loop_of_a_rank, tmp_path, autocast), 2, tmp_path)
+    changes = [(a - b).abs().max() for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    assert max(changes) > 0.1
     limits = {"rtol": 0, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-6}
     assert [[] in steps for _, steps in ranks] == [True, False], "one of them waits with an empty micro-batch"
     for parameters, _ in ranks:
@@ -287,6 +289,30 @@ def test_attention_that_is_compiled(fresh_compile):
         other = packing_ops.PackedMetadata.from_lengths([7, 20, 11, 4])
         q, k, v = (rows[: other.total] for rows in (q, k, v))
         names["attention"](q, k, v, other)
+
+
+def test_a_module_that_is_compiled_never_compiles_again(fresh_compile):
+    """As docs/ops.md says: with the row and cu_seqlens marked, forward and backward, also for one document."""
+
+    class OneLayer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.qkv = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 96)
+
+        def forward(self, ids, metadata):
+            x = self.embedding(ids)
+            heads = self.qkv(torch.nn.functional.rms_norm(x, (32,))).unflatten(-1, (3, 2, 16)).unbind(1)
+            x = x + packing_ops.varlen_attention(*heads, metadata).flatten(1)
+            return packing_ops.chunked_cross_entropy(x, self.embedding.weight, ids, metadata)
+
+    compiled, rows = torch.compile(OneLayer(), fullgraph=True, backend="aot_eager"), ([9, 4], [3, 20, 7], [5], [2, 2])
+    for number, lengths in enumerate(rows):
+        metadata = packing_ops.PackedMetadata.from_lengths(lengths)
+        ids = torch.randint(64, (metadata.total,))
+        for tensor in (ids, metadata.cu_seqlens):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            compiled(ids, metadata).backward()
 
 
 def test_which_kernels_the_page_asks_for():

@@ -454,7 +454,8 @@ def sft_of_a_rank(folder, wrapper):
 @pytest.mark.parametrize("wrapper", ["FSDP2", "DDP"])
 def test_sft_trainer_saves_and_resumes(wrapper, tmp_path):
     """from_pretrained loads what the trainer saves, its checkpoints too; a resumed run has the bits of the first."""
-    transformers = pytest.importorskip("transformers")
+    # In DDP 5.17 loads the optimizer's state to cpu:0, which torch does not know.
+    transformers = pytest.importorskip("transformers", "5.23" if wrapper == "DDP" else None)
     pytest.importorskip("trl")
     tiny_llama().save_pretrained(tmp_path / "model")
 
