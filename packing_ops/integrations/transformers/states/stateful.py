@@ -253,10 +253,15 @@ def attentions(module: torch.nn.Module) -> list[torch.nn.Module]:
 def calls_interface(cls: type, forward) -> bool:
     """Return whether a forward, of the class or of one module, calls the attention that attn_implementation names."""
     # Other libraries put functions in its place. A wrapper keeps its name, and ours call what they replace.
-    names = tuple(f"{base.__qualname__}." for base in cls.__mro__ if not issubclass(base, PreTrainedModel))
+    names = tuple(f"{base.__qualname__}." for base in cls.__mro__)
     return (
-        getattr(forward, "__qualname__", "").startswith(names) or is_of(function_of(forward) or forward, "packing_ops")
-    ) and code_has(cls, r"attention_interface\(|ALL_ATTENTION_FUNCTIONS")
+        not issubclass(cls, PreTrainedModel)
+        and (
+            getattr(forward, "__qualname__", "").startswith(names)
+            or is_of(function_of(forward) or forward, "packing_ops")
+        )
+        and code_has(cls, r"attention_interface\(|ALL_ATTENTION_FUNCTIONS")
+    )
 
 
 # --- the documents of a model's call ---
