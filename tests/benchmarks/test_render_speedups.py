@@ -125,7 +125,9 @@ def test_where_ours_is_faster_in_every_case_none_is_slower(results):
 def test_less_than_2_percent_in_the_worst_pair_of_runs_is_level(fastest, sign, results):
     """Ours has 3300 tokens/s, FlashAttention-2 3000 in two runs, and one that is faster."""
     (fa2,) = (row for row in IN_SFT_TRAINER if (row["provider"], row["tokens_per_second_a_gpu"]) == ("fa2", "3000"))
-    more = [fa2 | {"repeat": repeat, "tokens_per_second_a_gpu": speed} for repeat, speed in (("3", fastest), ("4", "3000"))]
+    more = [
+        fa2 | {"repeat": repeat, "tokens_per_second_a_gpu": speed} for repeat, speed in (("3", fastest), ("4", "3000"))
+    ]
     results("trl_cuda", [*IN_SFT_TRAINER, *more])
     results("trl_ranks_cuda", IN_DDP)
     results("trl_padded_cuda", PADDED)
