@@ -88,14 +88,14 @@ def test_what_to_do_by_what_one_has(results):
             "3.30x",
             "pack and compile: 3.30x with packing_ops, 3.00x with FlashAttention-2; not compiled 3.00x and 2.00x",
         ],
-        ["1.65x", "one GPU: compile. In SFTTrainer that alone gives 1.50x, packing_ops alone 1.50x. Two GPUs: use packing_ops"],
+        ["1.65x", "one GPU: compile. In SFTTrainer that alone gives 1.50x, packing_ops alone 1.50x. 8B, two GPUs: packing_ops or Liger's kernels"],
         ["1.10x", "use packing_ops"],
         ["1.32x", "one GPU: use packing_ops and compile. Not compiled, in SFTTrainer: 1.20x. 8B: nothing to gain"],
     ]
     said = " ".join(made("headline").split())
     assert "**Slower**: SFTTrainer in DDP over compiled FlashAttention-2 (0.80x)." in said
     assert "**Level**" not in said  # only without checkpointing, which README leaves out
-    assert "how-much-time-it-saves) 2.00x, GRPO 2.00x over padded batches; over Liger's 1.50x, 1.50x." in said
+    assert "no generation: DPO 2.00x, GRPO 2.00x over padded, 1.50x, 1.50x with Liger." in said
     assert "**Memory**" not in said  # without a loop
     said = " ".join(made("fastest").split())
     assert "packed rows, FlashAttention-2, compiled layers | 1.10\\*, 9 GiB | 1.25\\*, 9 GiB |" in said
