@@ -1,5 +1,7 @@
 """Models of transformers over prefix trees: against each sample separately, and what is refused."""
 
+import functools
+
 import pytest
 import torch
 from helpers.hf_models import CACHE, FAMILIES, tiny_model, transformers
@@ -276,7 +278,7 @@ def test_attention_that_is_not_given_them_is_an_error(device, monkeypatch):
     monkeypatch.setattr(
         modeling_llama.LlamaAttention,
         "forward",
-        lambda self, *args, segment_parents=None, **given: stock(self, *args, **given),
+        functools.wraps(stock)(lambda self, *args, segment_parents=None, **given: stock(self, *args, **given)),
     )
     tokens, _, tree = samples(device)
     with pytest.raises(ValueError, match="segment_parents: expected a model that passes them to its attention"):

@@ -70,7 +70,7 @@ def test_the_extra_asks_for_what_is_served():
 def test_the_pages_name_what_was_run():
     page, install = ((ROOT / "docs" / name).read_text() for name in ("transformers-models.md", "install.md"))
     assert f"transformers {versions.OLDEST}, the oldest that is served" in page
-    assert f"Tested: {versions.OLDEST}, 5.23 and {versions.NEWEST} on the CPU" in install
+    assert f"Compared: {versions.OLDEST}, 5.23 and {versions.NEWEST} on the CPU" in install
     assert f"and {versions.NEWEST}," in page
 
 
