@@ -207,7 +207,7 @@ def test_rows_of_each_rank_on_two_ranks(wrapper, device, tmp_path):
 def resumed_rank(folder, wrapper):
     """Parameters of a run that saves as it goes, and of one that begins at one of its checkpoints."""
     made, loop = blocks_for(wrapper, "cpu")
-    loop = in_place_of("# if done", 'save(f"{folder}/{epoch}-{done}")', loop + "\n")
+    loop = in_place_of("# if done", 'save(f"{folder}/{epoch}-{done}", done)', loop + "\n")
     found = []
     for resume in (False, True):
         names = {"name": folder / "model", "dataset": ROWS, "capacity": 64, "epochs": 2, "rows_per_step": 2}
