@@ -72,8 +72,10 @@ def _attention(model: Any, hosts: list[Any]) -> str:
     text = ", ".join(f"{implementation} in {_counted(count, 'module')}" for implementation, count in found.items())
     if found and found.keys() <= NAMES:
         return text
-    swap = f"{text}; apply_packing_ops(model) swaps it" if text else "none: its layers carry a state"
-    return f"{text}, {reason}".removeprefix(", ") if (reason := why_not_attention(model)) else swap
+    reason = why_not_attention(model)
+    if not text:
+        return reason or "none: its layers carry a state"
+    return f"{text}, {reason}" if reason else f"{text}; apply_packing_ops(model) swaps it"
 
 
 def _swapped(patch: Any, model: Any) -> str:
