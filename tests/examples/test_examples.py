@@ -248,7 +248,7 @@ def test_the_batches_of_the_page_are_made():
 
 def test_a_model_in_plain_torch_enters_the_mode_of_the_page(capsys):
     torch.manual_seed(0)
-    exec(blocks("same-bits.md")[1], names := {})
+    exec(block("same-bits-details.md"), names := {})
     assert capsys.readouterr().out == "True\n"
     assert names["model"].head.weight.grad.any()
     weights = [parameter for parameter in names["model"].parameters() if parameter.dim() > 1]
@@ -267,7 +267,7 @@ def test_a_rollout_of_the_page_has_the_bits_of_the_update(capsys, tmp_path):
     tiny_model("llama", **sizes).save_pretrained(tmp_path)
     given = {"name": str(tmp_path), "prompts": [[5, 6, 7]] * 2, "reward": lambda answer: float(sum(answer)), "steps": 2}
     # By default the cache of keys takes most of the machine's memory, and writes it.
-    code = blocks("same-bits.md")[0].replace("max_new_tokens=256", "max_new_tokens=32")
+    code = block("same-bits.md").replace("max_new_tokens=256", "max_new_tokens=32")
     code = code.replace("return_logprobs=True", "return_logprobs=True, num_blocks=64")
     exec(code, names := dict(given))
     revert_packing_ops(names["model"])
@@ -283,7 +283,7 @@ def test_a_loop_steps_float32_copies_of_the_weights():
     from packing_ops.optim import keep_float32
 
     model = torch.nn.Linear(4, 4).bfloat16()
-    (line,) = re.findall(r"^optimizer = .*$", blocks("same-bits.md")[0], re.M)
+    (line,) = re.findall(r"^optimizer = .*$", block("same-bits.md"), re.M)
     exec(line, names := {"model": model, "torch": torch, "keep_float32": keep_float32})
     model(torch.ones(2, 4).bfloat16()).sum().backward()
     names["optimizer"].step()

@@ -24,6 +24,7 @@ RUN_BY = {  # pages with blocks of Python
     "docs/losses.md": "test_examples.py",
     "docs/megatron.md": "test_examples.py",
     "docs/ops.md": "test_examples.py",
+    "docs/same-bits-details.md": "test_examples.py",
     "docs/same-bits.md": "test_examples.py",
 }
 FOLDERS = "benchmarks|csrc|docs|examples|packing_ops|tests|tools"

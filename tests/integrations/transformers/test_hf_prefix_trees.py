@@ -20,13 +20,13 @@ SIZES = {
     "intermediate_size": 128,
     "head_dim": 16,
     "vocab_size": 128,
-}  # whole vectors: see same-bits.md
+}  # whole vectors: see same-bits-details.md
 PROMPT, ANSWERS = 130, (9, 4, 1)
 
 
 @pytest.fixture
 def one_thread():
-    """On the CPU the last elements of each thread's part of an activation have other bits: see same-bits.md."""
+    """On the CPU the last elements of each thread's part of an activation have other bits: see same-bits-details.md."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
