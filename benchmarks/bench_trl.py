@@ -6,7 +6,8 @@ ends them all.
 
 Qwen3's shapes. Weights are random and float32, as SFTTrainer loads a model that it gets by name. bf16=True
 (autocast) and gradient checkpointing are TRL's defaults, and so is every setting that settings_of does not name. No
-case cuts a document. ours: patch_pack_dataset(), packing=True, then apply_packing_ops(trainer.model).
+case cuts a document. ours: patch_pack_dataset(), packing=True, then apply_packing_ops(trainer.model). LoRA: adapters of
+rank 16 on every linear layer, of bfloat16 weights.
 
 sdpa: packed rows with the attention that a model has by default. The mask of its documents is made by transformers.
 sorted: padded batches of a data set that is sorted by length. transformers' "group_by_length" comes near it in large
@@ -31,6 +32,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import datasets
+import peft
 import torch
 import torch.distributed as dist
 import transformers
@@ -59,7 +61,12 @@ CASES = [
     _case("fa2"),
     _case("liger"),
     _case("ours"),
-    *(_case(provider, compiled=True) for provider in ("fa2", "ours")),
+    *(_case(provider, compiled=True) for provider in ("fa2", "liger", "ours")),
+    *(
+        _case(provider, model="Qwen3-8B", lora=True, compiled=compiled)
+        for compiled in (False, True)
+        for provider in ("fa2", "liger", "ours")
+    ),
     *(_case(provider, checkpointing="") for provider in ("fa2", "liger", "ours")),
     *(_case(provider, compiled=True, checkpointing="") for provider in ("fa2", "liger", "ours")),
     *(_case(provider, wrapper="DDP", ranks=2) for provider in ("fa2", "liger", "ours")),
@@ -127,7 +134,7 @@ def trainer_of(case: Case, device: str, tiny: bool):
     with contextlib.ExitStack() as undo:
         undo.enter_context(stock_modules())
         undo.enter_context(mock.patch.dict(os.environ))  # transformers says there how accelerate wraps a model
-        model = random_model(shape, ATTENTION[case.provider], device, torch.float32)
+        model = random_model(shape, ATTENTION[case.provider], device, torch.bfloat16 if case.lora else torch.float32)
         if case.provider == "ours":
             undo.callback(revert_pack_dataset)
             patch_pack_dataset()
@@ -136,6 +143,7 @@ def trainer_of(case: Case, device: str, tiny: bool):
             settings_of(case, device, undo.enter_context(tempfile.TemporaryDirectory())),
             train_dataset=datasets.Dataset.from_dict({"input_ids": rows}),
             processing_class=tokenizer,
+            peft_config=peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if case.lora else None,
         )
         if case.provider == "ours":
             undo.callback(revert_registration)
@@ -228,7 +236,8 @@ def take_turns(
                 found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:ERROR]}
                 failed.add(case)
             if first:
-                setting = setting_of(case) | {"fused_loss": "TRL", "weights": "float32", "repeat": repeat}
+                setting = setting_of(case) | {"fused_loss": "TRL", "repeat": repeat}
+                setting["weights"] = "bfloat16" if case.lora else "float32"
                 rows = with_row(rows, {**setting, **dict.fromkeys(figures, ""), **found, **where})
                 print(f"{case.name}, repeat {repeat}: {found}", flush=True)
                 write_csv(path, rows, show=False)

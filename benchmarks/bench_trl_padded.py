@@ -5,6 +5,7 @@ Stock TRL 1.16 pads in both: DPOConfig's padding_free=True warns there and pads.
 then enable_padding_free(trainer), as docs/trl.md has it. padded has SDPA. fa2 does what transformers' FlashAttention-2
 does in a padded batch: each layer takes the padding out and puts it back. It runs torch's kernel. liger: that, and
 use_liger_kernel=True, whose loss TRL leaves out here; liger_sdpa: with SDPA. sorted: padded, pairs sorted by length.
+compiled layers: layer.compile() on each layer of each model.
 
 Qwen3-0.6B's shape, one GPU. Weights are random and float32. bf16=True (autocast) and gradient checkpointing are TRL's
 defaults, and so is every setting that settings_of does not name.
@@ -64,16 +65,18 @@ class PaddedCase(Case):
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.part}, {self.documents}: {self.provider}, batches of {self.batch}"
+        how = ", compiled layers" if self.compiled else ""
+        return f"{self.model}, {self.part}, {self.documents}: {self.provider}, batches of {self.batch}{how}"
 
     def small(self) -> "PaddedCase":
         return self._replace(longest=self.longest // SHORTER, steps=2, batch=self.batch // 2)
 
 
 def _cases(part: str, documents: str, **more) -> list[PaddedCase]:
-    more = {"compiled": False, "checkpointing": "full", "float32": True, **more}
+    more = {"checkpointing": "full", "float32": True, **more}
     providers = [each for each in ATTENTION if each != "sorted" or part == "DPO"]  # GRPO's groups have an order
-    return [PaddedCase(part, "Qwen3-0.6B", provider, 0, documents=documents, **more) for provider in providers]
+    found = [PaddedCase(part, "Qwen3-0.6B", provider, 0, documents=documents, **more) for provider in providers]
+    return [case._replace(compiled=compiled) for compiled in (False, True) for case in found]
 
 
 CASES = [
@@ -216,6 +219,9 @@ def trainer_of(case: PaddedCase, device: str, tiny: bool, count: Count):
                 print(apply_packing_ops(model), flush=True)
             undo.callback(revert_padding_free, trainer)
             print(enable_padding_free(trainer), flush=True)
+        for model in filter(None, (trainer.model, trainer.ref_model)) if case.compiled else ():
+            for layer in model.get_decoder().layers:
+                layer.compile(backend="inductor" if device == "cuda" else "aot_eager")
         yield trainer
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("trl")
 
 import bench_trl
 import result_rows
+import torch
 import trl.data_utils
 import trl.trainer.sft_trainer
 from transformers.models.qwen3 import modeling_qwen3
@@ -158,3 +159,18 @@ def test_a_case_leaves_no_model_and_nothing_that_it_replaced():
     del trainer
     bench_trl.release("cpu")
     assert model() is None
+
+
+def test_lora_trains_adapters_on_bfloat16_weights(tmp_path, monkeypatch):
+    (case,) = (case for case in bench_trl.CASES if case.lora and not case.compiled and case.provider == "ours")
+    with bench_trl.trainer_of(case.small(), "cpu", True) as trainer:
+        trained = {name for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+        assert trainer.model.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert len(trained) == 2 * 7 * 2  # of two layers with seven products each
+    assert all(".lora_" in name for name in trained)
+    monkeypatch.setattr(bench_trl, "measured", lambda *_: {"loss": "1"})
+    arguments = ["--device", "cpu", "--repeats", "1", "--only", case.name, "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_trl.py", *arguments])
+    bench_trl.main()
+    (row,) = result_rows.read_rows(tmp_path / "trl_cpu.csv")
+    assert (row["weights"], row["lora"]) == ("bfloat16", "1")

@@ -19,8 +19,9 @@ from transformers.models.qwen3 import modeling_qwen3
 import packing_ops as po
 
 
-def case_of(part, provider):
-    (found,) = (case for case in bench_trl_padded.CASES if (case.part, case.provider) == (part, provider))
+def case_of(part, provider, compiled=False):
+    wanted = part, provider, compiled
+    (found,) = (case for case in bench_trl_padded.CASES if (case.part, case.provider, case.compiled) == wanted)
     return found
 
 
@@ -30,21 +31,21 @@ def varlen_on_the_cpu(query, key, value, ends, *_, **options):
 
 
 def test_cases_have_names_of_their_own():
-    assert len({case.name for case in bench_trl_padded.CASES}) == len(bench_trl_padded.CASES) == 11
+    assert len({case.name for case in bench_trl_padded.CASES}) == len(bench_trl_padded.CASES) == 22
 
 
 @pytest.mark.parametrize(("part", "tokens"), [("DPO", 242), ("GRPO", 545)])
 def test_providers_train_on_the_same_tokens_to_the_same_loss(part, tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_trl_padded, "EPOCHS", 2)
     monkeypatch.setattr(bench_trl_padded.varlen, "varlen_attn", varlen_on_the_cpu)
-    only = [case_of(part, provider).name for provider in ("padded", "fa2", "ours")]
+    providers = ["padded", "fa2", "ours", "padded", "ours"]
+    only = [case_of(part, provider, i > 2).name for i, provider in enumerate(providers)]
     arguments = ["--device", "cpu", "--tiny", "--repeats", "1", "--only", *only, "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench_trl_padded.py", *arguments])
     bench_trl_padded.main()
     rows = result_rows.read_rows(tmp_path / "trl_padded_cpu.csv")
-    assert [(row["part"], row["provider"], row["error"]) for row in rows] == [
-        (part, provider, "") for provider in ("padded", "fa2", "ours")
-    ]
+    assert [(row["part"], row["provider"], row["error"]) for row in rows] == [(part, each, "") for each in providers]
+    assert [row["compiled"] for row in rows] == [*"00011"]
     padded, *others = rows
     assert (padded["steps"], padded["epochs"], padded["tokens"]) == ("2", "1", str(tokens))
     assert int(padded["slots"]) > 1.25 * tokens
@@ -78,10 +79,14 @@ def test_a_case_that_fails_leaves_the_others_theirs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_trl_padded.py", *arguments])
     bench_trl_padded.main()
     rows = result_rows.read_rows(tmp_path / "trl_padded_cpu.csv")
-    assert [(row["provider"], row["repeat"]) for row in rows if not row["error"]] == [
-        (provider, repeat) for repeat in "12" for provider in ("padded", "sorted", "fa2", "liger_sdpa", "ours")
+    assert [(row["provider"], row["repeat"], row["compiled"]) for row in rows if not row["error"]] == [
+        (provider, repeat, compiled)
+        for repeat in "12"
+        for compiled in "01"
+        for provider in ("padded", "sorted", "fa2", "liger_sdpa", "ours")
     ]
-    assert [(row["provider"], row["error"]) for row in rows if row["error"]] == [("liger", "ImportError: liger-kernel")]
+    failed = [(row["provider"], row["error"]) for row in rows if row["error"]]
+    assert failed == [("liger", "ImportError: liger-kernel")] * 2
 
 
 @pytest.mark.parametrize("case", bench_trl_padded.CASES, ids=lambda case: case.name)
