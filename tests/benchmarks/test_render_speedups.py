@@ -34,9 +34,10 @@ IN_DDP = [
     if row["compiled"] == "1" and row["checkpointing"]
 ]
 PADDED = [
-    {
+    WHOLE | {
         "case": f"{part}: {provider}, batches of 8", "part": part, "provider": provider, "documents": "rows", "repeat": "1",
-        "tokens_per_second_a_gpu": speed, "error": "", "slots": "2", "tokens": "1",
+        "tokens_per_second_a_gpu": speed, "slots": "2", "tokens": "1", "compiled": "0", "checkpointing": "full",
+        "peak_gib": "9", "row": "0",
     }
     for part in ("DPO", "GRPO") for provider, speed in (("ours", "3000"), ("padded", "1500"), ("liger", "2000"))
 ]  # fmt: skip
@@ -82,32 +83,25 @@ def test_what_to_do_by_what_one_has(results):
     results("trl_ranks_cuda", IN_DDP)
     assert made("headline") == "Not run yet: `benchmarks/bench_trl_padded.py`."
     results("trl_padded_cuda", PADDED)
-    lines = [line.strip("| ").split(" | ") for line in made("headline").splitlines() if re.match(r"\| (pa|the)", line)]
-    assert [line[1:] for line in lines] == [
-        [
-            "3.30x",
-            "pack and compile: 3.30x with packing_ops, 3.00x with FlashAttention-2; not compiled 3.00x and 2.00x",
-        ],
-        [
-            "1.65x",
-            "one GPU: compile. In SFTTrainer that alone gives 1.50x, packing_ops alone 1.50x. 8B, two GPUs: packing_ops or Liger's kernels",
-        ],
-        ["1.10x", "use packing_ops"],
-        [
-            "1.32x",
-            "one GPU: compile: 1.32x with packing_ops, 1.20x with FlashAttention-2; not compiled 1.20x with packing_ops. 8B: nothing to gain",
-        ],
+    lines = [line.strip("| ").split(" | ") for line in made("headline").splitlines() if re.match(r"\| (SFT|TRL)", line)]
+    assert lines == [
+        ["SFTTrainer, 0.6B", "3.30x", "1.65x", "1.10x", "1.32x"],
+        ["SFTTrainer, 0.6B, two GPUs (DDP)", "–", "–", "0.80x (slower)", "–"],
+        ["TRL's DPO, 0.6B", "2.00x", "–", "–", "1.50x (padded)"],
+        ["TRL's GRPO, 0.6B, without generation", "2.00x", "–", "–", "1.50x (padded)"],
     ]
     said = " ".join(made("headline").split())
     assert "**Slower**: SFTTrainer in DDP over compiled FlashAttention-2 (0.80x)." in said
-    assert "no generation: DPO 2.00x, GRPO 2.00x over padding; over Liger's 1.50x, 1.50x." in said
+    assert "over sorted batches of 32 2.20x. FlashAttention-2, compiled, gives 3.00x." in said
     assert "**Memory**" not in said  # without a loop
     said = " ".join(made("fastest").split())
-    assert "packed rows, FlashAttention-2, compiled layers | 1.10\\*, 9 GiB | 1.25\\*, 9 GiB |" in said
-    assert "packed rows, FlashAttention-2, compiled layers | 0.80 (slower)\\*, 9 GiB |" in said
+    assert "| packed, FlashAttention-2, compiled | 1.10\\* | 1.25\\* |" in said
+    assert "| packed, FlashAttention-2, compiled | 0.80 (slower)\\* |" in said
     said = " ".join(made("what_to_do").split())
-    assert "In SFTTrainer that gives 1.50x, packing_ops alone 1.50x, both 1.65x." in said
-    assert "without packing_ops. With 0.6B our fastest setting is slower than that: 0.80x." in said
+    assert "| SFTTrainer, padded batches of 8 | pack, and compile with either | 3.30x | 3.00x |" in said
+    assert "| SFTTrainer, packed, FlashAttention-2 | compile with either | 1.65x | 1.50x |" in said
+    assert "FlashAttention-2, compiled | leave packing_ops out | 0.80x (slower) | yours now |" in said
+    assert "Over padded batches with Liger's kernels: 1.50x and 1.50x." in said
     lines = [line.strip("| ").split(" | ") for line in made("not_faster").splitlines()[2:]]
     assert [line[2:4] for line in lines] == [["0.80\\*", "0.80"]] * 2
 
@@ -133,10 +127,10 @@ def test_less_than_2_percent_in_the_worst_pair_of_runs_is_level(fastest, sign, r
     results("trl_ranks_cuda", IN_DDP)
     results("trl_padded_cuda", PADDED)
     results("whole_cuda", [OURS_ALONE])
-    assert f"| packed rows, FlashAttention-2, compiled layers | 1.10{sign}\\*, 9 GiB |" in made("fastest")
+    assert f"| packed, FlashAttention-2, compiled | 1.10{sign}\\* |" in made("fastest")
     said = " ".join(made("headline").split())
     assert (f"| 1.10\\* | {3300 / int(fastest):.2f} |" in made("not_faster")) == bool(sign)
-    assert f"| 1.10x{sign} | {'in a loop use packing_ops.' if sign else 'use packing_ops |'}" in said
+    assert f"| SFTTrainer, 0.6B | 3.30x | 1.65x | 1.10x{sign} |" in said
 
 
 def test_which_runs_fit_a_smaller_gpu(results):
@@ -186,16 +180,23 @@ def test_each_way_to_train_has_its_speedup(results):
             ("ours", "22000", "9", large), ("fa2", "20000", "10", large),
         )
     ])  # fmt: skip
-    one, two, _ = made("fastest").split("\n\n")
-    assert one.splitlines()[-4:] == [
-        "| packed rows, FlashAttention-2, compiled layers | 1.10\\*, 9 GiB | 1.25\\*, 9 GiB | 1.25\\*, 4 GiB |",
-        "| packed rows, Liger's kernels with FlashAttention-2, not compiled | 1.32\\*, 9 GiB | 1.00 (level)\\*, 9 GiB | 2.00\\*, 5 GiB |",
-        "| **packed rows, packing_ops**, not compiled | 3.0k tokens/s, 9 GiB | 4.0k tokens/s, 9 GiB | 30.0k tokens/s, 3 GiB |",
-        "| **packed rows, packing_ops**, compiled layers | 3.3k tokens/s, 9 GiB | 5.0k tokens/s, 9 GiB | 50.0k tokens/s, 3 GiB |",
+    one, two = made("fastest").split("\n\n")
+    assert one.splitlines()[-2:] == [
+        "| packed, FlashAttention-2, compiled | 1.10\\* | 1.25\\* | 1.25\\* |",
+        "| packed, Liger's kernels with FlashAttention-2 | 1.32\\* | 1.00 (level)\\* | 2.00\\* |",
+    ]
+    assert two.splitlines()[2:] == ["| packed, FlashAttention-2, compiled | 0.80 (slower)\\* | 1.10\\* |"]
+    one, two, _ = made("absolute").split("\n\n")
+    assert one.splitlines()[-5:] == [
+        "| packed, FlashAttention-2, compiled | 3.0k, 9 GiB | 4.0k, 9 GiB | 40.0k, 4 GiB |",
+        "| packed, Liger's kernels with FlashAttention-2 | 2.5k, 9 GiB | 5.0k, 9 GiB | 25.0k, 5 GiB |",
+        "| packed, Liger's kernels with FlashAttention-2, compiled | – | – | 20.0k, 4 GiB |",
+        "| **packed, packing_ops** | 3.0k, 9 GiB | 4.0k, 9 GiB | 30.0k, 3 GiB |",
+        "| **packed, packing_ops**, compiled | 3.3k, 9 GiB | 5.0k, 9 GiB | 50.0k, 3 GiB |",
     ]  # fmt: skip
     assert two.splitlines()[2:] == [
-        "| packed rows, FlashAttention-2, compiled layers | 0.80 (slower)\\*, 9 GiB | 1.10\\*, 10 GiB |",
-        "| **packed rows, packing_ops**, compiled layers | 2.4k tokens/s, 9 GiB | 22.0k tokens/s, 9 GiB |",
+        "| packed, FlashAttention-2, compiled | 3.0k, 9 GiB | 20.0k, 10 GiB |",
+        "| **packed, packing_ops**, compiled | 2.4k, 9 GiB | 22.0k, 9 GiB |",
     ]
 
 
@@ -276,11 +277,9 @@ def test_repeats_of_a_loop_are_one_line_with_their_spread(results):
     assert "**Qwen3-0.6B, float32 weights, one GPU, sft documents**" in said
     assert "Each setting ran 3 times or 2 times or once; medians are shown." in said
     table, *_ = made("fastest").split("\n\n")
-    assert [
-        line.strip("| ").split(" | ")[-2:] for line in table.splitlines() if re.match(r"\| pac.*compiled l", line)
-    ] == [
-        ["1.20\\*, 9 GiB", "1.24, 9 GiB"],
-        ["1.50\\*, 9 GiB", "1.67 (level), 9 GiB"],
-        ["–", "2.00\\*, 9 GiB"],
+    assert [line.strip("| ").split(" | ")[-2:] for line in table.splitlines() if ", compiled |" in line] == [
+        ["1.20\\*", "1.24"],
+        ["1.50\\*", "1.67 (level)"],
+        ["–", "2.00\\*"],
     ]
     assert "**Memory**" not in made("headline")  # without 8B
