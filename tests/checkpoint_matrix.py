@@ -220,7 +220,7 @@ def trained(setting, device, dtype, backend="inductor", around=None, ours=True):
     thread.
     """
     torch._dynamo.reset()
-    # Beside DDP torch compiles some layers in parts, which fails under a checkpoint's contexts: docs/parallel.md
+    # Beside DDP torch compiles some layers in parts, which fails under a checkpoint's contexts: docs/parallel-cases.md
     torch._dynamo.config.optimize_ddp = setting.checkpointing not in ("selective", "policy")
     torch.fx.traceback.current_meta.clear()  # a compilation that failed leaves its marks
     torch.manual_seed(1)

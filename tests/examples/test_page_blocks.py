@@ -344,7 +344,7 @@ def test_flash_attention_2_of_torch(monkeypatch, tmp_path):
 
 
 def test_every_block_is_run():
-    """A page with a new block needs a test above, parallel.md and long-documents.md one in test_page_parallel.py."""
+    """A page with a new block needs a test above, parallel*.md and long-documents.md one in test_page_parallel.py."""
     found = {page: len(blocks) for page in PAGES if (blocks := blocks_of(page))}
     assert found == {
         "README.md": 3,
@@ -357,7 +357,8 @@ def test_every_block_is_run():
         "docs/memory.md": 2,
         "docs/ops.md": 3,
         "docs/pages.md": 2,
-        "docs/parallel.md": 16,
+        "docs/parallel-cases.md": 8,
+        "docs/parallel.md": 8,
         "docs/performance-models.md": 1,
         "docs/prefix-trees.md": 5,
         "docs/transformers-models.md": 2,

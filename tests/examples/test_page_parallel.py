@@ -1,5 +1,5 @@
-"""The indented Python of docs/parallel.md and docs/long-documents.md runs as it is written, on processes of the CPU and
-on two GPUs.
+"""The indented Python of docs/parallel*.md and docs/long-documents.md runs as it is written, on CPU processes and on two
+GPUs.
 """
 
 import functools
@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 from helpers import processes
-from helpers.pages import ROWS, block_with, tiny_llama
+from helpers.pages import ROWS, block_with, blocks_of, tiny_llama
 
 import packing_ops
 
@@ -101,7 +101,11 @@ def in_place_of(line, block, text):
     return changed
 
 
-of_page = functools.partial(block_with, "docs/parallel.md")
+def of_page(text):
+    """The block of the guide, or of its special cases, with this text."""
+    pages = "docs/parallel.md", "docs/parallel-cases.md"
+    (found,) = (block for page in pages for block in blocks_of(page) if text in block)
+    return found
 
 
 def blocks_for(wrapper, device):
@@ -308,7 +312,7 @@ def tensor_parallel_rank(folder, device):
 
     rank = str(torch.distributed.get_rank())
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"})  # as torchrun does
-    block = for_two_ranks(block_with("docs/parallel.md", 'tp_plan="auto"'), device)
+    block = for_two_ranks(of_page('tp_plan="auto"'), device)
     names = {"name": folder, "torch": torch, "rows": [packed_row(device)] * STEPS[device]}
     names["init_device_mesh"] = torch.distributed.device_mesh.init_device_mesh
     names |= {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "apply_packing_ops": apply_packing_ops}

@@ -188,7 +188,7 @@ def sharded(folder, kind, bf16, prepare=None):
 
 
 def averaged_in_float32(trainer):
-    exec(block_with("docs/parallel.md", "mixed_precision_policy"), {"torch": torch, "trainer": trainer})
+    exec(block_with("docs/parallel-cases.md", "mixed_precision_policy"), {"torch": torch, "trainer": trainer})
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32], ids=str)
