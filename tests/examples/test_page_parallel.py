@@ -1,4 +1,4 @@
-"""The indented Python of docs/parallel*.md and docs/long-documents.md runs as it is written, on CPU processes and on two
+"""The indented Python of docs/parallel*.md and docs/long-documents.md runs as it is written, on CPU processes and two
 GPUs.
 """
 
