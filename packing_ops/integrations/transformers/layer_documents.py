@@ -55,9 +55,9 @@ def has_documents_of(cu_seqlens, mask) -> bool:
     if cu_seqlens is None or mask is None:
         return False
     call = current()
-    if call is not None and call.checked is not None and call.cu_seqlens is cu_seqlens:
-        return True
-    return kept_with([mask], MADE_FOR, lambda: None, checked_by_kernel=True) is cu_seqlens  # recomputed, in no call
+    is_of_call = call is not None and call.checked is not None and call.cu_seqlens is cu_seqlens
+    # Recomputed, in no call
+    return is_of_call or kept_with([mask], MADE_FOR, lambda: None, checked_by_kernel=True) is cu_seqlens
 
 
 def documents_of_layer(query, mask, cu_seqlens, position_ids):

@@ -340,9 +340,10 @@ def _with_positions(original):
             versions.log_once("position_ids of a model whose forward is called by itself may not be found")
         if cache is not None and not cross:
             check_cache(cache, call, position_ids, attention_mask, numbers, *slots)
-        stock = cross or getattr(cache, "is_compileable", False)
         numbers = None if numbers is None or cross else cached_cast(numbers.dtype, numbers, mask.device)
-        now.mask_arguments = MaskArguments(mask, position_ids, mask_form, stock, numbers, axes)
+        now.mask_arguments = MaskArguments(
+            mask, position_ids, mask_form, cross or getattr(cache, "is_compileable", False), numbers, axes
+        )
         return early, mask, *prepared
 
     return prepare
@@ -405,9 +406,9 @@ def _row_positions(call, position_ids, slots, of_others):
 # row has several documents; None: that was read, and is False; False: a mask with it was read too.
 _SEVERAL = "_packing_ops_several"
 _REFUSAL = (
-    f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, "
-    "which would all be seen; fill a cache for each document, or number the cached tokens' documents and these in "
-    "attention_mask"
+    f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, or "
+    "with more tokens than position_ids count, which would all be seen; fill a cache for each document, or number the "
+    "cached tokens' documents and these in attention_mask"
 )
 
 
@@ -421,6 +422,10 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         call.cache = cache
     cached = cached_length(cache)
     if isinstance(cached, torch.Tensor) or cached > 0:
+        # No call of ours has filled it: it was made of the tensors of another one, say. Axes of images count otherwise.
+        is_known = hasattr(cache, _SEVERAL) or isinstance(cached, torch.Tensor)
+        if not (is_known or position_ids is None or getattr(call, "of_axes", None) is not None):
+            setattr(cache, _SEVERAL, _holds_others(cache, position_ids, padding, length))
         refuse_several(cache, cached, numbers)
         # generate gives every step a mask of integers, and 1 to each new token: on CUDA the first step alone waits.
         is_new = numbers is not None and not (numbers.is_cuda and getattr(cache, _SEVERAL, None) is False)
@@ -451,6 +456,17 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
                 "documents and these in attention_mask",
             )
         setattr(cache, _SEVERAL, several)
+    elif isinstance(cached, int) and cached == 0:  # what follows is known
+        setattr(cache, _SEVERAL, None)
+
+
+def _holds_others(cache, position_ids, padding, length):
+    """Return whether more tokens of a row are cached than position_ids count before these: bool ``[]``."""
+    if not is_tensor(padding, 2):
+        # A copy of a layer with a window counts the tokens that it holds.
+        counts = [each.get_seq_length() for each in getattr(cache, "layers", ()) if hasattr(each, "get_seq_length")]
+        return (position_ids[:, 0] < max(counts, default=0)).any()
+    return ((position_ids[:, 0] < padding[:, :-length].sum(1)) & padding[:, -length]).any()
 
 
 def _refuse_behind(several, cached, numbers, message):

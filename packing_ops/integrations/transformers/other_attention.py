@@ -12,7 +12,6 @@ from packing_ops.integrations._patching import Patch
 from packing_ops.integrations._walks import kept_with_model
 from packing_ops.integrations.transformers import versions
 from packing_ops.integrations.transformers.call import GUARD, NAMES, PackedCall, mixes_tokens
-from packing_ops.integrations.transformers.sequence_group import refuse_shard
 from packing_ops.integrations.transformers.states import stateful
 
 
@@ -72,7 +71,10 @@ class OtherCall(PackedCall):
         self.why = f"{self.name} {keeps or _NOT_OURS}"
         if keeps == _MADE_ANEW:  # rows of one document train on, without fused_loss, invariant and the rest
             versions.log_once(self.why)
-        refuse_shard(sequence, self.cu_seqlens, self.why)
+        if sequence is not None and self.cu_seqlens is not None:  # attention would see only this rank's part
+            raise ValueError(
+                f"cu_seq_lens_q: expected a row of this rank alone, got a sequence_group's, and {self.why}"
+            )
         self.by_states, mixes = _beside_attention(self, model)
         is_set = not (keeps or self.by_states)
         self.by_masks = self.takes_positions = is_set and not mixes

@@ -213,9 +213,11 @@ def refuse_own_positions(model, call, position_ids, batch) -> None:
     """
     takes_none, needs, by_length, has_axes, *_ = call.counting
     if takes_none or (by_length and has_axes):
-        why = f"{takes_none} counts positions along the row and takes none"
-        if not takes_none:
-            why = f"{by_length} scales the angles of all by the longest, whose positions have several axes"
+        why = (
+            f"{takes_none} counts positions along the row and takes none"
+            if takes_none
+            else f"{by_length} scales the angles of all by the longest, whose positions have several axes"
+        )
         refuse_where(call.several(batch, position_ids), one_each(call.named_by(), why))
     elif needs and call.needs_positions and call.outer is None and _takes_positions(model, needs):
         message = (

@@ -212,8 +212,7 @@ def _pairs(model) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
 def why_not(model: torch.nn.Module) -> str | None:
     """Return why RoPE of this model, or of a part of it, cannot be swapped; None if all of it can."""
     found, reasons = find(model)
-    in_towers = towers(model)
-    if found or reasons or in_towers:
+    if found or reasons or towers(model):
         return "; ".join(reasons) or None
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         for name in functions_called(cls) if cls.__module__.startswith(HOSTS) else ():

@@ -117,12 +117,6 @@ def of(module) -> SequenceGroup | None:
     return module.__dict__.get(STATE)
 
 
-def refuse_shard(sequence: SequenceGroup | None, cu_seqlens: object, why: str) -> None:
-    """Raise ValueError for a row of which this rank has a part, beside attention that would see no more of it."""
-    if sequence is not None and cu_seqlens is not None:
-        raise ValueError(f"cu_seq_lens_q: expected a row of this rank alone, got a sequence_group's, and {why}")
-
-
 def check(model, without: str | None) -> None:
     """Raise ValueError if rows cannot be spread over ranks, or for this reason: attention on this rank only would be
     wrong.

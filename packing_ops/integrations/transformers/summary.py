@@ -111,9 +111,11 @@ def _counted(count: int, word: str) -> str:
 
 
 def _last_forward(last: LastForward) -> str:
-    documents = f"{_counted(last.documents, 'document')}, found by {last.found_by}"
-    if last.found_by == "rows":
-        documents = "one document in each, as no argument said otherwise"
+    documents = (
+        "one document in each, as no argument said otherwise"
+        if last.found_by == "rows"
+        else f"{_counted(last.documents, 'document')}, found by {last.found_by}"
+    )
     return f"last forward: {_counted(last.rows, 'row')}, {documents}"
 
 

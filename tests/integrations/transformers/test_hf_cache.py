@@ -153,6 +153,37 @@ def test_documents_that_start_behind_cached_tokens_are_refused(kind, family, cac
         model(**given, **{CACHE: kept}, use_cache=True)
 
 
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "positions"), ("llama", "one document"), ("llama", "padding"), ("shared keys", "positions")],
+)
+@torch.no_grad()
+def test_a_cache_made_of_the_tensors_of_another(family, kind, length, device, reads):
+    """Nothing says what filled it. It holds other documents if position_ids count fewer tokens than it has."""
+    if family == "shared keys":
+        model = sharing("packing_ops", device)
+    else:
+        model = tiny_model(family, attn_implementation="packing_ops", device=device)
+    kept = filled(model, kind, device=device)
+    made = transformers.DynamicCache([layer[:2] for layer in kept])
+    if kind == "positions":
+        for _ in range(2):
+            with pytest.raises(ValueError, match=REFUSED):
+                more(model, made, length=length)
+        return
+    given = {"position_ids": torch.arange(16, 16 + length, device=device)[None]}
+    if kind == "padding":
+        mask = (torch.arange(16 + length, device=device) >= 4).long()[None]
+        given = {"attention_mask": mask, "position_ids": given["position_ids"] - 4}
+    ids = torch.arange(5, 5 + length, device=device)[None]
+    found, wanted = (model(ids, **{CACHE: each}, use_cache=True, **given).logits for each in (made, kept))
+    torch.testing.assert_close(found, wanted)
+    reads.clear()
+    more(model, made)
+    assert len(reads) == (length > 1)  # several tokens are asked about, as in every cache
+
+
 @pytest.fixture
 def reads(monkeypatch):
     """An entry for each value that packing_ops asked a tensor for."""
