@@ -286,7 +286,7 @@ PATCHES = {
     "integrations.transformers.checkpoints": {"vars(checkpoint)[owner].method"},
     "integrations.transformers.states.linear_attention": {"module.name"},
     "integrations.transformers.masks": {"masking_utils._preprocess_mask_arguments"},
-    "integrations.transformers.other_attention": {"cls.call_model_init"},
+    "integrations.transformers.other_attention": {"cls.__setattr__"},
     "integrations.transformers.rope": {"module.name"},
     "integrations.trl.fused_logps": {"utils._ChunkedLogProbFunction"},
     "integrations.trl.packing": {"data_utils.pack_dataset"},

@@ -56,11 +56,11 @@ def register(name: str = "packing_ops") -> None:
 
     What this adds to transformers and torch stays until revert_registration(name): the name in its two tables, and
     wrappers around PreTrainedModel.__call__, which remembers position_ids for models that pass them to no mask, around
-    the preparation of masks, and around both forms of torch.utils.checkpoint, which take the documents along; from the
-    first model with this attention on also around Trainer.call_model_init, whose new model refuses rows of several
-    documents if the one before had this attention; in models, the forward of layers that carry a state. The wrappers in
-    transformers leave models with another attn_implementation as they are. A process that unpickles a model with this
-    attention under another name must call register(name) first.
+    the preparation of masks, around both forms of torch.utils.checkpoint, which take the documents along, and around
+    Trainer.__setattr__: a model of model_init refuses rows of several documents if the Trainer's model before had this
+    attention (a Trainer that is imported later is watched from the next model with this attention on); in models, the
+    forward of layers that carry a state. The wrappers in transformers leave models with another attn_implementation as
+    they are. A process that unpickles a model with this attention under another name must call register(name) first.
 
     Args:
         name: of the implementation; without "flash", "sdpa" and "flex", which transformers treats specially.
@@ -91,7 +91,7 @@ def register(name: str = "packing_ops") -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "eager", "paged", "/") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {taken or 'being empty'}, got {name!r}")
-    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *checkpoints.PATCHES):
+    for patch in (masks.PATCH, OWN_ATTENTION, _additions.patch_of_peft(), *checkpoints.PATCHES, *patches_of_trainer()):
         patch.pin()
     NAMES.add(name)
     for patch in continuous_batching.PATCHES:

@@ -25,10 +25,7 @@ class Kept:
 
     def __init__(self, register, value):
         self.register, self.value = register, value
-        if not NAMES:
-            register()
-        for patch in patches_of_trainer():  # here: where a Trainer may have this model, it is imported
-            patch.pin()
+        register(*[*NAMES][:1])  # again: where a Trainer may have this model, it is imported by now
 
     def __deepcopy__(self, memo):
         return self
@@ -107,28 +104,31 @@ def _beside_attention(model) -> tuple[bool, bool]:
 
 
 def patches_of_trainer() -> list[Patch]:
-    """Return what watches model_init, once the Trainer is imported: before that there is none."""
+    """Return what watches trainer.model, once the Trainer is imported: before that there is none."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     return [_patch(trainer)] if trainer else []
 
 
 @functools.cache
 def _patch(cls) -> Patch:
-    return Patch(cls, "call_model_init", _watched)
+    return Patch(cls, "__setattr__", _watched)
 
 
 def _watched(stock):
-    """Guard the new model instead of an error: an override or a callback may still apply to it, before it is called."""
+    """Guard the new model instead of an error: a callback may still apply to it, before it is called."""
 
     @functools.wraps(stock)
-    def call_model_init(trainer, *args, **kwargs):
-        before, model = getattr(trainer, "model", None), stock(trainer, *args, **kwargs)
-        if before is not None and (kept := _guards_in(before)) and not _guards_in(model):
-            guard(model, kept[0].register, _MADE_ANEW)
-        return model
+    def __setattr__(trainer, name, value):
+        has = vars(trainer)
+        if name == "model" and (before := has.pop(GUARD, None) or (has.get("model") and _guard_in(has["model"]))):
+            if value is None:  # as in trials of Ray, which pickles the trainer
+                has[GUARD] = before
+            elif has.get("is_in_train") and trainer.model_init and not _guard_in(value):
+                guard(value, before.register, _MADE_ANEW)
+        stock(trainer, name, value)
 
-    return call_model_init
+    return __setattr__
 
 
-def _guards_in(model) -> list[Kept]:
-    return [vars(each)[GUARD] for each in versions.models_in(model) if GUARD in vars(each)]
+def _guard_in(model) -> Kept | None:
+    return next((vars(each)[GUARD] for each in versions.models_in(model) if GUARD in vars(each)), None)

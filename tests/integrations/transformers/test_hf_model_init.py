@@ -34,6 +34,10 @@ def qwen3():
     return tiny_model("qwen3", vocab_size=258, num_hidden_layers=1, intermediate_size=64)  # of 32s, for the mode
 
 
+def mamba2():
+    return stateful_models.stateful_model("mamba2", attn_implementation="eager", vocab_size=258)
+
+
 @pytest.fixture
 def trainer_of(tmp_path):
     """A function of model_init: its Trainer takes steps of two documents in a row."""
@@ -180,20 +184,72 @@ def test_a_trainer_that_is_imported_after_register(ours, trainer_of, monkeypatch
         trainer.train()
 
 
-def test_call_model_init_looks_like_the_stock_method_and_is_reverted():
+def test_the_wrapper_looks_like_the_stock_method_and_is_reverted():
     revert_registration()
-    before = transformers.Trainer.call_model_init
+    assert "__setattr__" not in vars(transformers.Trainer)
     register()
-    assert transformers.Trainer.call_model_init is before
-    qwen3().set_attn_implementation("packing_ops")
-    ours = transformers.Trainer.call_model_init
+    ours = transformers.Trainer.__setattr__
     stock = inspect.unwrap(ours)
     assert ours is not stock
-    assert before in (stock, ours)
     assert ours.__doc__ == stock.__doc__
     assert inspect.signature(ours) == inspect.signature(stock)
     revert_registration()
-    assert transformers.Trainer.call_model_init is before
+    assert "__setattr__" not in vars(transformers.Trainer)
+
+
+class MakesItsModels(transformers.Trainer):
+    def call_model_init(self, trial=None):
+        return self.model_init()
+
+
+@pytest.mark.filterwarnings("ignore:apply_packing_ops")
+@pytest.mark.parametrize("way", ["an override", "an attribute", "without a model", "unpickled", "registered again"])
+@pytest.mark.parametrize("model_init", [qwen3, mamba2])
+def test_ways_in_which_train_gets_the_new_model(way, model_init, trainer_of, told):
+    """Stock Mamba 2 mixes documents. The new one keeps them apart, and says that the rest is lost."""
+    GradientState._reset_state()  # a training that failed leaves a weak reference to its data here
+    trainer = trainer_of(model_init, MakesItsModels if way == "an override" else transformers.Trainer)
+    apply_packing_ops(trainer.model)
+    if way == "an attribute":
+        trainer.call_model_init = lambda trial=None: trainer.model_init()
+    if way in ("without a model", "unpickled"):  # as Ray's trials get it
+        trainer.model = None
+    if way == "unpickled":
+        data = pickle.dumps(trainer)
+        revert_registration()
+        trainer = pickle.loads(data)
+    if way == "registered again":
+        revert_registration()
+        register()
+    if model_init is qwen3:
+        with pytest.raises(ValueError, match=LOST):
+            trainer.train()
+    else:
+        trainer.train()
+        first, second = torch.tensor([[9, 1, 4]]), torch.tensor([[5, 6, 7]])
+        with torch.no_grad():
+            packed = trainer.model.eval()(torch.cat([first, second], 1), position_ids=torch.arange(3).repeat(2)[None])
+            alone = [trainer.model(document).logits for document in (first, second)]
+        torch.testing.assert_close(packed.logits, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+    assert told()
+
+
+def test_a_trainer_without_a_model_for_a_while(trainer_of):
+    trainer = trainer_of(qwen3)
+    apply_packing_ops(trainer.model)
+    model, trainer.model = trainer.model, None
+    trainer.model = model
+    revert_packing_ops(model)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_model_that_is_set_outside_of_train_keeps_its_attention(trainer_of):
+    """It may be a checkpoint, for evaluation: train() makes another one."""
+    trainer = trainer_of(qwen3)
+    apply_packing_ops(trainer.model)
+    trainer.model = qwen3()
+    assert trainer.model(torch.arange(6)[None], position_ids=torch.arange(3).repeat(2)[None]).logits.shape[:2] == (1, 6)
 
 
 class TwoTrials:
@@ -253,9 +309,9 @@ def test_a_trainer_from_a_pickle(trainer_of):
     apply_packing_ops(trainer.model)
     data = pickle.dumps(trainer)
     revert_registration()
-    stock = transformers.Trainer.call_model_init
+    stock = transformers.Trainer.__setattr__
     unpickled = pickle.loads(data)
-    assert transformers.Trainer.call_model_init is not stock
+    assert transformers.Trainer.__setattr__ is not stock
     with pytest.raises(ValueError, match=LOST):
         unpickled.train()
 
