@@ -27,7 +27,8 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     Checkpoints: after its first step a copy is ``optimizer.state[weight]["float32_copy"]``. So
     ``optimizer.state_dict()`` holds it, and a resumed run has the bits of one that went on. A weight without a copy in
     the state_dict begins at the weight. So does an element whose copy does not round to its weight, which somebody
-    wrote. A copy or a pickle of the optimizer itself does not keep float32: make a new one and load the state_dict.
+    wrote. ``copy.deepcopy((model, optimizer))`` and a pickle of both keep float32. As in torch they leave out hooks,
+    and what a scheduler has put over ``step``.
 
     Step pre-hooks registered after this call find the copies and their gradients in the groups. What they write into
     the weights' gradients is lost. Writes into weights are an error, and so are states that they save or load. A
@@ -87,16 +88,15 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     weights = _weights(optimizer)
     if len({*map(id, weights)}) < len(weights):
         raise ValueError("optimizer: a weight is in its groups twice, which steps it twice")
-    copies = _Copies()
-    optimizer.register_step_pre_hook(copies.before_step)
-    optimizer.register_step_post_hook(copies.after_step)
-    hooks = optimizer._optimizer_step_post_hooks
-    hooks.update({key: hooks.pop(key) for key in [*hooks][:-1]})  # behind it, where they find the weights again
-    optimizer.register_load_state_dict_pre_hook(copies.before_load)
-    optimizer.register_load_state_dict_post_hook(copies.restore, prepend=True)
-    optimizer.register_state_dict_pre_hook(copies.before_save)
-    for name in ("step", "load_state_dict"):
-        _restore_behind(optimizer, name, copies)
+    _Copies(optimizer)
+    return optimizer
+
+
+def _copied(cls: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
+    """Make what deepcopy and pickle make of an optimizer with copies: torch's method leaves hooks out."""
+    optimizer = cls.__new__(cls)
+    optimizer.__setstate__(state)
+    _Copies(optimizer)
     return optimizer
 
 
@@ -117,17 +117,25 @@ def _restore_behind(optimizer: torch.optim.Optimizer, name: str, copies: "_Copie
 class _Copies:
     """What the hooks of one optimizer share."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # While a step or a load runs: (weight, what is in the groups for it, its state's copy or NEW; None of a load,
         # which brings the copies; the weight's version).
         self.pairs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | str | None, int]] = []
         self.first = True  # no step had gradients yet
+        optimizer.register_step_pre_hook(self.before_step)
+        hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict: others run behind it, and find the weights
+        hooks.move_to_end(optimizer.register_step_post_hook(self.after_step).id, last=False)
+        optimizer.register_load_state_dict_pre_hook(self.before_load)
+        optimizer.register_load_state_dict_post_hook(self.restore, prepend=True)
+        optimizer.register_state_dict_pre_hook(self.before_save)
+        for name in ("step", "load_state_dict"):
+            _restore_behind(optimizer, name, self)
+        vars(optimizer)["__reduce_ex__"] = lambda _: (_copied, (type(optimizer), optimizer.__getstate__()))
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Put the copies of weights with gradients into the groups."""
-        self.restore(optimizer)  # of a load that raised
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._refuse_none(optimizer)
@@ -136,8 +144,7 @@ class _Copies:
             return None
 
         def of_the_weights() -> Any:
-            self._round()
-            self.restore(optimizer)  # the closure may read the states, and gradients of copies would take memory
+            self._round(optimizer)  # the closure may read the states, and gradients of copies would take memory
             loss = closure()
             self._refuse_none(optimizer)
             self._take(optimizer, True)
@@ -158,8 +165,7 @@ class _Copies:
     @torch.no_grad()
     def _begin(self, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> torch.Tensor:
         """Find or make the copy of a weight, and give it the weight's state."""
-        state = optimizer.state.get(weight, {})
-        known = state.get(COPY)
+        known = optimizer.state.get(weight, {}).get(COPY)
         if (
             known is None
             and weight.grad is not None  # without one the copy is not kept
@@ -175,16 +181,18 @@ class _Copies:
             known.copy_(torch.where(known.to(weight.dtype) == weight, known, weight.float()))
         # Behind what may run out of memory.
         self.pairs.append((weight, copy, NEW if known is None else known, weight._version))
-        optimizer.state.pop(weight, None)
+        state = optimizer.state.pop(weight, {})
         if state.keys() - {COPY}:  # an optimizer that begins looks for none; a state_dict that is kept shares it
             state.pop(COPY, None)
             optimizer.state[copy] = state
         return copy
 
     @torch.no_grad()
-    def _round(self) -> None:
+    def _round(self, optimizer: torch.optim.Optimizer) -> None:
+        """Round the copies into the weights, and put these into the groups."""
         for weight, copy, *_ in self.pairs:
             weight.copy_(copy)
+        self.restore(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(weight._version != version for weight, _, _, version in self.pairs):  # not of writes by .data
@@ -192,8 +200,7 @@ class _Copies:
                 f"keep_float32: {type(optimizer).__name__}, or a hook of it, wrote into weights in place of what is in "
                 "the groups in a step, so that it would be lost"
             )
-        self._round()  # also what has no gradient now: LBFGS moves it by earlier ones
-        self.restore(optimizer)
+        self._round(optimizer)  # also what has no gradient now: LBFGS moves it by earlier ones
 
     def _refuse_none(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError where no step had gradients yet, and half weights that want them have none."""
@@ -232,9 +239,11 @@ class _Copies:
     def before_load(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
         """Put float32 tensors into the groups: load_state_dict rounds states to the type of what it finds there."""
         self.before_save()
-        for weight in _weights(optimizer):
-            if weight.dtype in HALF:
-                self.pairs.append((weight, torch.empty(0, dtype=torch.float32, device=weight.device), None, 0))
+        self.pairs = [
+            (weight, torch.empty(0, dtype=torch.float32, device=weight.device), None, 0)
+            for weight in _weights(optimizer)
+            if weight.dtype in HALF
+        ]
         _exchange(optimizer, {weight: stand_in for weight, stand_in, *_ in self.pairs})
 
 

@@ -1,6 +1,7 @@
 """A resumed run has the bits of one that went on: torch.save, torch.distributed.checkpoint, transformers' Trainer."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -28,9 +29,13 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
+def values_by_name(model, optimizer):
+    states = optimizer.state_dict()["state"].values()
+    return [*model.state_dict().items(), *(item for state in states for item in state.items() if item[1] is not None)]
+
+
 def values(model, optimizer):
-    states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
-    return [*model.state_dict().values(), *states]
+    return [value for _, value in values_by_name(model, optimizer)]
 
 
 def assert_same(one, other):
@@ -113,6 +118,41 @@ def test_a_load_that_raised_changes_nothing(device):
     train(*went_on, range(3, 5))
     train(*other, range(3, 5))
     assert_same(went_on, other)
+
+
+def through_torch_save(made):
+    torch.save(made, file := io.BytesIO())
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("options", ["AdamW", "momentum", "SGD"])
+def test_a_copy_of_model_and_optimizer_goes_on_with_the_same_bits(copied, steps, options, device):
+    model, optimizer = run(device)
+    if options != "AdamW":
+        momentum = 0.9 if options == "momentum" else 0
+        optimizer = keep_float32(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum))
+    train(model, optimizer, range(steps))
+    other, its_optimizer = copied((model, optimizer))
+    assert all(a is b for a, b in zip(other.parameters(), its_optimizer.param_groups[0]["params"], strict=True))
+    before = copy.deepcopy(values(model, optimizer))
+    train(other, its_optimizer, range(3, 6))
+    assert all(map(torch.equal, before, values(model, optimizer)))
+    train(model, optimizer, range(3, 6))
+    copies = [value for key, value in values_by_name(model, optimizer) if key == "float32_copy"]
+    assert len(copies) == 3
+    assert any(not torch.equal(each, each.bfloat16().float()) for each in copies)
+    for (key, a), (_, b) in zip(values_by_name(model, optimizer), values_by_name(other, its_optimizer), strict=True):
+        assert torch.equal(a, b), key
+        assert a.dtype == b.dtype, key
+
+
+def test_a_copy_of_the_optimizer_alone_has_other_weights(device):
+    model, optimizer = run(device)
+    train(model, optimizer, range(2))
+    with pytest.raises(RuntimeError, match="make the optimizer of the weights that the model has"):
+        train(model, copy.deepcopy(optimizer), range(2, 3))
 
 
 @pytest.mark.parametrize("flat", [False, True])
