@@ -343,6 +343,16 @@ def test_flash_attention_2_of_torch(monkeypatch, tmp_path):
     torch.testing.assert_close(found, torch.cat(by_itself))
 
 
+def test_invariant_mode_is_on():
+    pytest.importorskip("transformers")
+    from packing_ops.integrations.transformers import info
+
+    model = tiny_llama(intermediate_size=64)  # a multiple of 32: bits of the CPU's SiLU depend on the place in a row
+    exec(block_with("docs/same-bits.md", "invariant=True"), names := {"model": model})
+    assert "invariant" not in names["applied"].skipped
+    assert "invariant: off" not in str(info(model))
+
+
 def test_every_block_is_run():
     """A page with a new block needs a test above, parallel*.md and long-documents.md one in test_page_parallel.py."""
     found = {page: len(blocks) for page in PAGES if (blocks := blocks_of(page))}
@@ -361,6 +371,7 @@ def test_every_block_is_run():
         "docs/parallel.md": 8,
         "docs/performance-models.md": 1,
         "docs/prefix-trees.md": 5,
+        "docs/same-bits.md": 1,
         "docs/transformers-models.md": 2,
         "docs/transformers.md": 10,
         "docs/trl.md": 2,
