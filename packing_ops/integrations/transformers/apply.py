@@ -364,8 +364,11 @@ def _set_implementation(host: PreTrainedModel, implementation: str | dict[str, A
     have copies.
     """
     host.set_attn_implementation(implementation)
-    configs = [model.config for model in models_in(host)]
-    known = {id(part) for each in configs for part in (each, *(getattr(each, key, None) for key in each.sub_configs))}
+    known = {
+        id(part)
+        for config in (model.config for model in models_in(host))
+        for part in (config, *(getattr(config, key, None) for key in config.sub_configs))
+    }
     for model in models_in(host):  # the inner ones last
         for module in stateful.attentions(model):
             config = getattr(module, "config", None)

@@ -16,7 +16,16 @@ import torch
 from packing_ops._runtime.arguments import int32_cu_seqlens
 from packing_ops._runtime.batch_cache import cu_seqlens_of_rows
 from packing_ops.boundaries import mask_boundary_labels
-from packing_ops.integrations._patching import Patch, WeakPartial, function_of, is_of, kept_with_class, put, put_around
+from packing_ops.integrations._patching import (
+    Patch,
+    WeakPartial,
+    calls,
+    function_of,
+    is_of,
+    kept_with_class,
+    put,
+    put_around,
+)
 from packing_ops.integrations._router_replay import replay_routing as replay_routing
 from packing_ops.integrations._walks import constant_of_model
 from packing_ops.integrations.transformers import sequence_group
@@ -92,8 +101,13 @@ def why_not(models: list[PreTrainedModel]) -> str | None:
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or None
 
 
-def since(model: PreTrainedModel) -> str | None:
-    """Return what has changed in a fused model since, so that its loss is the stock one again; None if nothing has."""
+def since(model: PreTrainedModel, runs: bool = False) -> str | None:
+    """Return what has changed in a fused model since, so that its loss is the stock one again; None if nothing has.
+
+    runs: our forward runs, so it is there.
+    """
+    if not (runs or calls(vars(model).get("forward"), _forward, {})):
+        return "its forward was set after apply_packing_ops(model, fused_loss=True), and does not call ours"
     if _STATE not in model.lm_head.__dict__:
         return "its lm_head was swapped after apply_packing_ops(model, fused_loss=True)"
     if _is_capped(model) != model.__dict__[_STATE]:
@@ -105,9 +119,8 @@ def apply_to_model(model: PreTrainedModel) -> None:
     """Fuse the loss of a model. Expects refusal(model) to be None. A second call changes nothing."""
     if is_fused(model) and not since(model):
         return
-    stock = _stock_loss(model)
+    put(model, "_loss_function", _loss, _stock_loss(model))
     model.__dict__[_STATE] = model.lm_head.__dict__[_STATE] = _is_capped(model)
-    put(model, "_loss_function", _loss, stock)
     put_around(model.lm_head, "forward", _head)
     put(model, "forward", _forward)
     functools.wraps(type(model).forward)(model.forward)  # Trainer reads the parameters of forward
@@ -170,7 +183,7 @@ def _forward(model, *args, **kwargs):
     keeps = kwargs.get("logits_to_keep", 0)
     if not fused or other_targets or not (keeps is None or (isinstance(keeps, int) and keeps == 0)):
         return stock(model, *args, **kwargs)
-    if why := since(model):
+    if why := since(model, runs=True):
         warnings.warn(f"the loss of {type(model).__name__} is the stock one: {why}", stacklevel=2)
         return stock(model, *args, **kwargs)
     running = Running(model)

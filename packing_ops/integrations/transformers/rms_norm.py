@@ -86,15 +86,15 @@ def is_norm(cls: type) -> bool:
 
 
 def _formulas(model: torch.nn.Module) -> dict[torch.nn.Module, tuple[str | None, str]]:
-    """Return {module: formula_of it}, of RMSNorm modules that run the forward of their class, or ours, also inside
-    accelerate's hooks.
+    """Return {module: formula_of it}, of RMSNorm modules that run the forward of their modelling module, or ours, also
+    inside accelerate's hooks.
     """
     found = {}
     for module in model.modules():
-        stock = stock_of(type(module))
-        if is_norm(stock) and _forward_attribute(module) is not None:
-            # What runs ours is not tried again: its class may have changed.
-            running = [name for name, ours in FORWARDS.items() if ours is function_of(_forward_of(module))]
+        stock, forward = stock_of(type(module)), function_of(_forward_of(module))
+        # What runs ours is not tried again: its class may have changed, or have another forward by now.
+        running = [name for name, ours in FORWARDS.items() if ours is forward]
+        if running or (is_norm(stock) and _forward_attribute(module) is not None):
             found[module] = (running[0], "") if running else formula_of(stock, module)
     return found
 

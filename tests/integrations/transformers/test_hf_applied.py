@@ -237,3 +237,19 @@ def test_what_from_pretrained_makes_has_nothing_of_it(tmp_path):
     assert info(loaded) == info(tiny("qwen3"))
     apply_packing_ops(loaded, rms_norm=True, fused_loss=True)
     assert info(loaded) == applied
+
+
+def test_info_of_norms_whose_class_gets_another_forward(monkeypatch):
+    """Modules that are swapped run ours on."""
+    model = tiny("llama")
+    norm, cls = model.model.norm, type(model.model.norm)
+    apply_packing_ops(model)
+    x = torch.randn(3, norm.weight.numel())
+    wanted = norm(x)
+    monkeypatch.setattr(cls, "forward", lambda self, x: 2 * x)
+    assert torch.equal(norm(x), wanted)
+    assert info(model).splitlines()[3] == "rms_norm: packing_ops in 5 modules"
+    assert apply_packing_ops(model).rms_norm == 5
+    revert_packing_ops(model)
+    assert torch.equal(norm(x), 2 * x)
+    assert info(model).splitlines()[3].startswith("rms_norm: stock, it has no RMSNorm that runs the forward of its")

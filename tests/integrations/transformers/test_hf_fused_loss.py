@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -309,3 +310,18 @@ def test_info_of_a_loss_behind_another_forward():
     assert model.train()(ids, labels=ids).logits is None
     passes_on = f"in training with labels, in calls that {__name__} in front of it passes on"
     assert loss_line(model) == f"loss: packing_ops, from hidden states, {passes_on}"
+
+
+def test_info_of_a_loss_whose_forward_was_set_again():
+    """The stock loss runs, in a model and in its copies."""
+    model, ids = tiny_model("qwen3"), torch.ones(1, 4, dtype=torch.long)
+    apply_packing_ops(model, fused_loss=True)
+    model.forward = types.MethodType(type(model).forward, model)
+    for each in (model, copy.deepcopy(model)):
+        assert each.train()(ids, labels=ids).logits is not None
+        assert loss_line(each) == (
+            "loss: stock: its forward was set after apply_packing_ops(model, fused_loss=True), and does not call ours"
+        )
+        assert apply_packing_ops(each).fused_loss == 0
+        with pytest.warns(UserWarning, match="fused_loss of .* was not swapped: its forward is wrapped already"):
+            assert apply_packing_ops(each, fused_loss=True).fused_loss == 0
