@@ -76,7 +76,7 @@ def test_whole_models_are_told_by_model(results):
 
 
 def test_what_to_do_by_what_one_has(results):
-    """README has a line for each situation; a cell without rows is a dash, and what is missing says how to run it."""
+    """README has a line for each trainer; a cell without rows is a dash, and what is missing says how to run it."""
     results("whole_cuda", [OURS_ALONE])
     results("trl_cuda", IN_SFT_TRAINER)
     assert made("headline") == "Not run yet: `benchmarks/bench_trl.py`."
