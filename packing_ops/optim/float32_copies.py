@@ -35,6 +35,8 @@ def keep_float32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     closure computes its loss: a backward of an earlier one may raise torch's "modified by an inplace operation". Steps
     inside torch.compile were not tested.
 
+    A Trainer with model_init makes another optimizer in train(): call this in an override of its create_optimizer.
+
     Args:
         optimizer: any torch.optim.Optimizer before its first step and before load_state_dict. A second call
             before them changes nothing. Its weights may become DTensors, as in FSDP2, until the first step.
@@ -130,7 +132,10 @@ class _Copies:
         optimizer.register_state_dict_pre_hook(self.before_save)
         for name in ("step", "load_state_dict"):
             _restore_behind(optimizer, name, self)
-        vars(optimizer)["__reduce_ex__"] = lambda _: (_copied, (type(optimizer), optimizer.__getstate__()))
+        vars(optimizer).update(
+            keeps_float32=True,  # for the Trainer, which may drop it
+            __reduce_ex__=lambda _: (_copied, (type(optimizer), optimizer.__getstate__())),
+        )
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

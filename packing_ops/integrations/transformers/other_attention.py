@@ -16,19 +16,16 @@ from packing_ops.integrations.transformers.states import stateful
 
 
 class Kept:
-    """A value that a model keeps, and its copies share.
+    """A value that a model keeps, and its copies.
 
     value: of a model with our attention, its implementations before. Of a guarded one: what an error says if it keeps
         its attention; empty if it may get another one than ours later.
-    register: the function of attention.py. Unpickling calls it: calls are watched by process.
+    register: the function of attention.py. Copying and unpickling call it: calls are watched by process.
     """
 
     def __init__(self, register, value):
         self.register, self.value = register, value
         register(*[*NAMES][:1])  # again: where a Trainer may have this model, it is imported by now
-
-    def __deepcopy__(self, memo):
-        return self
 
     def __reduce__(self):
         return type(self), (self.register, self.value)
@@ -100,11 +97,11 @@ def _beside_attention(model) -> tuple[bool, bool]:
     return has_state, bool(layers) or mixes_tokens(model.config)
 
 
-# --- a Trainer with model_init: train() makes a new model, which is guarded if the one before was ---
+# --- a Trainer with model_init: train() makes a new model, which is guarded if the one before was, and an optimizer ---
 
 
 def patches_of_trainer() -> list[Patch]:
-    """Return what watches trainer.model, once the Trainer is imported: before that there is none."""
+    """Return what watches a Trainer's model and optimizer, once it is imported: before that there is none."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     return [_patch(trainer)] if trainer else []
 
@@ -125,6 +122,11 @@ def _watched(stock):
                 has[GUARD] = before
             elif has.get("is_in_train") and trainer.model_init and not _guard_in(value):
                 guard(value, before.register, _MADE_ANEW)
+        if name == "optimizer" and value is None and has.get("is_in_train") and hasattr(has[name], "keeps_float32"):
+            raise ValueError(
+                "optimizer: expected one that train() steps, but with model_init it makes another one, without the "
+                "copies of keep_float32: call keep_float32 in an override of create_optimizer"
+            )
         stock(trainer, name, value)
 
     return __setattr__

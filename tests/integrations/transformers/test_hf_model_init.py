@@ -26,6 +26,7 @@ from packing_ops.integrations.transformers import (  # noqa: E402
     revert_registration,
     versions,
 )
+from packing_ops.optim import keep_float32  # noqa: E402
 
 LOST = r"was made by model_init without packing_ops, .*: call apply_packing_ops in model_init, before it returns"
 
@@ -250,6 +251,34 @@ def test_a_model_that_is_set_outside_of_train_keeps_its_attention(trainer_of):
     apply_packing_ops(trainer.model)
     trainer.model = qwen3()
     assert trainer.model(torch.arange(6)[None], position_ids=torch.arange(3).repeat(2)[None]).logits.shape[:2] == (1, 6)
+
+
+class KeepsFloat32(transformers.Trainer):
+    def create_optimizer(self, *args):
+        return keep_float32(super().create_optimizer(*args))
+
+
+def half():
+    model = qwen3().bfloat16()
+    apply_packing_ops(model)
+    return model
+
+
+def test_float32_copies_of_an_optimizer_that_train_drops_are_an_error(trainer_of):
+    trainer = trainer_of(half)
+    keep_float32(trainer.create_optimizer())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"call keep_float32 in an override of create_optimizer"):
+            trainer.train()
+
+
+def test_float32_copies_in_create_optimizer(trainer_of):
+    trainer = trainer_of(half, KeepsFloat32)
+    for _ in range(2):
+        trainer.train()
+        weights = [*trainer.model.parameters()]
+        assert {*map(id, weights)} == {*map(id, trainer.optimizer.state)}
+        assert all("float32_copy" in trainer.optimizer.state[weight] for weight in weights)
 
 
 class TwoTrials:
