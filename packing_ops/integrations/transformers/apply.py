@@ -201,8 +201,10 @@ def apply_packing_ops(
         _refuse(model, skipped, strict)
     if "attention" in skipped and guard(model, register, f"keeps its attention: {skipped['attention']}"):
         skipped["attention"] += (
-            "; rows of several documents are an error where no layer keeps them apart. With attention=False they are "
-            "none: the model's own attention must then keep them apart"
+            ", and keep documents apart. With attention=False they do not"
+            if all(map(has_states_alone, found))
+            else "; rows of several documents are an error where no layer keeps them apart. With attention=False they "
+            "are none: the model's own attention must then keep them apart"
         )
     # Vision towers and sequence groups, which need this attention
     attends = attention and "attention" not in skipped
@@ -317,17 +319,25 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
     for cls in {type(module) for host in found for module in host.modules()}:
         if options := sorted(unknown_options(cls)):
             return f"{cls.__name__} has attention with {', '.join(options)}"
-    served = any(stateful.attentions(host) or _has_state_alone(host) for host in found)
-    if not served or any(in_tables(type(module)) for module in models_in(model)):
-        return f"{type(found[0]).__name__} has an attention of its own, which no attn_implementation of ours reaches"
-    return None
+    # Ours can run in every layer that carries a state, or in attention.
+    served = any(
+        stateful.attentions(host)
+        or (has_states_alone(host) and {*linear_attention_patch.layers_in(host).values()} == {None})
+        for host in found
+    )
+    if served and not any(in_tables(type(module)) for module in models_in(model)):
+        return None
+    return f"{type(found[0]).__name__} " + (
+        "has no attention that attn_implementation reaches: its layers carry a state"
+        if all(map(has_states_alone, found))
+        else "has an attention of its own, which no attn_implementation of ours reaches"
+    )
 
 
-def _has_state_alone(host: PreTrainedModel) -> bool:
-    """Return whether it has no attention, and ours can run in every layer that carries a state."""
-    layers = linear_attention_patch.layers_in(host)
+def has_states_alone(host: PreTrainedModel) -> bool:
+    """Return whether it has no attention, and layers that carry a state."""
     attends = any(code_has(type(module), r"softmax\(|scaled_dot_product_attention\(") for module in host.modules())
-    return bool(layers) and not any(layers.values()) and not attends
+    return not attends and stateful.StateKind.RECURRENT in stateful.layers_of(host).values()
 
 
 def _set_attention(model: torch.nn.Module) -> str | None:

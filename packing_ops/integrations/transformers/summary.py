@@ -11,7 +11,14 @@ from packing_ops.integrations.transformers import fused_loss as fused_loss_patch
 from packing_ops.integrations.transformers import rms_norm as rms_norm_patch
 from packing_ops.integrations.transformers import rope as rope_patch
 from packing_ops.integrations.transformers import versions
-from packing_ops.integrations.transformers.apply import HELD, check_model, hosts, names_in, why_not_attention
+from packing_ops.integrations.transformers.apply import (
+    HELD,
+    check_model,
+    has_states_alone,
+    hosts,
+    names_in,
+    why_not_attention,
+)
 from packing_ops.integrations.transformers.call import GUARD, NAMES, LastForward, last_forward, mixes_tokens
 from packing_ops.integrations.transformers.states import linear_attention as linear_attention_patch
 
@@ -74,7 +81,7 @@ def _attention(model: Any, hosts: list[Any]) -> str:
         return text
     reason = why_not_attention(model)
     if not text:
-        return reason or "none: its layers carry a state"
+        return "none: its layers carry a state" if hosts and all(map(has_states_alone, hosts)) else str(reason)
     return f"{text}, {reason}" if reason else f"{text}; apply_packing_ops(model) swaps it"
 
 
@@ -120,11 +127,16 @@ def _last_forward(last: LastForward) -> str:
 
 
 def _documents(hosts: list[Any]) -> str:
-    ours = [host for host in hosts if host.config._attn_implementation in NAMES]
+    alone = bool(hosts) and all(map(has_states_alone, hosts))  # they keep documents apart beside another name, too
+    ours = [host for host in hosts if host.config._attn_implementation in NAMES or (alone and GUARD in vars(host))]
     if any(GUARD in vars(host) for host in hosts if host not in ours):
         return "one in each row; several are an error where no layer keeps them apart"
     if not ours:
-        return "found by transformers, for the attention above"
+        return (
+            "one in each row; apply_packing_ops(model) keeps several apart"
+            if alone
+            else "found by transformers, for the attention above"
+        )
     if any(mixes_tokens(host.config) for host in ours):
         return "one in each row, as tokens mix beside attention; several are an error"
     return (

@@ -212,11 +212,6 @@ def test_info_of_others():
     assert lines[2] == "rope: stock, no rotary embedding was found in it"
     assert "attention of its own" in info(tiny_deberta()).splitlines()[1]
     assert "no transformers model" in info(torch.nn.Linear(1, 1)).splitlines()[1]
-    state = transformers.Mamba2Config(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8)
-    mamba = transformers.Mamba2ForCausalLM(state)
-    for _ in range(2):  # before and after
-        assert info(mamba).splitlines()[1] == "attention: none: its layers carry a state"
-        apply_packing_ops(mamba, rope=False)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     register()
     mixer = transformers.AutoModel.from_config(
@@ -253,3 +248,32 @@ def test_info_of_norms_whose_class_gets_another_forward(monkeypatch):
     revert_packing_ops(model)
     assert torch.equal(norm(x), 2 * x)
     assert info(model).splitlines()[3].startswith("rms_norm: stock, it has no RMSNorm that runs the forward of its")
+
+
+@pytest.mark.parametrize("family", ["Mamba2", "Mamba", "Rwkv"])
+def test_info_of_a_model_without_attention(family):
+    """Layers of Mamba-2 run ours. Those of others run each document as a row of a batch."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_heads": 4, "head_dim": 8, "n_groups": 1} if family == "Mamba2" else {}
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
+
+    def lines():
+        return [line for line in info(model).splitlines() if line.startswith(("attention: ", "documents: "))]
+
+    before = ["attention: none: its layers carry a state"]
+    before += ["documents: one in each row; apply_packing_ops(model) keeps several apart"]
+    assert lines() == before
+    if family == "Mamba2":
+        apply_packing_ops(model, rope=False, strict=True)
+    else:
+        why = "its layers carry a state, and keep documents apart. With attention=False they do not"
+        with pytest.warns(UserWarning, match=f"no attention that attn_implementation reaches: {why}"):
+            apply_packing_ops(model, rope=False)
+    attention, documents = lines()
+    assert attention == before[0]
+    assert documents.startswith("documents: cu_seq_lens_q, else position_ids")
+    ids, positions = torch.arange(3, 9)[None], torch.tensor([[0, 1, 2, 0, 1, 2]])
+    found = model.eval()(ids, position_ids=positions, use_cache=False).logits[:, 3:]
+    torch.testing.assert_close(found, model(ids[:, 3:], use_cache=False).logits, rtol=1e-4, atol=1e-4)
+    revert_packing_ops(model)
+    assert lines() == before
