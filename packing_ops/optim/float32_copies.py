@@ -164,7 +164,8 @@ class _Copies:
             if weight.dtype in HALF and (weight.grad is not None or moves):
                 copy = self._begin(optimizer, weight)
                 copy.grad = None if weight.grad is None else weight.grad.float()
-                vars(copy).update(vars(weight))  # marks of a loop, which its optimizer reads
+                # Marks of a loop, which its optimizer reads. A weight that wraps its values has them there too.
+                vars(copy).update(vars(weight) | vars(copy))
         _exchange(optimizer, {weight: copy for weight, copy, *_ in self.pairs})
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from packing_ops.optim import keep_float32
 
@@ -136,6 +137,37 @@ def test_an_optimizer_that_reads_marks_of_weights(rate, device):
     found = optimizer.state[weight]["float32_copy"]
     assert torch.equal(found, wanted)
     assert not found.requires_grad
+
+
+class Wrapped(torch.Tensor):
+    """Its values are a tensor in its __dict__, as those of torchao's float8 weights are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        given = pytree.tree_map(lambda value: value.inner if isinstance(value, cls) else value, (args, kwargs or {}))
+        result = function(*given[0], **given[1])
+        if function._schema.is_mutable:
+            return args[0]
+        return pytree.tree_map(lambda value: cls(value) if isinstance(value, torch.Tensor) else value, result)
+
+
+@pytest.mark.parametrize("make", [sgd, lambda weights: torch.optim.AdamW(weights, lr=1e-4, foreach=False)])
+def test_a_weight_that_wraps_its_values(make, device):
+    weight = torch.nn.Parameter(Wrapped(weight_of(device).detach()))
+    optimizer = keep_float32(make([weight]))
+    steps(optimizer, weight)
+    found = optimizer.state[weight]["float32_copy"]
+    assert found.inner.dtype == torch.float32
+    assert torch.equal(weight.inner, stepped(device, make))
+    assert torch.equal(weight.inner, found.inner.bfloat16())
+    assert not torch.equal(weight.inner.float(), found.inner)
 
 
 class Listed(torch.optim.SGD):
