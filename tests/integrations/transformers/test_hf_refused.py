@@ -174,6 +174,17 @@ def test_another_forward_in_the_place_of_attention(where, when, monkeypatch):
     revert_packing_ops(model)
 
 
+def test_another_attention_with_the_name_of_the_one_it_replaces(monkeypatch):
+    model = tiny_model("llama", num_hidden_layers=1)
+    (attention,) = (module for module in model.modules() if type(module).__name__ == "LlamaAttention")
+    other = types.FunctionType(causal_attention.__code__, globals())
+    other.__qualname__ = type(attention).forward.__qualname__
+    monkeypatch.setattr(type(attention), "forward", other)
+    with pytest.warns(UserWarning, match="has an attention of its own, which no attn_implementation of ours"):
+        assert apply_packing_ops(model, rope=False).attention == 0
+    revert_packing_ops(model)
+
+
 @pytest.mark.parametrize("by", ["functools.wraps", "accelerate"])
 def test_a_wrapper_around_attention_is_no_other_one(by):
     model = tiny_model("llama", num_hidden_layers=1)
@@ -186,4 +197,57 @@ def test_a_wrapper_around_attention_is_no_other_one(by):
         attention.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
     assert apply_packing_ops(model).attention == 1
     assert "attention: packing_ops in 1 module" in info(model)
+    revert_packing_ops(model)
+
+
+def layer_with_attention_inside(self, hidden_states, **_):
+    """A decoder layer that reads the weights of its attention, and does not call it."""
+    x, sizes = self.input_layernorm(hidden_states), (*hidden_states.shape[:2], -1, self.self_attn.head_dim)
+    q, k = self.self_attn.q_proj(x).view(sizes), self.self_attn.k_proj(x).view(sizes)
+    heads = (each.transpose(1, 2) for each in (q, k, self.self_attn.v_proj(x).view(sizes)))
+    out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    hidden_states = hidden_states + self.self_attn.o_proj(out.transpose(1, 2).flatten(2))
+    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def layer_that_calls_attention(self, hidden_states, **kwargs):
+    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    hidden_states = hidden_states + attended
+    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def wrapped(layer):
+    forward = layer.forward
+    return lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+LAYERS = {  # whether packed rows are refused, and what is put into a layer
+    "another attention": (True, lambda layer: types.MethodType(layer_with_attention_inside, layer)),
+    "its attention": (False, lambda layer: types.MethodType(layer_that_calls_attention, layer)),
+    "a wrapper": (False, wrapped),
+}
+
+
+@pytest.mark.parametrize("where", ["class", "module"])
+@pytest.mark.parametrize("forward", LAYERS)
+def test_another_forward_in_the_place_of_a_layer(forward, where, monkeypatch):
+    """One with an attention inside sees no documents. One that calls the layer's attention goes on."""
+    refused, make = LAYERS[forward]
+    model = tiny_model("llama", num_hidden_layers=1)
+    call = {"input_ids": torch.arange(3, 9)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    apply_packing_ops(model)
+    wanted, (layer,) = model(**call).logits, model.model.layers
+    if where == "module":
+        layer.forward = make(layer)
+    elif forward == "a wrapper":
+        stock = type(layer).forward
+        monkeypatch.setattr(type(layer), "forward", lambda self, *args, **kwargs: stock(self, *args, **kwargs))
+    else:
+        monkeypatch.setattr(type(layer), "forward", make(layer).__func__)
+    if refused:
+        with pytest.raises(ValueError, match=r"position_ids: .* nothing says whether LlamaDecoderLayer mixes"):
+            model(**call)
+        model(call["input_ids"])
+    else:
+        torch.testing.assert_close(model(**call).logits, wanted)
     revert_packing_ops(model)

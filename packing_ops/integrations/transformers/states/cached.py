@@ -164,8 +164,13 @@ def _of_whole_row(before, mask, batch, seqlen):
 
 def _several(call, mask, whole, batch, seqlen):
     """Return whether a document starts among the tokens of the call, behind another one: bool ``[]``."""
-    new = None if mask is None else mask[:, -seqlen:]
-    found = several_in(call.row_positions(batch, seqlen), new, call.cu_seqlens, call.numbers, batch)
+    found = several_in(
+        call.row_positions(batch, seqlen),
+        None if mask is None else mask[:, -seqlen:],
+        call.cu_seqlens,
+        call.numbers,
+        batch,
+    )
     positions = call.position_ids.amax(0) if is_tensor(call.position_ids, 3) else call.position_ids
     if not is_tensor(positions, 2) or positions.shape[1] != seqlen:
         return found

@@ -111,8 +111,7 @@ def _mamba2(
     tensors, constants = [hidden_states, dt, B.to(dtype), C.to(dtype)], [A, D, dt_bias]
     state, of_state = (*hidden_states.shape[2:], B.shape[3]), sum_dtype(dtype)
     initial_state = None if initial_states is None else initial_states.float()
-    given = initial_state, return_final_states, constants
-    out, final = _scanned(scan, tensors, documents, state, of_state, *given)
+    out, final = _scanned(scan, tensors, documents, state, of_state, initial_state, return_final_states, constants)
     return (out, final) if return_final_states else out
 
 
@@ -409,8 +408,7 @@ def apply_to_model(model: torch.nn.Module) -> None:
 
 def release(model: torch.nn.Module) -> None:
     """Put back the functions of modelling modules that only this model needed."""
-    homes = {unwrapped(type(layer)).__module__ for layer in layers_in(model)}
-    for home in homes:
+    for home in {unwrapped(type(layer)).__module__ for layer in layers_in(model)}:
         _patching.release(patches_of(home), model)
 
 

@@ -9,6 +9,7 @@ stateful_rows.py: documents as rows, and how each layer keeps them apart.
 """
 
 import functools
+import inspect
 import re
 import sys
 import weakref
@@ -54,6 +55,7 @@ from packing_ops.integrations.transformers.versions import (
     code_has,
     parameters_of,
     reads_text,
+    source_of,
     unwrapped,
 )
 from packing_ops.keys import cached_paths
@@ -147,7 +149,9 @@ def layers_of(module: torch.nn.Module, judged: bool = True) -> dict[torch.nn.Mod
         inside = layers_of(child, judged and sees_inside and kind is not StateKind.RECURRENT)
         if kind is StateKind.UNKNOWN:
             # A block of attention and other layers: these count, its code passes tokens from one to the other.
-            is_block = attentions(child) or any(each is not kind for each in inside.values())
+            is_block = (attentions(child) and not _passes_by(child)) or any(
+                each is not kind for each in inside.values()
+            )
             found.update(inside if is_block or not judged else {child: kind})
         elif kind is not StateKind.TOKENWISE:
             # A decoder layer's code passes the state of what is inside on.
@@ -206,9 +210,14 @@ def _kind_of_class(cls, forward) -> tuple[StateKind, bool, bool]:
     if _has_own_attention(cls):
         return StateKind.MIXING, False, attends
     # All classes in its MRO, and its forward, are of packages above.
-    homes = [base.__module__ for base in cls.__mro__]
-    homes = [home for home in homes if home.partition(".")[0] not in sys.stdlib_module_names]
-    known = is_model or (all(map(_KNOWN.match, homes)) and _is_known_function(forward))
+    known = is_model or (
+        all(
+            _KNOWN.match(base.__module__)
+            for base in cls.__mro__
+            if base.__module__.partition(".")[0] not in sys.stdlib_module_names
+        )
+        and _is_known_function(forward)
+    )
     return StateKind.TOKENWISE if known else StateKind.UNKNOWN, False, attends
 
 
@@ -252,15 +261,23 @@ def attentions(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 def calls_interface(cls: type, forward) -> bool:
     """Return whether a forward, of the class or of one module, calls the attention that attn_implementation names."""
-    # Other libraries put functions in its place. A wrapper keeps its name, and ours call what they replace.
-    names = tuple(f"{base.__qualname__}." for base in cls.__mro__)
-    return (
-        not issubclass(cls, PreTrainedModel)
-        and (
-            getattr(forward, "__qualname__", "").startswith(names)
-            or is_of(function_of(forward) or forward, "packing_ops")
-        )
-        and code_has(cls, r"attention_interface\(|ALL_ATTENTION_FUNCTIONS")
+    if issubclass(cls, PreTrainedModel) or not code_has(cls, r"attention_interface\(|ALL_ATTENTION_FUNCTIONS"):
+        return False
+    # Other libraries put functions in its place. A wrapper keeps what it wraps, and ours call what they replace.
+    stock, homes = inspect.unwrap(forward), [(base.__module__, base.__qualname__) for base in cls.__mro__]
+    of = getattr(stock, "__qualname__", "").rpartition(".")[0]
+    return (getattr(stock, "__globals__", {}).get("__name__"), of) in homes or is_of(
+        function_of(forward) or forward, "packing_ops"
+    )
+
+
+def _passes_by(layer) -> bool:
+    """Return whether the forward of a layer reads the weights of an attention in it, and does not call that."""
+    source = source_of(inspect.unwrap(layer.forward))
+    return any(
+        re.search(rf"\.{name}\.(?!forward\b)", source) and not re.search(rf"\.{name}(\.forward)?\(", source)
+        for name, child in layer.named_children()
+        if calls_interface(type(child), child.forward)
     )
 
 
@@ -351,9 +368,8 @@ def _filling_no_cache(model, call, args, kwargs) -> dict:
     if found is None or found.several is False:
         return kwargs
     given, names = cached.named(model, args, kwargs), parameters_of(type(model).forward)
-    caches = cached.caches_in(given)
     # A cache would hold one state for the row. Attention that makes its mask refuses to go on with it, nothing else.
-    if given.get("use_cache") or caches:
+    if given.get("use_cache") or cached.caches_in(given):
         if found.ranks is not None:
             raise ValueError("use_cache: expected False with a sequence_group, whose documents end on other ranks")
         # Documents without a token count as none: the host reads how many there are where it has to know.
@@ -403,8 +419,8 @@ def prepare(model, masked=False) -> tuple[bool, bool, str]:
 @kept_with_model
 def layers_apart(model) -> tuple:
     """Return [(function that says whether ours is in a layer, layer)] of those that keep documents apart."""
-    swapped = linear_attention.is_swapped
-    return tuple((is_in, layer) for layer in layers_of(model) for is_in in (swapped, _is_prepared) if is_in(layer))
+    keeps = linear_attention.is_swapped, _is_prepared
+    return tuple((is_in, layer) for layer in layers_of(model) for is_in in keeps if is_in(layer))
 
 
 def _is_prepared(layer) -> bool:

@@ -392,12 +392,11 @@ def isolation_of(layer, kind, run, named, documents, shape, axes) -> Isolation |
         first, other = ([each[:, boundary:] for each in tensors] for tensors in found)
         second = documents.first_two[:, boundary:]
         alone = results(rows_of(named, second, shape, axes), tuple(second.shape))
-        differs = _differ(first, alone, ~before[:, boundary:])
+        apart = not _differ(first, alone, ~before[:, boundary:]) and all(map(torch.equal, first, other))
     except torch.OutOfMemoryError:
         raise
     except (AssertionError, RuntimeError, TypeError, ValueError):  # it does not take them, or has no kernels that do
         return Isolation.SPLIT_DOCUMENTS
-    apart = not differs and all(map(torch.equal, first, other))
     return Isolation.PASS_BOUNDARIES if apart else Isolation.SPLIT_DOCUMENTS
 
 
