@@ -35,11 +35,15 @@ IN_DDP = [
 ]
 PADDED = [
     WHOLE | {
-        "case": f"{part}: {provider}, batches of 8", "part": part, "provider": provider, "documents": "rows", "repeat": "1",
-        "tokens_per_second_a_gpu": speed, "slots": "2", "tokens": "1", "compiled": "0", "checkpointing": "full",
+        "case": f"{part}: {provider}, batches of 8, {compiled}", "part": part, "provider": provider, "documents": "rows", "repeat": "1",
+        "tokens_per_second_a_gpu": speed, "slots": "2", "tokens": "1", "compiled": compiled, "checkpointing": "full",
         "peak_gib": "9", "row": "0",
     }
-    for part in ("DPO", "GRPO") for provider, speed in (("ours", "3000"), ("padded", "1500"), ("liger", "2000"))
+    for part in ("DPO", "GRPO")
+    for provider, compiled, speed in (
+        ("ours", "0", "3000"), ("padded", "0", "1500"), ("liger", "0", "2000"), ("ours", "1", "3300"), ("padded", "1", "2750"),
+        ("sorted", "1", "6600"),
+    )
 ]  # fmt: skip
 OURS_ALONE = WHOLE | {"provider": "ours", "compiled": "1", "row": "8192", "checkpointing": "", "tokens_per_second_a_gpu": "1", "peak_gib": "9"}  # fmt: skip
 
@@ -87,11 +91,11 @@ def test_what_to_do_by_what_one_has(results):
     assert lines == [
         ["SFTTrainer, 0.6B", "3.30x", "1.65x", "1.10x", "1.32x"],
         ["SFTTrainer, 0.6B, two GPUs (DDP)", "–", "–", "0.80x (slower)", "–"],
-        ["TRL's DPO, 0.6B", "2.00x", "–", "–", "1.50x (padded)"],
-        ["TRL's GRPO, 0.6B, without generation", "2.00x", "–", "–", "1.50x (padded)"],
+        ["TRL's DPO, 0.6B", "2.20x", "–", "1.20x", "1.65x"],
+        ["TRL's GRPO, 0.6B, without generation", "2.20x", "–", "1.20x", "1.65x"],
     ]
     said = " ".join(made("headline").split())
-    assert "**Slower**: SFTTrainer in DDP over compiled FlashAttention-2 (0.80x)." in said
+    assert "**Slower** too: DPO over compiled batches of pairs sorted by length (0.50x)." in said
     assert "compiled FlashAttention-2 gives 3.00x. Over sorted batches of 32: 2.20x." in said
     assert "**Memory**" not in said  # without a loop
     said = " ".join(made("fastest").split())
@@ -101,7 +105,9 @@ def test_what_to_do_by_what_one_has(results):
     assert "| SFTTrainer, padded batches of 8 | pack, and compile with either | 3.30x | 3.00x |" in said
     assert "| SFTTrainer, packed, FlashAttention-2 | compile with either | 1.65x | 1.50x |" in said
     assert "| the same, compiled | leave packing_ops out | 0.80x (slower) | yours now |" in said
-    assert "Over padded batches with Liger's kernels: 1.50x and 1.50x." in said
+    assert "over padded batches with Liger's kernels: 1.65x and 1.65x." in said
+    assert "leave packing_ops out | 2.20x | 4.40x sorted, 1.83x not |" in said
+    assert "and compile | 2.20x | 1.83x |" in said
     lines = [line.strip("| ").split(" | ") for line in made("not_faster").splitlines()[2:]]
     assert [line[2:4] for line in lines] == [["0.80\\*", "0.80"]] * 2
 
