@@ -324,8 +324,7 @@ _CALL = re.compile(rf"\battention_interface\({versions.ARGUMENTS}\)")
 @kept_with_class
 def unknown_options(cls: type) -> frozenset[str]:
     """Return options that modules of this class pass to attention by name and ours refuses."""
-    calls = _CALL.findall(versions.source_of(cls.forward))
-    passed = re.findall(r"^\s*(\w+)=", "\n".join(calls), re.M)
+    passed = re.findall(r"^\s*(\w+)=", "\n".join(_CALL.findall(versions.source_of(cls.forward))), re.M)
     # head_mask: None unless somebody asks for one, which is refused then.
     return frozenset(passed) - HARMLESS - SDPA - {"head_mask", *inspect.signature(packing_ops_attention).parameters}
 
@@ -405,9 +404,13 @@ def in_tables(cls: type) -> set[str]:
     """
     if not versions.reads_text(cls):
         return set()
-    of_module = vars(sys.modules[cls.__module__]).items()
-    tables = [table for name, table in of_module if name.endswith("_ATTENTION_CLASSES") and "VISION" not in name]
-    return set().union(*tables)
+    return set().union(
+        *(
+            table
+            for name, table in vars(sys.modules[cls.__module__]).items()
+            if name.endswith("_ATTENTION_CLASSES") and "VISION" not in name
+        )
+    )
 
 
 def _checked(stock):

@@ -251,18 +251,25 @@ def wrong_in(padding, position_ids, batch, seqlen, device) -> dict[str, torch.Te
     return {_INSIDE: (by_positions & ~by_numbers).any() & numbered, **wrong}
 
 
-def several_in(position_ids=None, padding=None, cu_seqlens=None, numbers=None, batch=1) -> torch.Tensor | None:
-    """Return whether a row has several documents: bool ``[]``, None if it is unknown. Nothing waits for it."""
-    found = None
+def several_in(
+    position_ids=None, padding=None, cu_seqlens=None, numbers=None, batch=1, by_slot=False
+) -> torch.Tensor | None:
+    """Return whether a row has several documents: bool ``[]``, None if it is unknown. Nothing waits for it.
+
+    by_slot: return bool ``[seqlen]``, where one starts behind another in any row, unless only cu_seqlens say so.
+    """
+    found, dims = None, {"dim": 0} if by_slot else {}
     if is_tensor(position_ids, 2) and position_ids.shape[1] > 1:
         seqlen = position_ids.shape[1]
         real = padding != 0 if is_tensor(padding, 2) and padding.shape[1] == seqlen else None
         rows = len(position_ids if real is None else real)
-        found = first_tokens(real, position_ids, rows, seqlen, position_ids.device).any()
+        found = first_tokens(real, position_ids, rows, seqlen, position_ids.device).any(**dims)
     elif is_tensor(cu_seqlens, 1):  # with positions they were compared with them
         found = (cu_seqlens.long() * batch).remainder(cu_seqlens[-1:].clamp(min=1)).any()  # one starts inside of a row
     if numbers is not None:
-        numbered = first_tokens(numbers, None, *numbers.shape, numbers.device).any()
+        numbered = first_tokens(numbers, None, *numbers.shape, numbers.device).any(**dims)
+        if found is not None and found.dim():  # of the last slots
+            found = F.pad(found, (len(numbered) - len(found), 0))
         found = numbered if found is None else found | numbered.to(found.device)
     return found
 

@@ -127,9 +127,7 @@ _READ = (
 
 
 class MaskArguments(NamedTuple):
-    """What transformers does not pass from where it prepares a mask to the mask function. The thread keeps it between
-    them.
-    """
+    """What the mask function needs of where transformers prepares a mask. The thread keeps it between them."""
 
     padding: torch.Tensor | None
     position_ids: torch.Tensor | None = None  # [batch or 1, q_length]
@@ -243,8 +241,9 @@ def _closure_variables(maker, function):
     made_by = getattr(function, "__qualname__", "").partition(".<locals>.")[0]
     if made_by != maker or not function.__closure__ or function.__module__ != masking_utils.__name__:
         return None
-    cells = (cell.cell_contents for cell in function.__closure__)
-    return dict(zip(function.__code__.co_freevars, cells, strict=True))
+    return {
+        name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    }
 
 
 def ends_of_blocks(documents, blocks):
@@ -403,7 +402,8 @@ def _row_positions(call, position_ids, slots, of_others):
 
 # The one attribute that a cache gets. Copies of a filled prompt keep it, and a compiled model can set it: a weak map
 # next to the cache would know no copy, and torch.compile does not trace one. What it holds: a bool tensor: whether a
-# row has several documents; None: that was read, and is False; False: a mask with it was read too.
+# row has several documents, ``[]``, or at which of its slots one starts behind another, ``[cached tokens]``, which a
+# cropped cache has fewer of; None: that was read, and is False; False: a mask with it was read too.
 _SEVERAL = "_packing_ops_several"
 _REFUSAL = (
     f"{CACHE}: expected a cache of one document in each row to go on with, got one that was filled with several, or "
@@ -421,7 +421,8 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
             return
         call.cache = cache
     cached = cached_length(cache)
-    if isinstance(cached, torch.Tensor) or cached > 0:
+    is_empty = isinstance(cached, int) and cached == 0
+    if not is_empty:
         # No call of ours has filled it: it was made of the tensors of another one, say. Axes of images count otherwise.
         is_known = hasattr(cache, _SEVERAL) or isinstance(cached, torch.Tensor)
         if not (is_known or position_ids is None or getattr(call, "of_axes", None) is not None):
@@ -440,23 +441,22 @@ def check_cache(cache, call, position_ids, padding, numbers, batch, length):
         cu_seqlens = None if call is None else call.cu_seqlens
         # With cu_seq_lens_q alone a model counts along the row.
         position_ids = None if cu_seqlens is not None and call.position_ids is None else position_ids
-        several = several_in(position_ids, padding, cu_seqlens, numbers, batch)
-        if (
-            several is not None
-            and (isinstance(cached, torch.Tensor) or cached > 0)
-            and (call is None or call.segment_parents is None)  # attention refuses a tree
-        ):
+        several = several_in(position_ids, padding, cu_seqlens, numbers, batch, isinstance(cached, int))
+        # Attention refuses a tree.
+        if not (is_empty or several is None or getattr(call, "segment_parents", None) is not None):
             # A first document that does not start at position 0 goes on with the cached tokens.
             _refuse_behind(
-                several if position_ids is None else several & (position_ids[:, 0] == 0).any(),
+                several.any() if position_ids is None else several.any() & (position_ids[:, 0] == 0).any(),
                 cached,
                 numbers,
                 f"{CACHE}: expected an empty cache, got a filled one beside several documents in a row, the first of "
                 "which would see the cached tokens; give them without the cache, or number the cached tokens' "
                 "documents and these in attention_mask",
             )
+        if several is not None and several.dim():
+            several = torch.nn.functional.pad(several, (cached + length - len(several), 0))
         setattr(cache, _SEVERAL, several)
-    elif isinstance(cached, int) and cached == 0:  # what follows is known
+    elif is_empty:  # what follows is known
         setattr(cache, _SEVERAL, None)
 
 
@@ -483,13 +483,14 @@ def is_marked(cache) -> bool:
     return isinstance(getattr(cache, _SEVERAL, None), torch.Tensor)
 
 
-def refuse_several(cache, cached, numbers=None):
-    """Raise ValueError if a cache of ``cached`` tokens was filled with several documents in a row, unless the mask has
-    their numbers.
+def refuse_several(cache, cached, numbers=None, whole=False):
+    """Raise ValueError if a cache of ``cached`` tokens holds several documents in a row, unless the mask has their
+    numbers. whole: tokens count that it was cropped of, as a state has seen them.
     """
     if not is_marked(cache) or (isinstance(cached, int) and cached == 0):  # reset
         return
     several = getattr(cache, _SEVERAL)
+    several = several[: None if whole else cached].any() if several.dim() else several
     if can_read(several) and not bool(several):
         setattr(cache, _SEVERAL, None)
         return

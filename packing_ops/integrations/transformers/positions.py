@@ -250,8 +250,7 @@ def with_axes_of_images(model, call, args, kwargs):
         return args, kwargs
     # What get_rope_index would be given
     given = dict(zip(parameters_of(type(model).forward), args, strict=False)) | kwargs
-    names = parameters_of(type(model).get_rope_index)
-    given = {name: given[name] for name in names if given.get(name) is not None}
+    given = {name: given[name] for name in parameters_of(type(model).get_rope_index) if given.get(name) is not None}
     sizes = sorted(name for name in given if name not in _OF_TEXT)
     if not sizes:
         return args, kwargs

@@ -119,9 +119,8 @@ def new_patch(module, name: str) -> Patch:
 @kept_with_class
 def functions_called(cls: type) -> tuple[str, ...]:
     """Return the names of the rotary functions that forward of this class calls."""
-    forward = inspect.unwrap(cls.forward)
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return tuple(filter(ROTARY.fullmatch, names))
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return tuple(filter(ROTARY.fullmatch, getattr(code, "co_names", ())))
 
 
 def _names(module) -> list[str]:

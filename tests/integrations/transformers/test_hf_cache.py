@@ -184,6 +184,39 @@ def test_a_cache_made_of_the_tensors_of_another(family, kind, length, device, re
     assert len(reads) == (length > 1)  # several tokens are asked about, as in every cache
 
 
+@pytest.mark.parametrize("kind", ["positions", "cu_seqlens", "numbers"])
+@torch.no_grad()
+def test_a_cropped_cache_goes_on_with_one_document(kind, device, reads):
+    model = tiny_model("llama", attn_implementation="packing_ops", device=device)
+    kept, first = filled(model, kind, device=device), transformers.DynamicCache(config=model.config)
+    kept.crop(-LENGTHS[2])
+    for length in (1, 3):
+        with pytest.raises(ValueError, match=REFUSED):
+            more(model, kept, length=length)
+    kept.crop(-LENGTHS[1])
+    model(prompts(kind, device)["input_ids"][:, : LENGTHS[0]], **{CACHE: first}, use_cache=True)
+    for length in (1, 3, 1):
+        wanted = more(model, first, length=length)
+        reads.clear()
+        torch.testing.assert_close(more(model, kept, length=length), wanted, **CLOSE)
+        assert len(reads) <= 1
+    model(**prompts("one document", device), **{CACHE: kept}, use_cache=True)
+
+
+@torch.no_grad()
+def test_a_cropped_cache_of_layers_with_a_state_is_refused(device):
+    """Their state is of all that filled it."""
+    model = stateful_model("lfm2", device=device).eval()
+    ids, positions, _ = packed(device)
+    kept = model(ids, position_ids=positions, use_cache=True)[CACHE]
+    for layer in kept.layers:
+        if hasattr(layer, "get_seq_length"):
+            layer.crop(-11)
+    assert kept.get_seq_length() == 5
+    with pytest.raises(ValueError, match=REFUSED):
+        model(ids[:, :1], **{CACHE: kept}, position_ids=torch.tensor([[5]], device=device))
+
+
 @pytest.fixture
 def reads(monkeypatch):
     """An entry for each value that packing_ops asked a tensor for."""

@@ -351,7 +351,7 @@ def _refuse_masks_and_caches(model, call, caches, made):
         return
     stateful, has_attention, _ = prepare(call, model, call.padding is not None)
     for cache in marked if stateful else ():
-        masks.refuse_several(cache, cached_length(cache))
+        masks.refuse_several(cache, cached_length(cache), whole=True)
     if stateful and isinstance(made, dict):
         kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
         missing = sorted({kind for kind in kinds if not kind.startswith("hybrid")}.difference(made))
