@@ -367,7 +367,7 @@ def test_every_block_is_run():
         "docs/memory.md": 2,
         "docs/ops.md": 3,
         "docs/pages.md": 2,
-        "docs/parallel-cases.md": 8,
+        "docs/parallel-cases.md": 7,
         "docs/parallel.md": 8,
         "docs/performance-models.md": 1,
         "docs/prefix-trees.md": 5,

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import re
 from unittest import mock
 
 import pytest
@@ -188,7 +189,10 @@ def sharded(folder, kind, bf16, prepare=None):
 
 
 def averaged_in_float32(trainer):
-    exec(block_with("docs/parallel-cases.md", "mixed_precision_policy"), {"torch": torch, "trainer": trainer})
+    script = block_with("docs/parallel.md", "SFTConfig(")
+    lines = re.findall(r"^# (.*(?:dataclasses|plugin).*)$", script, re.M)  # commented out there
+    assert len(lines) == 3
+    exec("\n".join(lines), {"trainer": trainer})
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32], ids=str)
@@ -208,6 +212,41 @@ def test_fsdp2_of_the_arguments(kind, dtype, tmp_path):
         assert dtypes == {torch.float32}
         assert losses == pytest.approx(wanted, rel=1e-2 if bf16 else 1e-5)
         assert (max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)) > 1e-5) == bf16
+
+
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_machines: 1
+num_processes: 2
+fsdp_config:
+  fsdp_offload_params: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_cpu_ram_efficient_loading: false
+  fsdp_sync_module_states: false  # FSDP1 would want a GPU
+"""
+
+
+def test_the_script_wins_over_an_accelerate_config(tmp_path):
+    """The config says FSDP1. CPU offload, which the script leaves out, is as the config says."""
+    trl, launch = pytest.importorskip("trl"), pytest.importorskip("accelerate.commands.launch")
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    given = launch.launch_command_parser().parse_args(["--config_file", str(tmp_path / "config.yaml"), "sft.py"])
+    given, *_ = launch._validate_launch_command(given)
+    (block,) = re.findall(r"^wrapped = {.*?^}", block_with("docs/parallel.md", "SFTConfig("), flags=re.S | re.M)
+    exec(block, names := {})
+    with mock.patch.dict(os.environ, launch.prepare_multi_gpu_env(given)):
+        of_config = FullyShardedDataParallelPlugin()
+        args = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **names["wrapped"])
+        plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+        assert trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False).fsdp_plugin_args is None
+    assert (of_config.fsdp_version, of_config.activation_checkpointing) == (1, False)
+    assert (plugin.fsdp_version, plugin.activation_checkpointing, plugin.reshard_after_forward) == (2, True, True)
+    assert "SHARDED" in str(of_config.state_dict_type)
+    assert "FULL" in str(plugin.state_dict_type)
+    assert isinstance(plugin.cpu_offload, torch.distributed.fsdp.CPUOffloadPolicy)
 
 
 # --- two GPUs, by the Trainer's arguments ---
