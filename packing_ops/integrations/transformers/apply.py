@@ -336,7 +336,9 @@ def why_not_attention(model: torch.nn.Module) -> str | None:
 
 def has_states_alone(host: PreTrainedModel) -> bool:
     """Return whether it has no attention, and layers that carry a state."""
-    attends = any(code_has(type(module), r"softmax\(|scaled_dot_product_attention\(") for module in host.modules())
+    attends = stateful.attentions(host) or any(
+        code_has(type(module), r"softmax\(|scaled_dot_product_attention\(") for module in host.modules()
+    )
     return not attends and stateful.StateKind.RECURRENT in stateful.layers_of(host).values()
 
 
