@@ -105,8 +105,8 @@ def test_what_to_do_by_what_one_has(results):
     assert "| SFTTrainer, padded batches of 8 | pack, and compile with either | 3.00x | 3.30x | 3.00x |" in said
     assert "| SFTTrainer, packed, FlashAttention-2 | compile with either | 1.50x | 1.65x | 1.50x |" in said
     assert "| the same, compiled | leave packing_ops out | 0.80x (slower) | 0.80x (slower) | yours now |" in said
-    assert "and compile | 2.00x | 2.20x | 1.83x, padded |" in said
-    assert "without us | 2.00x | 2.20x | 4.40x, padded and sorted |" in said
+    assert "and compile | 2.00x | 2.20x | 1.83x, padded, SDPA |" in said
+    assert "without us | 2.00x | 2.20x | 4.40x, padded and sorted, SDPA |" in said
     lines = [line.strip("| ").split(" | ") for line in made("not_faster").splitlines()[2:]]
     assert [line[2:4] for line in lines] == [["0.80\\*", "0.80"]] * 2
 

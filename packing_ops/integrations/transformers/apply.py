@@ -68,8 +68,11 @@ def _refuse(model: torch.nn.Module, skipped: Mapping[str, str], strict: bool) ->
 def _warn(model: torch.nn.Module, skipped: Mapping[str, str]) -> None:
     for part, reason in skipped.items():
         is_left = "is not claimed" if part == "invariant" else "was not swapped"
-        what = f"{part} of {_name_of(model)} {is_left}: {reason}. Pass {_without(part)} to silence this"
-        warnings.warn(f"apply_packing_ops: {what}", stacklevel=3)
+        warnings.warn(
+            f"apply_packing_ops: {part} of {_name_of(model)} {is_left}: {reason}"
+            + ("" if "keep documents apart" in reason else f". Pass {_without(part)} to silence this"),
+            stacklevel=3,
+        )
 
 
 # --- apply and revert ---

@@ -465,7 +465,7 @@ def _holds_others(cache, position_ids, padding, length):
     if not is_tensor(padding, 2):
         # A copy of a layer with a window counts the tokens that it holds.
         counts = [each.get_seq_length() for each in getattr(cache, "layers", ()) if hasattr(each, "get_seq_length")]
-        return (position_ids[:, 0] < max(counts, default=0)).any()
+        return (position_ids[:, 0] < max([0, *counts])).any()
     return ((position_ids[:, 0] < padding[:, :-length].sum(1)) & padding[:, -length]).any()
 
 

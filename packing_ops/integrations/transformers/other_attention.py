@@ -93,8 +93,10 @@ class OtherCall(PackedCall):
 def _beside_attention(model) -> tuple[bool, bool]:
     """Return whether it has layers with a state and no attention, and whether any of its layers mix tokens."""
     layers = stateful.layers_of(model)
-    has_state = stateful.StateKind.RECURRENT in layers.values() and not stateful.attentions(model)
-    return has_state, bool(layers) or mixes_tokens(model.config)
+    return (
+        stateful.StateKind.RECURRENT in layers.values() and not stateful.attentions(model),
+        bool(layers) or mixes_tokens(model.config),
+    )
 
 
 # --- a Trainer with model_init: train() makes a new model, which is guarded if the one before was, and an optimizer ---
@@ -122,7 +124,15 @@ def _watched(stock):
                 has[GUARD] = before
             elif has.get("is_in_train") and trainer.model_init and not _guard_in(value):
                 guard(value, before.register, _MADE_ANEW)
-        if name == "optimizer" and value is None and has.get("is_in_train") and hasattr(has[name], "keeps_float32"):
+        if name == "optimizer" and value is None and has.get("is_in_train") and trainer.model_init:
+            has["_packing_ops_dropped"] = has.get(name)
+        if (  # of create_optimizer, maybe inside accelerate's
+            name == "lr_scheduler"
+            and value is not None
+            and hasattr(dropped := has.pop("_packing_ops_dropped", None), "keeps_float32")
+            and not hasattr(getattr(has["optimizer"], "optimizer", has["optimizer"]), "keeps_float32")
+        ):
+            has["optimizer"] = dropped  # for train() once more
             raise ValueError(
                 "optimizer: expected one that train() steps, but with model_init it makes another one, without the "
                 "copies of keep_float32: call keep_float32 in an override of create_optimizer"
@@ -133,4 +143,11 @@ def _watched(stock):
 
 
 def _guard_in(model) -> Kept | None:
-    return next((vars(each)[GUARD] for each in versions.models_in(model) if GUARD in vars(each)), None)
+    return next(
+        (
+            vars(each)[GUARD]
+            for each in (versions.models_in(model) if hasattr(model, "modules") else ())
+            if GUARD in vars(each)
+        ),
+        None,
+    )

@@ -129,8 +129,11 @@ def source_of(code) -> str:
 def code_has(code, pattern: str) -> bool:
     """Return whether the source of a function, or of a module's class and those it inherits from, has this pattern."""
     bases = [each for each in getattr(code, "__mro__", ()) if issubclass(each, torch.nn.Module)]
-    parts = [each for each in bases or [code] if not (each.__module__ or "").startswith("torch.")]
-    return any(re.search(pattern, source_of(each), re.MULTILINE) for each in parts)
+    return any(
+        re.search(pattern, source_of(each), re.MULTILINE)
+        for each in bases or [code]
+        if not (each.__module__ or "").startswith("torch.")
+    )
 
 
 @functools.lru_cache(maxsize=4)  # the text of a file: layers of a model are in one or two

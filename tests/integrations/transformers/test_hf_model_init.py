@@ -281,6 +281,24 @@ def test_float32_copies_in_create_optimizer(trainer_of):
         assert all("float32_copy" in trainer.optimizer.state[weight] for weight in weights)
 
 
+def test_an_optimizer_that_was_made_before_train_is_no_error(trainer_of):
+    trainer = trainer_of(half, KeepsFloat32)
+    trainer.create_optimizer()
+    trainer.train()
+    assert all("float32_copy" in trainer.optimizer.state[weight] for weight in trainer.model.parameters())
+
+
+def test_without_model_init_an_optimizer_may_be_dropped(trainer_of):
+    trainer = trainer_of(half)
+    trainer.model_init = None
+    keep_float32(trainer.create_optimizer())
+    trainer.is_in_train = True  # as an error in train() leaves it
+    trainer.optimizer = None
+    trainer.model = torch.nn.Linear(1, 1)
+    trainer.train_dataset = None
+    assert trainer.optimizer is None
+
+
 class TwoTrials:
     """A backend that needs no package. Like Optuna's with catch=(ValueError,), a trial that fails does not end it."""
 

@@ -221,10 +221,21 @@ def wrapped(layer):
     return lambda *args, **kwargs: forward(*args, **kwargs)
 
 
+def wrapped_with_a_look(layer):
+    forward = layer.forward
+
+    def look(self, *args, **kwargs):
+        assert self.self_attn.layer_idx == 0
+        return forward(*args, **kwargs)
+
+    return types.MethodType(look, layer)
+
+
 LAYERS = {  # whether packed rows are refused, and what is put into a layer
     "another attention": (True, lambda layer: types.MethodType(layer_with_attention_inside, layer)),
     "its attention": (False, lambda layer: types.MethodType(layer_that_calls_attention, layer)),
     "a wrapper": (False, wrapped),
+    "a wrapper that reads the attention's number": (False, wrapped_with_a_look),
 }
 
 

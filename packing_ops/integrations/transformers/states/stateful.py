@@ -265,17 +265,16 @@ def calls_interface(cls: type, forward) -> bool:
         return False
     # Other libraries put functions in its place. A wrapper keeps what it wraps, and ours call what they replace.
     stock, homes = inspect.unwrap(forward), [(base.__module__, base.__qualname__) for base in cls.__mro__]
-    of = getattr(stock, "__qualname__", "").rpartition(".")[0]
-    return (getattr(stock, "__globals__", {}).get("__name__"), of) in homes or is_of(
-        function_of(forward) or forward, "packing_ops"
-    )
+    of = getattr(stock, "__globals__", {}).get("__name__"), getattr(stock, "__qualname__", "").rpartition(".")[0]
+    return of in homes or is_of(function_of(forward) or forward, "packing_ops")
 
 
 def _passes_by(layer) -> bool:
     """Return whether the forward of a layer reads the weights of an attention in it, and does not call that."""
     source = source_of(inspect.unwrap(layer.forward))
     return any(
-        re.search(rf"\.{name}\.(?!forward\b)", source) and not re.search(rf"\.{name}(\.forward)?\(", source)
+        re.search(rf"\.{name}\.({'|'.join([*child._modules, *child._parameters]) or '$'})\b", source)
+        and not re.search(rf"\.{name}(\.forward)?\(", source)
         for name, child in layer.named_children()
         if calls_interface(type(child), child.forward)
     )
