@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 from helpers.hf_models import tiny_model  # noqa: E402
 from helpers.hf_patch_case import tiny, tiny_gpt2  # noqa: E402
 from helpers.hf_towers import tiny_tower_model  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
 
 from packing_ops.integrations.transformers import Applied, apply_packing_ops, info, revert_packing_ops  # noqa: E402
 
@@ -182,6 +183,35 @@ def test_another_attention_with_the_name_of_the_one_it_replaces(monkeypatch):
     monkeypatch.setattr(type(attention), "forward", other)
     with pytest.warns(UserWarning, match="has an attention of its own, which no attn_implementation of ours"):
         assert apply_packing_ops(model, rope=False).attention == 0
+    revert_packing_ops(model)
+
+
+class AttendsByItself(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **_):
+        return causal_attention(self, hidden_states, position_embeddings)
+
+
+class Attends(LlamaAttention):
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+@pytest.mark.parametrize("cls", [AttendsByItself, Attends])
+def test_a_subclass_of_an_attention(cls):
+    """Its forward may have an attention of its own, or call the one that it inherits."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    call = {"input_ids": torch.arange(3, 9)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    (layer,) = model.model.layers
+    layer.self_attn.__class__ = cls
+    if cls is Attends:
+        assert apply_packing_ops(model, rope=False).attention == 1
+        found = model(**call).logits[:, 3:]
+        torch.testing.assert_close(found, model(call["input_ids"][:, 3:]).logits)
+    else:
+        with pytest.warns(UserWarning, match="has an attention of its own, which no attn_implementation of ours"):
+            assert apply_packing_ops(model, rope=False).attention == 0
+        with pytest.raises(ValueError, match="position_ids: expected one document in each row, got several"):
+            model(**call)
     revert_packing_ops(model)
 
 

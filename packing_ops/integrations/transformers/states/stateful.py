@@ -149,9 +149,7 @@ def layers_of(module: torch.nn.Module, judged: bool = True) -> dict[torch.nn.Mod
         inside = layers_of(child, judged and sees_inside and kind is not StateKind.RECURRENT)
         if kind is StateKind.UNKNOWN:
             # A block of attention and other layers: these count, its code passes tokens from one to the other.
-            is_block = (attentions(child) and not _passes_by(child)) or any(
-                each is not kind for each in inside.values()
-            )
+            is_block = (attentions(child) and not _passes_by(child)) or {*inside.values()} - {kind}
             found.update(inside if is_block or not judged else {child: kind})
         elif kind is not StateKind.TOKENWISE:
             # A decoder layer's code passes the state of what is inside on.
@@ -263,10 +261,13 @@ def calls_interface(cls: type, forward) -> bool:
     """Return whether a forward, of the class or of one module, calls the attention that attn_implementation names."""
     if issubclass(cls, PreTrainedModel) or not code_has(cls, r"attention_interface\(|ALL_ATTENTION_FUNCTIONS"):
         return False
-    # Other libraries put functions in its place. A wrapper keeps what it wraps, and ours call what they replace.
-    stock, homes = inspect.unwrap(forward), [(base.__module__, base.__qualname__) for base in cls.__mro__]
+    # A wrapper keeps what it wraps, ours call what they replace. A subclass may attend by itself.
+    stock, homes = inspect.unwrap(forward), {(base.__module__, base.__qualname__): base for base in cls.__mro__}
     of = getattr(stock, "__globals__", {}).get("__name__"), getattr(stock, "__qualname__", "").rpartition(".")[0]
-    return of in homes or is_of(function_of(forward) or forward, "packing_ops")
+    return is_of(function_of(forward) or forward, "packing_ops") or bool(
+        of in homes
+        and re.search(r"\A\Z|attention_interface\(|ALL_ATTENTION_FUNCTIONS|super\(|\.forward\(", source_of(homes[of]))
+    )
 
 
 def _passes_by(layer) -> bool:
