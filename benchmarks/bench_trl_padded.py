@@ -35,7 +35,7 @@ import datasets
 import torch
 import transformers
 import trl
-from bench_trl import Clock, add_turns, take_turns, timed
+from bench_trl import Clock, add_turns, compile_layers, take_turns, timed
 from e2e_providers import GROUPED
 from harness import bench_parser
 from result_rows import lengths_of
@@ -219,9 +219,8 @@ def trainer_of(case: PaddedCase, device: str, tiny: bool, count: Count):
                 print(apply_packing_ops(model), flush=True)
             undo.callback(revert_padding_free, trainer)
             print(enable_padding_free(trainer), flush=True)
-        for model in filter(None, (trainer.model, trainer.ref_model)) if case.compiled else ():
-            for layer in model.get_decoder().layers:
-                layer.compile(backend="inductor" if device == "cuda" else "aot_eager")
+        for model in filter(None, (trainer.model, trainer.ref_model)):
+            compile_layers(model, case, device)
         yield trainer
 
 
