@@ -70,6 +70,7 @@ CASES = [
     *(_case(provider, wrapper="DDP", ranks=2, compiled=True) for provider in ("fa2", "ours")),
     *(_case(provider, model="Qwen3-8B", wrapper="FSDP2", ranks=2) for provider in ("fa2", "liger", "ours")),
 ]
+ADAPTERS = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 FIGURES = ("tokens_per_second_a_gpu", "peak_gib", "step_ms", "steps", "epochs", "loss", "warm_up_s", "tokens", "error")
 
 
@@ -140,7 +141,7 @@ def trainer_of(case: Case, device: str, tiny: bool):
             settings_of(case, device, undo.enter_context(tempfile.TemporaryDirectory())),
             train_dataset=datasets.Dataset.from_dict({"input_ids": rows}),
             processing_class=tokenizer,
-            peft_config=peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if case.lora else None,
+            peft_config=ADAPTERS if case.lora else None,
         )
         if case.provider == "ours":
             undo.callback(revert_registration)

@@ -7,12 +7,12 @@ does in a padded batch: each layer takes the padding out and puts it back. It ru
 use_liger_kernel=True, whose loss TRL leaves out here; liger_sdpa: with SDPA. sorted: padded, pairs sorted by length.
 compiled layers: layer.compile() on each layer of each model.
 
-Qwen3-0.6B's shape, one GPU. Weights are random and float32. bf16=True (autocast) and gradient checkpointing are TRL's
-defaults, and so is every setting that settings_of does not name.
+Qwen3's shapes, one GPU. Weights are random and float32. bf16=True (autocast) and gradient checkpointing are TRL's
+defaults, and so is every setting that settings_of does not name. LoRA: as in bench_trl.py.
 
 DPO: batches of 8 pairs. A chosen row is as long as a document of the sft workload. Its first third is the prompt. The
 rejected answer has 0.5 to 1.5 times the length of the chosen one. Rows end at 1,024 tokens, TRL's default. The
-reference model is another copy of the weights.
+reference model is another copy of the weights, with LoRA the model without adapters.
 
 GRPO: batches of 32 completions, 8 of each prompt, beta=0. Prompts have lengths of the short workload. Completions have
 those of the sft workload, cut at 512, TRL's default. A rollout_func gives them and no model generates: a step is
@@ -35,7 +35,7 @@ import datasets
 import torch
 import transformers
 import trl
-from bench_trl import Clock, add_turns, compile_layers, take_turns, timed
+from bench_trl import ADAPTERS, Clock, add_turns, compile_layers, take_turns, timed
 from e2e_providers import GROUPED
 from harness import bench_parser
 from result_rows import lengths_of
@@ -65,7 +65,7 @@ class PaddedCase(Case):
 
     @property
     def name(self) -> str:
-        how = ", compiled layers" if self.compiled else ""
+        how = (", LoRA" if self.lora else "") + (", compiled layers" if self.compiled else "")
         return f"{self.model}, {self.part}, {self.documents}: {self.provider}, batches of {self.batch}{how}"
 
     def small(self) -> "PaddedCase":
@@ -73,9 +73,10 @@ class PaddedCase(Case):
 
 
 def _cases(part: str, documents: str, **more) -> list[PaddedCase]:
-    more = {"checkpointing": "full", "float32": True, **more}
+    more = {"checkpointing": "full", "documents": documents, **more}
     providers = [each for each in ATTENTION if each != "sorted" or part == "DPO"]  # GRPO's groups have an order
-    found = [PaddedCase(part, "Qwen3-0.6B", provider, 0, documents=documents, **more) for provider in providers]
+    found = [PaddedCase(part, "Qwen3-0.6B", provider, 0, float32=True, **more) for provider in providers]
+    found += [PaddedCase(part, "Qwen3-8B", provider, 0, lora=True, **more) for provider in providers]
     return [case._replace(compiled=compiled) for compiled in (False, True) for case in found]
 
 
@@ -171,7 +172,8 @@ def dpo_trainer(case: PaddedCase, model: Callable, tiny: bool, count: Count, **g
         rows.sort(
             key=lambda row: len(row["prompt"].split()) + max(len(row[name].split()) for name in ("chosen", "rejected"))
         )
-    trainer = trl.DPOTrainer(model(), ref_model=model(), train_dataset=datasets.Dataset.from_list(rows), **given)
+    reference = None if case.lora else model()
+    trainer = trl.DPOTrainer(model(), ref_model=reference, train_dataset=datasets.Dataset.from_list(rows), **given)
     collate = trainer.data_collator
 
     def counted(examples):
@@ -202,15 +204,15 @@ def trainer_of(case: PaddedCase, device: str, tiny: bool, count: Count):
     """The trainer as a user sets it up; what was changed outside of its models is undone in the end."""
     transformers.AttentionInterface.register(FA2, padded_fa2)
     AttentionMaskInterface.register(FA2, flash_attention_mask)
-    shape = shape_of(case, tiny)
+    shape, dtype = shape_of(case, tiny), torch.bfloat16 if case.lora else torch.float32
     with contextlib.ExitStack() as undo:
         undo.enter_context(stock_modules())
         undo.enter_context(mock.patch.dict(os.environ, {"TRL_EXPERIMENTAL_SILENCE": "1"}))
         make = {"DPO": dpo_trainer, "GRPO": grpo_trainer}[case.part]
         trainer = make(
-            case, lambda: random_model(shape, ATTENTION[case.provider], device, torch.float32), tiny, count,
+            case, lambda: random_model(shape, ATTENTION[case.provider], device, dtype), tiny, count,
             args=settings_of(case, device, undo.enter_context(tempfile.TemporaryDirectory())),
-            processing_class=word_tokenizer(shape["vocab_size"]),
+            processing_class=word_tokenizer(shape["vocab_size"]), peft_config=ADAPTERS if case.lora else None,
         )  # fmt: skip
         if case.provider == "ours":
             undo.callback(revert_registration)

@@ -19,9 +19,11 @@ from transformers.models.qwen3 import modeling_qwen3
 import packing_ops as po
 
 
-def case_of(part, provider, compiled=False):
-    wanted = part, provider, compiled
-    (found,) = (case for case in bench_trl_padded.CASES if (case.part, case.provider, case.compiled) == wanted)
+def case_of(part, provider, compiled=False, lora=False):
+    wanted = part, provider, compiled, lora
+    (found,) = (
+        case for case in bench_trl_padded.CASES if (case.part, case.provider, case.compiled, case.lora) == wanted
+    )
     return found
 
 
@@ -31,7 +33,7 @@ def varlen_on_the_cpu(query, key, value, ends, *_, **options):
 
 
 def test_cases_have_names_of_their_own():
-    assert len({case.name for case in bench_trl_padded.CASES}) == len(bench_trl_padded.CASES) == 22
+    assert len({case.name for case in bench_trl_padded.CASES}) == len(bench_trl_padded.CASES) == 44
 
 
 @pytest.mark.parametrize(("part", "tokens"), [("DPO", 242), ("GRPO", 545)])
@@ -53,6 +55,23 @@ def test_providers_train_on_the_same_tokens_to_the_same_loss(part, tokens, tmp_p
         assert float(row["loss"]) == pytest.approx(float(padded["loss"]), abs=1e-3)
         assert float(row["grad_norm"]) == pytest.approx(float(padded["grad_norm"]), rel=5e-3)
         assert (row["tokens"], row["slots"]) == (padded["tokens"], padded["slots"])
+
+
+@pytest.mark.parametrize("part", ["DPO", "GRPO"])
+def test_adapters_alone_train_to_the_loss_of_padded_batches(part, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_trl_padded, "EPOCHS", 2)
+    only = [
+        case_of(part, provider, compiled, lora=True) for provider, compiled in (("padded", 0), ("ours", 0), ("ours", 1))
+    ]
+    arguments = ["--device", "cpu", "--tiny", "--repeats", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_trl_padded.py", *arguments, "--only", *(case.name for case in only)])
+    bench_trl_padded.main()
+    padded, *ours = result_rows.read_rows(tmp_path / "trl_padded_cpu.csv")
+    assert [row["error"] for row in (padded, *ours)] == [""] * 3
+    for row in ours:
+        assert (row["lora"], row["weights"], row["model"]) == ("1", "bfloat16", "Qwen3-8B")
+        assert float(row["loss"]) == pytest.approx(float(padded["loss"]), abs=1e-3)
+        assert float(row["grad_norm"]) == pytest.approx(float(padded["grad_norm"]), rel=5e-3)
 
 
 @pytest.mark.parametrize("part", ["DPO", "GRPO"])
@@ -83,10 +102,11 @@ def test_a_case_that_fails_leaves_the_others_theirs(tmp_path, monkeypatch):
         (provider, repeat, compiled)
         for repeat in "12"
         for compiled in "01"
+        for _model in ("Qwen3-0.6B", "Qwen3-8B")
         for provider in ("padded", "sorted", "fa2", "liger_sdpa", "ours")
     ]
     failed = [(row["provider"], row["error"]) for row in rows if row["error"]]
-    assert failed == [("liger", "ImportError: liger-kernel")] * 2
+    assert failed == [("liger", "ImportError: liger-kernel")] * 4
 
 
 @pytest.mark.parametrize("case", bench_trl_padded.CASES, ids=lambda case: case.name)
