@@ -85,8 +85,10 @@ def test_every_script_is_tested():
     assert {path.name for path in FIRST.glob("*.py")} == {
         "check_attention.py",
         "dpo_packed.py",
+        "grpo_fsdp2.py",  # test_first_on_ranks.py
         "grpo_packed.py",
         "grpo_trl.py",
+        "loop_fsdp2.py",  # test_first_on_ranks.py
         "megatron_step.py",
         "sft_trl.py",
     }

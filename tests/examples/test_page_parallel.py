@@ -452,6 +452,7 @@ def sft_of_a_rank(folder, wrapper):
         exec(block.replace("train()   #", f"{start}   #").replace("out/trained", f"out/{out}"), names)
         model = names["trainer"].model_wrapped
         found.append((type(model).__name__, parameters_of({"model": model}, wrapper)))
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}  # the files are in bfloat16
     return found
 
 
@@ -461,7 +462,7 @@ def test_sft_trainer_saves_and_resumes(wrapper, tmp_path):
     # In DDP 5.17 loads the optimizer's state to cpu:0, which torch does not know.
     transformers = pytest.importorskip("transformers", "5.23" if wrapper == "DDP" else None)
     pytest.importorskip("trl")
-    tiny_llama().save_pretrained(tmp_path / "model")
+    tiny_llama().bfloat16().save_pretrained(tmp_path / "model")
 
     def is_in(folder, parameters):
         saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32)
