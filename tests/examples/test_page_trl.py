@@ -1,4 +1,4 @@
-"""The Python of docs/trl.md runs as it is written, on the CPU, and images train in SFTTrainer as the page says."""
+"""The Python of docs/trl.md runs as it is written, and images train in SFTTrainer as the page says."""
 
 import importlib
 import json
@@ -17,7 +17,6 @@ OPTIONS = {
     "GRPO": {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4, "beta": 0.1},
 }
 FIXED = {
-    "use_cpu": True,
     "report_to": "none",
     "save_strategy": "no",
     "disable_tqdm": True,
@@ -27,8 +26,8 @@ FIXED = {
 
 
 @pytest.fixture
-def program(tmp_path, monkeypatch, fresh_compile):
-    """Returns the block of a trainer of TRL: with a small model, settings for the CPU, and the files it reads."""
+def program(device, one_gpu, tmp_path, monkeypatch, fresh_compile):
+    """Returns the block of a trainer of TRL: with a small model, settings for the device, and the files it reads."""
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     from common.hf_setup import byte_tokenizer
 
@@ -44,7 +43,9 @@ def program(tmp_path, monkeypatch, fresh_compile):
             self, *args, processing_class=byte_tokenizer(), **given
         )
         monkeypatch.setattr(trl, f"{kind}Trainer", type(trainer.__name__, (trainer,), {"__init__": made}))
-        monkeypatch.setattr(trl, f"{kind}Config", lambda out: config(out, **FIXED, **OPTIONS[kind]))
+        monkeypatch.setattr(
+            trl, f"{kind}Config", lambda out: config(out, **FIXED, **OPTIONS[kind], use_cpu=device == "cpu")
+        )
         block = block_with("docs/trl.md", f"{kind}Trainer").replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))
         return in_place_of("compile()", "compile(backend=backend)", block)
 
@@ -87,7 +88,7 @@ def test_a_reference_model_that_is_left_out(kind, program):
         exec(block.replace(line, "    pass"), {"backend": "eager"})
 
 
-def test_images_in_sft_trainer(tmp_path, monkeypatch):
+def test_images_in_sft_trainer(device, one_gpu, tmp_path, monkeypatch):
     """The loss is the one of separate documents; without the setting that keeps their columns there are no images."""
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -103,12 +104,13 @@ def test_images_in_sft_trainer(tmp_path, monkeypatch):
         [{**each, "pixel_values": each["pixel_values"].tolist()} for each in documents]
     )
     options = FIXED | {"per_device_train_batch_size": 4, "logging_steps": 1, "max_length": None}
+    options |= {"use_cpu": device == "cpu"}
     options |= {"dataset_kwargs": {"skip_prepare_dataset": True}}
     for unused in (False, True):
         torch.manual_seed(0)
-        model = example.new_model()
+        model = example.new_model().to(device)
         if not unused:
-            losses = [example.loss_of(model, collate([document]), "cpu").item() for document in documents]
+            losses = [example.loss_of(model, collate([document]), device).item() for document in documents]
         settings = trl.SFTConfig(str(tmp_path), **options, remove_unused_columns=unused)
         given = {"data_collator": collate, "processing_class": byte_tokenizer()}
         trainer = trl.SFTTrainer(model, settings, train_dataset=dataset, **given)
