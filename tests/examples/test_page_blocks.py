@@ -86,7 +86,7 @@ def test_trainers_take_a_stream(tmp_path, monkeypatch):
     assert rows_trained(names["trainer"]) == rows_of(tokenized)[:2]
 
 
-def test_a_trainer_whose_rows_a_sampler_fills(tmp_path, monkeypatch):
+def test_a_trainer_whose_rows_a_sampler_fills(device, one_gpu, tmp_path, monkeypatch):
     """Other rows in a second epoch; a run that was stopped in it goes on at its next row."""
     transformers = pytest.importorskip("transformers")
     from packing_ops.data import PackedBatchSampler, PaddingFreeCollator
@@ -109,6 +109,7 @@ def test_a_trainer_whose_rows_a_sampler_fills(tmp_path, monkeypatch):
     def trained(steps, **resumed):
         apply_packing_ops(model := tiny_llama())
         options = TRAINING | {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+        options |= {"use_cpu": device == "cpu"}
         trainer = names["PackedTrainer"](model, transformers.TrainingArguments("out", **options), train_dataset=ROWS)
         return rows_trained(trainer, **resumed)
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -206,6 +207,25 @@ def test_loss_of_other_batches(device, way, tmp_path):
     assert loss == pytest.approx(sum(sums) / sum(ids.numel() - 1 for ids in documents), rel=1e-5)
     rows = {"padded": "last forward: 2 rows", "streamed": "last forward: 1 row, 2 documents"}
     assert rows[way] in info(trainer.model)
+
+
+def test_packed_rows_go_on_where_a_run_stopped(device, tmp_path):
+    """The losses of a run that resumes are those of one that did not stop."""
+    from packing_ops.integrations.transformers import apply_packing_ops
+
+    names, losses = sft_of(tmp_path, device), []
+    for resume in (False, True):
+        settings = names["SFTConfig"]("out", packing=True, learning_rate=1e-2, logging_steps=1)
+        settings.max_steps, settings.save_strategy, settings.save_steps = 4, "steps", 2
+        trainer = names["SFTTrainer"](str(tmp_path / "model"), settings, train_dataset=names["dataset"])
+        apply_packing_ops(trainer.model)
+        trainer.train(resume_from_checkpoint=resume)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    whole, resumed = losses
+    assert len({*whole}) == 4
+    assert resumed == pytest.approx(whole, rel=1e-5)
+    assert trainer.state.global_step == 4
 
 
 def test_documents_of_a_wrapped_row_see_each_other(device, tmp_path):

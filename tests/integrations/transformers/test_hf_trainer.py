@@ -20,6 +20,7 @@ from helpers.pages import block_with  # noqa: E402
 from helpers.processes import as_launched, spawn, spawn_on_gpus  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 
+import packing_ops as po  # noqa: E402
 from packing_ops.contrib.unsloth import enable_packing  # noqa: E402
 from packing_ops.data import PaddingFreeCollator  # noqa: E402
 from packing_ops.integrations.transformers import apply_packing_ops, revert_packing_ops  # noqa: E402
@@ -117,7 +118,7 @@ def losses_of(model, collator, folder, rows, kind="Trainer", compiled=None, prep
     trainer = of_trainer(model, settings, collator, examples, **more)
     trainer.remove_callback(transformers.PrinterCallback)
     if isinstance(collator, PaddingFreeCollator):
-        apply_packing_ops(trainer.model, fused_loss=True)
+        apply_packing_ops(trainer.model, fused_loss=kind == "Trainer")  # SFTTrainer has one
     for layer in trainer.model.get_decoder().layers if compiled else ():
         layer.compile(backend=compiled)
     if prepare:
@@ -140,17 +141,19 @@ def test_label_smoothing_counts_the_targets_of_padded_rows(device, tmp_path):
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_that_are_compiled_before_training(checkpointing, device, tmp_path, fresh_compile):
+def test_layers_that_are_compiled_before_training(checkpointing, kind, device, tmp_path, fresh_compile):
     models = [tiny_model("qwen3", device=device, vocab_size=258, num_hidden_layers=2) for _ in range(2)]
-    _, wanted = losses_of(models[0], padded(), tmp_path, ROWS)
-    options = {"compiled": BACKENDS[device], "gradient_checkpointing": checkpointing}
+    _, wanted = losses_of(models[0], padded(), tmp_path, ROWS, kind)
+    options = {"kind": kind, "compiled": BACKENDS[device], "gradient_checkpointing": checkpointing}
     trainer, found = losses_of(models[1], PaddingFreeCollator(), tmp_path, ROWS, **options)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert all(layer._compiled_call_impl is not None for layer in trainer.model.get_decoder().layers)
 
 
-def test_a_model_that_the_trainer_compiles_beside_checkpointing(device, tmp_path, fresh_compile, monkeypatch):
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+def test_a_model_that_the_trainer_compiles_beside_checkpointing(kind, device, tmp_path, fresh_compile, monkeypatch):
     if device == "cuda":  # accelerate sets it for a compiled model
         monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     models = [tiny_model("qwen3", device=device, vocab_size=258, num_hidden_layers=1) for _ in range(2)]
@@ -160,9 +163,25 @@ def test_a_model_that_the_trainer_compiles_beside_checkpointing(device, tmp_path
         "gradient_checkpointing": True,
         "tf32": False,
     }
-    _, wanted = losses_of(models[0], padded(), tmp_path, ROWS)
-    _, found = losses_of(models[1], PaddingFreeCollator(), tmp_path, ROWS, **options)
+    _, wanted = losses_of(models[0], padded(), tmp_path, ROWS, kind)
+    _, found = losses_of(models[1], PaddingFreeCollator(), tmp_path, ROWS, kind, **options)
     assert found == pytest.approx(wanted, rel=1e-5 if device == "cpu" else 1e-3)
+
+
+def test_a_policy_in_sft_trainer(device, tmp_path):
+    """What it keeps changes no loss."""
+    models = [tiny_model("qwen3", device=device, vocab_size=258, num_hidden_layers=2) for _ in range(2)]
+    _, wanted = losses_of(models[0], padded(), tmp_path, ROWS, "SFTTrainer")
+
+    def prepare(trainer):
+        policy = po.checkpoint_policy(trainer.model, budget=2**24)
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})
+        policies.append(policy)
+
+    policies = []
+    _, found = losses_of(models[1], PaddingFreeCollator(), tmp_path, ROWS, "SFTTrainer", prepare=prepare)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert policies[0].explain().startswith("each of")
 
 
 # --- FSDP2, by the Trainer's arguments ---
