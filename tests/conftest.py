@@ -124,6 +124,8 @@ def one_gpu(monkeypatch):
 
 @pytest.fixture
 def fresh_compile():
+    """Nothing compiled, and torch's limit of graphs, which transformers' generate raises where it compiles."""
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
     torch._dynamo.reset()
