@@ -115,6 +115,7 @@ def cached_length(cache):
 ARGUMENTS = r"((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)"  # of a call in such code, also with calls of calls in them
 
 
+@kept_with_class  # several patterns are looked for in the same code
 def source_of(code) -> str:
     """Return the source of a function, a class or a module, empty if there is none."""
     if isinstance(code, type) and (found := _classes_in(code.__module__).get(code.__qualname__)):

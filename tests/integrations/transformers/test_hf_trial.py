@@ -1,6 +1,7 @@
 """The trials that tell which rotation and which RMSNorm a function of a modelling module computes."""
 
 import importlib
+import inspect
 import re
 
 import pytest
@@ -11,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from helpers.hf_families import formula_of_class  # noqa: E402
 
 from packing_ops.integrations._rope_trial import Rotation, rotation_of  # noqa: E402
-from packing_ops.integrations.transformers import rms_norm, rope  # noqa: E402
+from packing_ops.integrations.transformers import rms_norm, rope, versions  # noqa: E402
 
 
 def half(x):
@@ -404,3 +405,12 @@ def test_a_norm_that_is_farther_from_float64_is_not_swapped(monkeypatch):
     rms_norm._formula.cache_clear()
     assert rms_norm.formula_of(cls, cls(24))[0] is None
     rms_norm._formula.cache_clear()
+
+
+def test_source_is_read_once(monkeypatch):
+    """For all patterns that are looked for in the same code."""
+    read, getsource = [], inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda code: read.append(code) or getsource(code))
+    assert versions.code_has(every_two, r"flatten\(")
+    assert not versions.code_has(every_two, r"chunk\(")
+    assert read == [every_two]
