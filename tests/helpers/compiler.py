@@ -10,20 +10,31 @@ import torch
 
 def quick() -> None:
     """Leave out of torch.compile what no test reads, where it is imported; torch versions differ in what there is."""
-    # pytest listens to every logger that does not propagate: for this one torch writes down all that it compiles.
-    logging.getLogger("torch.__trace").propagate = True
+    # pytest listens to every logger that does not propagate, twice in each phase of a test: torch has a hundred of them
+    # below its first. For torch.__trace it writes down all that it compiles.
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]:
+        logging.getLogger(name).propagate = True
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return
     dynamo.config.run_gc_after_compile = False
-    replace("guards", "profile_guard_manager", lambda stock: lambda root, values, runs: 0.0)  # it flushes caches first
-    replace("exc", "_extract_stack_with_positions", lambda stock: traceback.StackSummary)  # of pytest's frames
+    # It flushes caches first.
+    replace("_dynamo.guards", "profile_guard_manager", lambda stock: lambda root, values, runs: 0.0)
+    replace("_dynamo.exc", "_extract_stack_with_positions", lambda stock: traceback.StackSummary)  # of pytest's frames
     # It keeps 128 functions; a model has more.
-    replace("bytecode_transformation", "_cached_cleaned_instructions", lambda stock: functools.cache(stock.__wrapped__))
+    replace(
+        "_dynamo.bytecode_transformation",
+        "_cached_cleaned_instructions",
+        lambda stock: functools.cache(stock.__wrapped__),
+    )
+    # For logs that are off: the function around each line, for which whole files are read, and the graphs as code.
+    replace("_dynamo.symbolic_convert", "get_funcname", lambda stock: lambda file, line: None)
+    replace("_functorch._aot_autograd.graph_compile", "_log_joint_graph", lambda stock: lambda *given: None)
+    replace("_functorch._aot_autograd.graph_compile", "_log_fw_bw_graphs", lambda stock: lambda *given: (None, None))
 
 
 def replace(module, name, by):
-    module = sys.modules[f"torch._dynamo.{module}"]
+    module = sys.modules.get(f"torch.{module}")
     if hasattr(module, name):
         setattr(module, name, by(getattr(module, name)))
 
