@@ -35,7 +35,7 @@ def test_the_program_of_the_readme(tmp_path, capsys):
     assert names["model"].get_decoder().layers[0].self_attn.q_proj.weight.grad is not None
 
 
-def test_trainers_of_the_readme(tmp_path, monkeypatch):
+def test_trainers_of_the_readme(tmp_path, monkeypatch, capsys):
     """SFT and GRPO of TRL: each block is a program by itself, but for the data."""
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     from common.hf_setup import byte_tokenizer
@@ -66,6 +66,9 @@ def test_trainers_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.setattr(trl, "SFTConfig", on_the_cpu(trl.SFTConfig))
     names = {"dataset": datasets.Dataset.from_list(ROWS)}
     exec(sft, names)
+    said = capsys.readouterr().out
+    assert re.search(r"attention: packing_ops in \d+ modules", said)
+    assert f"last forward: 1 row, {len(ROWS)} documents" in said
     assert names["trainer"].state.global_step == 1
     assert "seq_lengths" in names["trainer"].train_dataset.column_names
     prompts = datasets.Dataset.from_list([{"prompt": "p" * i} for i in (1, 2, 3)])
