@@ -116,12 +116,13 @@ def tried_with_transformers(version: str, wheel: Path, folder: Path) -> tuple[st
     own, below = folder / "venv" / "bin" / "python", sysconfig.get_path("purelib")
     over = f"import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'below.pth').write_text({below!r})"
     pip = (own, "-m", "pip", "install", "--quiet", "--no-compile")
+    spread = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")  # as make test
     steps = {
         "no environment": (sys.executable, "-m", "venv", folder / "venv"),
         "not over this environment": (own, "-c", over),
         "no such transformers": (*pip, f"transformers=={version}.*"),
         "not installed": (*pip, "--no-deps", wheel),
-        "failed": (own, "-m", "pytest", "-q", "tests/integrations/transformers"),
+        "failed": (own, "-m", "pytest", "-q", *spread, "tests/integrations/transformers"),
     }
     for outcome, command in steps.items():
         done = run(*command, cwd=ROOT)
