@@ -173,6 +173,7 @@ STATE = {
     "integrations._patching._left",  # patches to take back when nothing is compiled
     "contrib.ring_flash_attn.hf._kept",  # update_ring_flash_attn_params, revert_hf_flash_attn
     "integrations.transformers.call.NAMES",  # register, revert_registration
+    "integrations.transformers.call.graphs",  # whether there was one, in this process
     "integrations.transformers.apply._hosts",  # goes with its models
     "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
     "integrations.transformers.states.stateful._prepared",  # layers, and goes with them; revert_registration
@@ -312,7 +313,7 @@ STATEMENTS = {
     "contrib": 412,
     "data": 2081,
     "integrations": 2363,  # vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came; what is in front of ours
-    "integrations/transformers": 2684,  # another attention later, configs that models share, and caches whose first layer counts none, came
+    "integrations/transformers": 2698,  # another attention later, one that ran, configs that models share, and caches whose first layer counts none, came
     "integrations/transformers/states": 875,  # calls that go on with a cache came
     "invariance": 703,  # rollouts came, what is none, and rows of narrow products
     "losses": 582,

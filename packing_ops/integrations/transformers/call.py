@@ -71,6 +71,7 @@ class PackedCall:
     by_states, by_masks: whether its layers with a state get the documents, and whether transformers' masks may keep
         them apart, beside another attention: see other_attention.py.
     takes_positions: whether an attention or a mask that gets position_ids keeps documents apart.
+    unread: whether its layers got a mask that says the documents, and none has called our attention since.
     why: what an error says of documents that nothing keeps apart.
     """
 
@@ -134,7 +135,7 @@ class PackedCall:
         self.balance, self.num_tokens = model.__dict__.get(BALANCE), kwargs.get("num_tokens")  # see fused_loss
         self.has_cache = kwargs.get(CACHE) is not None or REQUESTS in kwargs
         # Of its masks (causal, window), None for more than that; see refuse_dropped_mask
-        self.masks, self.looked_at_parts = set(), False
+        self.masks, self.looked_at_parts, self.unread = set(), False, False
 
     def _check_tree(self, position_ids, mask, labels, sequence):
         """Raise ValueError for what has no meaning with segment_parents, and for positions that are not depths."""
@@ -287,6 +288,10 @@ class PackedCall:
             refuse_where(several_in(positions, self.padding), one_each("position_ids", self.why))
         if "attention_mask" in self.unconsumed:
             refuse_where(several_in(numbers=self.numbers), one_each("attention_mask", self.why))
+        # Layers with a state may keep them apart where there is no attention. What a graph has called is not known.
+        by_attention = self.row_documents is None or self.row_documents.has_attention
+        if self.unread and by_attention and not graphs and self.seen and self.seen.documents > self.seen.rows:
+            raise ValueError(one_each(self.named_by(), f"no layer of {self.name} calls packing_ops' attention"))
         if self.where_several is None:
             return
         # Where an attention found the documents, the host knows whether there are several.
@@ -366,6 +371,23 @@ def call_of_layers() -> PackedCall | None:
     same then, or another graph is made.
     """
     return now.begun if torch.compiler.is_compiling() else now.call
+
+
+def note_attention(unread: bool) -> None:
+    """Note in the call, and in those around it, that our attention runs, or that its mask was made (``unread``)."""
+    if not torch.compiler.is_compiling():
+        for call in () if now.call is None else (now.call, *now.call.outers):
+            call.unread = unread
+    elif not unread:
+        _note_graph()
+
+
+graphs: list[bool] = []  # not empty where our attention is in a graph, which notes nothing when it runs
+
+
+@torch.compiler.assume_constant_result
+def _note_graph() -> None:
+    graphs[:] = [True]
 
 
 def watched(other, begin, end, stock):

@@ -21,6 +21,7 @@ from packing_ops.integrations.transformers.call import (
     OTHER_POSITIONS,
     PATTERN,
     current,
+    note_attention,
     now,
     numbers_of,
 )
@@ -159,6 +160,7 @@ def packing_ops_mask(
     if follows:
         padding = prepared.padding if prepared.numbers is None else prepared.numbers
         made = MaskPattern(*pattern, q_length, padding, prepared.position_ids, prepared.axes, blocks, batch_size)
+        note_attention(unread=True)
         # Whether what the layers get shows no more about documents than what is known here.
         by_padding = prepared.padding is not None and call is not None and not call.has_positions()
         if call is not None and call.segment_parents is not None and made.causal:

@@ -20,9 +20,14 @@ transformers = pytest.importorskip("transformers")
 from helpers.hf_models import tiny_model  # noqa: E402
 from helpers.hf_patch_case import tiny, tiny_gpt2  # noqa: E402
 from helpers.hf_towers import tiny_tower_model  # noqa: E402
-from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
+from transformers.models.llama.modeling_llama import (  # noqa: E402
+    ALL_ATTENTION_FUNCTIONS,
+    LlamaAttention,
+    LlamaDecoderLayer,
+)
 
 from packing_ops.integrations.transformers import Applied, apply_packing_ops, info, revert_packing_ops  # noqa: E402
+from packing_ops.integrations.transformers import call as call_module  # noqa: E402
 
 
 @pytest.fixture
@@ -212,6 +217,76 @@ def test_a_subclass_of_an_attention(cls):
             assert apply_packing_ops(model, rope=False).attention == 0
         with pytest.raises(ValueError, match="position_ids: expected one document in each row, got several"):
             model(**call)
+    revert_packing_ops(model)
+
+
+class Made(LlamaAttention):
+    """super() is in its code, and not in its forward."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **_):
+        return causal_attention(self, hidden_states, position_embeddings)
+
+
+class Chooses(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **options):
+        if self.config._attn_implementation == "flash_attention_2":
+            return ALL_ATTENTION_FUNCTIONS["flash_attention_2"](self, hidden_states, attention_mask, **options)
+        return causal_attention(self, hidden_states, position_embeddings)
+
+
+class Inside(torch.nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states, position_embeddings, **_):
+        return causal_attention(self.attention, hidden_states, position_embeddings)
+
+
+class ByAnotherName(LlamaDecoderLayer):
+    def forward(self, hidden_states, position_embeddings=None, **_):
+        attention = self.self_attn
+        return hidden_states + causal_attention(attention, hidden_states, position_embeddings)[0]
+
+
+def put_in_place(how, model, monkeypatch):
+    if how == "wraps":
+        other = types.FunctionType(causal_attention.__code__, globals())
+        monkeypatch.setattr(LlamaAttention, "forward", functools.wraps(LlamaAttention.forward)(other))
+        return
+    for layer in model.model.layers:
+        if how is Inside:
+            layer.self_attn = Inside(layer.self_attn)
+        elif how is ByAnotherName:
+            layer.__class__ = ByAnotherName
+        else:
+            layer.self_attn.__class__ = how
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q", "attention_mask"])
+@pytest.mark.parametrize(
+    "how", [Made, Chooses, Inside, ByAnotherName, "wraps"], ids=lambda how: str(how).split(".")[-1]
+)
+def test_layers_whose_code_hides_that_they_attend_by_themselves(how, given, compiled, monkeypatch, fresh_compile):
+    """They are seen when no layer has called our attention; a row of one document goes on."""
+    monkeypatch.setattr(call_module, "graphs", [])
+    model, ids = tiny_model("llama"), torch.arange(3, 9)[None]
+    put_in_place(how, model, monkeypatch)
+    apply_packing_ops(model, rope=False)
+    for layer in model.model.layers if compiled else ():
+        layer.compile(backend="eager")
+    documents = {
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]),
+        "cu_seq_lens_q": torch.tensor([0, 3, 6], dtype=torch.int32),
+        "attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]]),
+    }
+    with pytest.raises(ValueError, match="got several, and no layer of LlamaModel calls packing_ops' attention"):
+        model(ids, **{given: documents[given]})
+    assert model(ids).logits.isfinite().all()
     revert_packing_ops(model)
 
 
