@@ -82,7 +82,8 @@ def register(name: str = "packing_ops") -> None:
             batch, position_ids that do not restart where cu_seqlens start a document, or that restart inside of one,
             documents of the keys that are not those of the queries. On CUDA these are found in a later call, or in the
             same one under ``PACKING_OPS_CHECK=1``. At the end of a forward: several documents that no attention knows
-            of. At the start of one: past_key_values (5.24: cache) that were filled with several documents of a row,
+            of, or that no layer has called this attention with (not in a process that has compiled a layer with it).
+            At the start of one: past_key_values (5.24: cache) that were filled with several documents of a row,
             that no call here filled and that hold more tokens than position_ids count, or that hold tokens beside
             several documents of a row, the first of which starts at position 0. A compiled graph asserts these on the
             device: RuntimeError on the CPU, a device-side assertion on CUDA.
