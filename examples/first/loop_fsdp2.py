@@ -59,6 +59,8 @@ def reducing(last):  # gradients are reduced once, with the last row of a step
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)  # after fully_shard, which replaces the parameters
 lengths = [len(example["input_ids"]) for example in dataset]
 sampler = PackedBatchSampler(lengths, capacity, mesh.get_rank(), world_size, drop_last=True)
+if len(sampler) == 0:
+    raise ValueError("the documents fill fewer rows than there are ranks")
 loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=PaddingFreeCollator(capacity=capacity))
 
 # --- the loop ---

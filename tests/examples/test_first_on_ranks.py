@@ -44,25 +44,38 @@ def test_a_file_has_the_statements_of_its_blocks(file):
     assert found[-1 - len(blocks) :] == [*blocks, "dist.destroy_process_group()"]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_file_trains_on_two_ranks(file, tmp_path, monkeypatch):
-    """Without a GPU. What it saves is the model, after steps."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
+def run_on_two_ranks(file, lines, folder):
+    """Start the file without a GPU, with a tiny model; return the model and what each rank prints."""
     from common.hf_setup import byte_tokenizer
 
-    model, data = tiny_llama(), tmp_path / "data.jsonl"
+    model, data = tiny_llama(), folder / "data.jsonl"
     for saved in (model, byte_tokenizer()):
-        saved.save_pretrained(tmp_path / "model")
-    lines = [SAMPLES[:3], SAMPLES[3:]] if file == "grpo_fsdp2.py" else CHATS
+        saved.save_pretrained(folder / "model")
     data.write_text("\n".join(map(json.dumps, lines)) + "\n")
     text = (FIRST / file).read_text()
     for there, here in (('"cuda"', '"cpu"'), ("16384", "64")):
         assert there in text
         text = text.replace(there, here)
-    (script := tmp_path / file).write_text(text)
-    first, second = fresh_process.run_ranks(2, script, tmp_path / "model", data, folder=tmp_path, cwd=tmp_path)
+    (script := folder / file).write_text(text)
+    return model, *fresh_process.run_ranks(2, script, folder / "model", data, folder=folder, cwd=folder)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_trains_on_two_ranks(file, tmp_path, monkeypatch):
+    """What it saves is the model, after steps."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    lines = [SAMPLES[:3], SAMPLES[3:]] if file == "grpo_fsdp2.py" else CHATS
+    model, first, second = run_on_two_ranks(file, lines, tmp_path)
     assert (len(re.findall(r"^loss 6\.", first, re.M)) > 1) == (file == "loop_fsdp2.py")
     assert "loss" not in second
     trained = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32)
     moved = [(a - b).abs().max().item() for a, b in zip(model.parameters(), trained.parameters(), strict=True)]
     assert 0 < max(moved) < 1e-3
+
+
+def test_fewer_rows_than_ranks_are_an_error(tmp_path, monkeypatch):
+    """Otherwise no step is made, and the model is saved as it was."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    with pytest.raises(AssertionError, match="ValueError: the documents fill fewer rows than there are ranks"):
+        run_on_two_ranks("loop_fsdp2.py", CHATS[:1], tmp_path)
+    assert not (tmp_path / "out").exists()
