@@ -115,8 +115,15 @@ def test_what_to_do_by_what_one_has(results):
     assert "| packed, FlashAttention-2 | compile with either | 1.50x | 1.65x | 1.50x |" in said
     assert "| the same, compiled | leave packing_ops out | 0.80x (slower) | 0.80x (slower) | yours now |" in said
     said = " ".join(made("what_to_do_in_rl").split())
-    assert "| GRPO, 0.6B, padded | [two calls](trl.md), and compile | 2.00x | 2.20x | 4.40x: compile |" in said
-    assert "without us | 2.00x | 2.20x | 4.40x: sort and compile |" in said
+    calls = "[two calls](trl.md), and compile"
+    ways = "2.00x\\* | 2.20x\\* | 4.40x\\*: sort and compile |"
+    assert f"| GRPO, 8B, padded | {calls} | {ways}" in said
+    assert f"without us | {ways}" in said
+    assert "Liger's | 1.50x\\* | 1.65x\\* | 3.30x\\*: sort and compile |" in said
+    assert "compiled | nothing | 0.45x (slower)\\* | 0.50x (slower)\\* | yours now |" in said
+    said = " ".join(made("verdict").split())
+    assert "in DDP compile, without packing_ops: 0.80x (slower)\\*." in said
+    assert "**TRL's GRPO**" not in said  # without LoRA
     lines = [line.strip("| ").split(" | ") for line in made("not_faster").splitlines()[2:]]
     assert [line[2:4] for line in lines] == [["0.80\\*", "0.80"]] * 2
 
