@@ -173,7 +173,7 @@ STATE = {
     "integrations._patching._left",  # patches to take back when nothing is compiled
     "contrib.ring_flash_attn.hf._kept",  # update_ring_flash_attn_params, revert_hf_flash_attn
     "integrations.transformers.call.NAMES",  # register, revert_registration
-    "integrations.transformers.call.graphs",  # whether there was one, in this process
+    "integrations.transformers.versions.graphs",  # whether there was one, in this process
     "integrations.transformers.apply._hosts",  # goes with its models
     "integrations.transformers.rope.PATCHES",  # apply_packing_ops, revert_packing_ops
     "integrations.transformers.states.stateful._prepared",  # layers, and goes with them; revert_registration

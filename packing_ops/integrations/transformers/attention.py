@@ -24,7 +24,7 @@ from packing_ops.integrations.transformers import (
     sequence_group,
     versions,
 )
-from packing_ops.integrations.transformers.call import NAMES, REQUESTS, call_of_layers, note_attention, watched
+from packing_ops.integrations.transformers.call import NAMES, REQUESTS, call_of_layers, watched
 from packing_ops.integrations.transformers.documents import refuse_one_result, rows_of
 from packing_ops.integrations.transformers.other_attention import OtherCall, guard, patches_of_trainer
 from packing_ops.integrations.transformers.states import cached, linear_attention, stateful
@@ -197,7 +197,7 @@ def packing_ops_attention(
     **kwargs,
 ):
     """Attend: query ``[batch, num_heads, seqlen, head_dim]`` -> (``[batch, seqlen, num_heads, head_dim]``, None)."""
-    note_attention(unread=False)
+    layer_documents.note_attention(unread=False)
     # Options: a MaskPattern says what the mask would, else the layer does.
     cu_seqlens, sequence, batched = (cu_seq_lens_q, cu_seq_lens_k), sequence_group.of(module), REQUESTS in kwargs
     reason = "" if HARMLESS.issuperset(kwargs) else option_for_sdpa(kwargs)

@@ -14,7 +14,7 @@ import torch
 
 from packing_ops._runtime.batch_cache import check_same, kept_with
 from packing_ops.integrations._patching import PACKS_ROWS
-from packing_ops.integrations.transformers import sequence_group
+from packing_ops.integrations.transformers import sequence_group, versions
 from packing_ops.integrations.transformers.documents import (
     TIME,
     cached_cast,
@@ -290,7 +290,7 @@ class PackedCall:
             refuse_where(several_in(numbers=self.numbers), one_each("attention_mask", self.why))
         # Layers with a state may keep them apart where there is no attention. What a graph has called is not known.
         by_attention = self.row_documents is None or self.row_documents.has_attention
-        if self.unread and by_attention and not graphs and self.seen and self.seen.documents > self.seen.rows:
+        if self.unread and by_attention and not versions.graphs and self.seen and self.seen.documents > self.seen.rows:
             raise ValueError(one_each(self.named_by(), f"no layer of {self.name} calls packing_ops' attention"))
         if self.where_several is None:
             return
@@ -371,23 +371,6 @@ def call_of_layers() -> PackedCall | None:
     same then, or another graph is made.
     """
     return now.begun if torch.compiler.is_compiling() else now.call
-
-
-def note_attention(unread: bool) -> None:
-    """Note in the call, and in those around it, that our attention runs, or that its mask was made (``unread``)."""
-    if not torch.compiler.is_compiling():
-        for call in () if now.call is None else (now.call, *now.call.outers):
-            call.unread = unread
-    elif not unread:
-        _note_graph()
-
-
-graphs: list[bool] = []  # not empty where our attention is in a graph, which notes nothing when it runs
-
-
-@torch.compiler.assume_constant_result
-def _note_graph() -> None:
-    graphs[:] = [True]
 
 
 def watched(other, begin, end, stock):

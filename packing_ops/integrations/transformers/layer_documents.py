@@ -7,10 +7,20 @@ import torch
 from packing_ops._runtime.batch_cache import kept_with
 from packing_ops.integrations.transformers.call import call_of_layers, current, numbers_of
 from packing_ops.integrations.transformers.documents import ROW_EACH, can_read, find_documents, is_tensor, one_each
-from packing_ops.integrations.transformers.versions import class_name
+from packing_ops.integrations.transformers.versions import class_name, note_graph
 
 STEP = "decoding with a KV cache"  # one token of each row
 MADE_FOR = ("cu_seqlens of a mask",)
+
+
+def note_attention(unread: bool) -> None:
+    """Note in the call, and in those around it, that our attention runs, or that its mask was made (``unread``)."""
+    if not torch.compiler.is_compiling():
+        call = current()
+        for each in () if call is None else (call, *call.outers):
+            each.unread = unread
+    elif not unread:
+        note_graph()
 
 
 def documents_of(query, cu_seqlens, padding, position_ids):

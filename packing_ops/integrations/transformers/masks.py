@@ -21,7 +21,6 @@ from packing_ops.integrations.transformers.call import (
     OTHER_POSITIONS,
     PATTERN,
     current,
-    note_attention,
     now,
     numbers_of,
 )
@@ -34,7 +33,7 @@ from packing_ops.integrations.transformers.documents import (
     refuse_where,
     several_in,
 )
-from packing_ops.integrations.transformers.layer_documents import MADE_FOR, documents_of
+from packing_ops.integrations.transformers.layer_documents import MADE_FOR, documents_of, note_attention
 from packing_ops.integrations.transformers.versions import CACHE, cached_length, masking_utils, refusal, version
 from packing_ops.varlen.visible_ends import visible_end_from_blocks
 

@@ -75,6 +75,14 @@ def constant(function):
     return of_graph
 
 
+graphs: list[bool] = []  # not empty where our attention is in a graph, which notes nothing when it runs
+
+
+@torch.compiler.assume_constant_result
+def note_graph() -> None:
+    graphs[:] = [True]
+
+
 # --- of a module ---
 
 

@@ -27,7 +27,6 @@ from transformers.models.llama.modeling_llama import (  # noqa: E402
 )
 
 from packing_ops.integrations.transformers import Applied, apply_packing_ops, info, revert_packing_ops  # noqa: E402
-from packing_ops.integrations.transformers import call as call_module  # noqa: E402
 
 
 @pytest.fixture
@@ -273,7 +272,6 @@ def put_in_place(how, model, monkeypatch):
 )
 def test_layers_whose_code_hides_that_they_attend_by_themselves(how, given, compiled, monkeypatch, fresh_compile):
     """They are seen when no layer has called our attention; a row of one document goes on."""
-    monkeypatch.setattr(call_module, "graphs", [])
     model, ids = tiny_model("llama"), torch.arange(3, 9)[None]
     put_in_place(how, model, monkeypatch)
     apply_packing_ops(model, rope=False)
