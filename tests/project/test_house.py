@@ -313,7 +313,7 @@ STATEMENTS = {
     "contrib": 412,
     "data": 2081,
     "integrations": 2363,  # vLLM, its graphs, its second runner, its bits under TRL, states over ranks, trees, older names, Kimi's came; what is in front of ours
-    "integrations/transformers": 2698,  # another attention later, one that ran, configs that models share, and caches whose first layer counts none, came
+    "integrations/transformers": 2697,  # another attention later, one that ran, configs that models share, and caches whose first layer counts none, came
     "integrations/transformers/states": 875,  # calls that go on with a cache came
     "invariance": 703,  # rollouts came, what is none, and rows of narrow products
     "losses": 582,

@@ -15,12 +15,10 @@ MADE_FOR = ("cu_seqlens of a mask",)
 
 def note_attention(unread: bool) -> None:
     """Note in the call, and in those around it, that our attention runs, or that its mask was made (``unread``)."""
-    if not torch.compiler.is_compiling():
-        call = current()
-        for each in () if call is None else (call, *call.outers):
-            each.unread = unread
-    elif not unread:
-        note_graph()
+    if torch.compiler.is_compiling():
+        return None if unread else note_graph()
+    for call in (current(), *current().outers) if current() else ():
+        call.unread = unread
 
 
 def documents_of(query, cu_seqlens, padding, position_ids):
