@@ -35,7 +35,7 @@ mesh = init_device_mesh("cuda", (world_size,))  # starts NCCL, and gives each pr
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to("cuda").train()
 apply_packing_ops(model, fused_loss=True)
 # model.gradient_checkpointing_enable({"use_reentrant": False})  # optional: less memory, slower
-# for layer in model.get_decoder().layers: layer.compile()  # optional: faster, see What to set on the page
+# for layer in model.get_decoder().layers: layer.compile()  # optional: see What to set on the page
 
 # --- FSDP2 ---
 

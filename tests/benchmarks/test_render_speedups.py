@@ -90,7 +90,7 @@ def test_what_to_do_by_what_one_has(results):
     lines = [line.strip("| ").split(" | ") for line in made("headline").splitlines() if re.match(r"\| (SFT|TRL)", line)]
     assert lines == [
         ["SFTTrainer, 0.6B", "3.30x\\*", "1.65x\\*", "1.10x\\*: FlashAttention-2, compiled"],
-        ["SFTTrainer, 0.6B, two GPUs (DDP)", "–", "–", "0.80x (slower)\\*: FlashAttention-2, compiled"],
+        ["SFTTrainer, 0.6B, two GPUs (DDP), ours not compiled", "–", "–", "0.80x (slower)\\*: FlashAttention-2, compiled"],
         [
             "TRL's GRPO, 0.6B, without generation",
             "2.20x\\* (not compiled: 2.00x\\*)",
@@ -119,7 +119,7 @@ def test_what_to_do_by_what_one_has(results):
     ways = "2.00x\\* | 2.20x\\* | 4.40x\\*: sort and compile |"
     assert f"| GRPO, 8B, padded | {calls} | {ways}" in said
     assert f"without us | {ways}" in said
-    assert "Liger's | 1.50x\\* | 1.65x\\* | 3.30x\\*: sort and compile |" in said
+    assert "Liger's | 1.50x\\* | 1.65x\\* | 3.30x\\*: without Liger's, sort and compile |" in said
     assert "compiled | nothing | 0.45x (slower)\\* | 0.50x (slower)\\* | yours now |" in said
     said = " ".join(made("verdict").split())
     assert "in DDP compile, without packing_ops: 0.80x (slower)\\*." in said
