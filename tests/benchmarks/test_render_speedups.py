@@ -90,7 +90,12 @@ def test_what_to_do_by_what_one_has(results):
     lines = [line.strip("| ").split(" | ") for line in made("headline").splitlines() if re.match(r"\| (SFT|TRL)", line)]
     assert lines == [
         ["SFTTrainer, 0.6B", "3.30x\\*", "1.65x\\*", "1.10x\\*: FlashAttention-2, compiled"],
-        ["SFTTrainer, 0.6B, two GPUs (DDP), ours not compiled", "–", "–", "0.80x (slower)\\*: FlashAttention-2, compiled"],
+        [
+            "SFTTrainer, 0.6B, two GPUs (DDP), ours not compiled",
+            "–",
+            "–",
+            "0.80x (slower)\\*: FlashAttention-2, compiled",
+        ],
         [
             "TRL's GRPO, 0.6B, without generation",
             "2.20x\\* (not compiled: 2.00x\\*)",
