@@ -84,11 +84,11 @@ for samples in rollouts:
         rows.append((row, advantages, mask, old))
     for _ in range(updates):
         for row, advantages, mask, old in rows:
-            model.set_requires_gradient_sync(row is rows[-1][0])
-            ratio = (model.token_logps(**row) - old).exp()
-            losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-            loss = (losses * mask).sum() / targets * world_size  # FSDP2 averages over the ranks
-            loss.backward()
+            with reducing(row is rows[-1][0]):
+                ratio = (model.token_logps(**row) - old).exp()
+                losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+                loss = (losses * mask).sum() / targets * world_size  # FSDP2 averages over the ranks
+                loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -268,7 +268,7 @@ def put_in_place(how, model, monkeypatch):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q", "attention_mask"])
 @pytest.mark.parametrize(
-    "how", [Made, Chooses, Inside, ByAnotherName, "wraps"], ids=lambda how: str(how).split(".")[-1]
+    "how", [Made, Chooses, Inside, ByAnotherName, "wraps"], ids=lambda how: getattr(how, "__name__", how)
 )
 def test_layers_whose_code_hides_that_they_attend_by_themselves(how, given, compiled, monkeypatch, fresh_compile):
     """They are seen when no layer has called our attention; a row of one document goes on."""
