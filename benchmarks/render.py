@@ -196,9 +196,9 @@ def said(pieces: list, names: dict, rows: list[dict]) -> str:
 
 
 def with_shape(block: dict) -> dict:
-    shape, cells = SPEC["shapes"].get(block.get("like"), {}), block.get("cells", {})
-    before = {name: cell for name, cell in shape.get("cells", {}).items() if name not in cells}
-    return {**shape, **block, "cells": before | cells}
+    shape = with_shape(SPEC["shapes"][block["like"]]) if "like" in block else {}
+    cells, here = shape.get("cells", {}), block.get("cells", {})
+    return {**shape, **block, "cells": {name: cells[name] for name in cells if name not in here} | here}
 
 
 def text_of(block: dict) -> str:
